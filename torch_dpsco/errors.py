@@ -1,0 +1,80 @@
+"""Exceptions and warnings of torch_dpsco.
+
+Two families, so that a caller can tell "this would break the guarantee" from "this cannot be calibrated":
+
+* `PrivacyError`: the call would void the privacy guarantee. Nothing has been released; never a warning.
+* `CalibrationError`: no mechanism with the numbers asked for exists, or a promise needed to build it is missing.
+
+Bad scalars are plain `ValueError`s (see `torch_dpsco._validate`). Messages name the field, the value and the way
+out. No message depends on private data unless its docstring says that it is outside the guarantee.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AdjacencyError",
+    "BudgetExceeded",
+    "CalibrationError",
+    "ConditionError",
+    "DpscoError",
+    "InfeasibleError",
+    "MissingConstantError",
+    "NotCertifiedError",
+    "PrivacyError",
+    "SequenceError",
+    "UnitError",
+    "UnknownSamplerError",
+    "UtilityWarning",
+]
+
+
+class DpscoError(Exception):
+    """Base class of every exception that torch_dpsco raises on purpose."""
+
+
+class PrivacyError(DpscoError, RuntimeError):
+    """The call would void the privacy guarantee; it was refused and nothing was released."""
+
+
+class BudgetExceeded(PrivacyError):
+    """The event would pass the budget; the ledger is unchanged."""
+
+
+class AdjacencyError(PrivacyError):
+    """A mechanism has no guarantee under the adjacency asked for."""
+
+
+class UnitError(PrivacyError):
+    """Privacy units (example, user) or declared universe sizes do not agree."""
+
+
+class UnknownSamplerError(PrivacyError):
+    """The sampling of a loader is not known, so that no amplification can be claimed for it."""
+
+
+class SequenceError(PrivacyError):
+    """Calls in an order that the guarantee does not cover: stale, missing, doubled or finalized."""
+
+
+class NotCertifiedError(PrivacyError):
+    """A promise that had to be certified was not, or was refuted."""
+
+
+class CalibrationError(DpscoError, ValueError):
+    """No mechanism with the requested numbers can be built."""
+
+
+class ConditionError(CalibrationError):
+    """A side condition of a theorem fails, so that its bound must not be used."""
+
+
+class InfeasibleError(CalibrationError):
+    """The target cannot be reached; the message names the smallest feasible value."""
+
+
+class MissingConstantError(CalibrationError):
+    """A problem constant that an algorithm needs was not promised."""
+
+
+class UtilityWarning(UserWarning):
+    """Privacy holds, but a utility theorem does not apply, or a setting is likely to waste accuracy."""
