@@ -1,0 +1,89 @@
+"""torch_dpsco: private model fitting in PyTorch, calibrated from the loss.
+
+import torch_dpsco as dp
+
+dp.attach(model)                                     # per-sample gradients
+optimizer = dp.HolderSGD.calibrated(model.parameters(), problem=..., n=..., budget=dp.Budget(1.0, 1e-5))
+for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
+"""
+
+from torch_dpsco import losses, oracles, prox, rules
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.attach import attach, detach
+from torch_dpsco.engine import make_private
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    CalibrationError,
+    ConditionError,
+    DpscoError,
+    InfeasibleError,
+    MissingConstantError,
+    NotCertifiedError,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UnknownSamplerError,
+    UtilityWarning,
+)
+from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.holder import HolderSGD
+from torch_dpsco.problem import Problem
+from torch_dpsco.sampling import (
+    DisjointSampler,
+    FixedSampler,
+    FullSampler,
+    PoissonSampler,
+    PrivateLoader,
+    ShuffledSampler,
+)
+from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.train import fit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accountant",
+    "AdjacencyError",
+    "Budget",
+    "BudgetExceeded",
+    "CalibrationError",
+    "ConditionError",
+    "Disjoint",
+    "DisjointSampler",
+    "DpscoError",
+    "Fixed",
+    "FixedSampler",
+    "Full",
+    "FullSampler",
+    "HolderSGD",
+    "InfeasibleError",
+    "MissingConstantError",
+    "NotCertifiedError",
+    "Phase",
+    "Poisson",
+    "PoissonSampler",
+    "PrivacyError",
+    "PrivacyReport",
+    "PrivateLoader",
+    "PrivateOptimizer",
+    "Problem",
+    "Schedule",
+    "SequenceError",
+    "Shuffled",
+    "ShuffledSampler",
+    "UnitError",
+    "UnknownSamplerError",
+    "UtilityWarning",
+    "attach",
+    "detach",
+    "fit",
+    "losses",
+    "make_private",
+    "oracles",
+    "prox",
+    "rules",
+]

@@ -1,0 +1,1 @@
+"""The privacy ledger, its numerical analysis, budgets and calibration."""

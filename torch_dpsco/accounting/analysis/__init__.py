@@ -1,0 +1,9 @@
+"""Privacy curves as pure functions of public numbers: no state, no torch, nothing about any data set.
+
+* `gaussian`: the exact trade-off of unsampled Gaussian noise and its inverses.
+* `zcdp`: zero-concentrated privacy to (epsilon, delta) and back.
+* `rdp`: Renyi curves of the Gaussian mechanism under Poisson and fixed-size sampling.
+* `convert`: Renyi curves to (epsilon, delta).
+
+Every function returns a bound that holds as returned: epsilon and noise are rounded up, mu and rho down.
+"""

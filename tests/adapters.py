@@ -1,0 +1,204 @@
+"""How a test vector is read and called: the map `tests/vectors/api_map.json`, and adapters where it is not enough.
+
+An adapter builds the objects a user would build, calls them, and returns the value that the vectors list. A part of the
+package that does not exist yet raises `NotBuiltError`, which the runner counts; any other error is a failure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_dpsco.errors import UtilityWarning
+
+FOLDER = Path(__file__).parent / "vectors"
+API_MAP = json.loads((FOLDER / "api_map.json").read_text())
+FAMILIES = sorted({key.split(":")[0] for key in API_MAP})
+
+
+class NotBuiltError(Exception):
+    """The package has no such module, or the module no such attribute."""
+
+
+def resolve(module: str, name: str) -> Any:
+    """Returns `module.name`; raises NotBuiltError if either does not exist.
+
+    A module that exists but fails to import something else is an error, not "not built".
+    """
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise NotBuiltError(f"{module}.{name}") from error
+        raise
+    if not hasattr(found, name):
+        raise NotBuiltError(f"{module}.{name}")
+    return getattr(found, name)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One test vector; `number` counts the vectors of its function."""
+
+    family: str
+    function: str
+    inputs: dict[str, Any]
+    expected: Any
+    tolerance: Any
+    number: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.family}:{self.function}"
+
+    def __str__(self) -> str:
+        scalars = [f"{name}={value}" for name, value in self.inputs.items() if not isinstance(value, (list, dict))]
+        return f"{self.key}#{self.number}({','.join(scalars)[:60]})"
+
+
+def load(folder: Path) -> list[Vector]:
+    """Returns the vectors of all family files of a folder; a file of no known family is an error, not skipped."""
+    vectors: list[Vector] = []
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "api_map.json":
+            continue
+        if path.stem not in FAMILIES:
+            raise pytest.UsageError(f"{path}: no such family; known are {', '.join(FAMILIES)}")
+        content = json.loads(path.read_text())
+        numbers: dict[str, int] = {}
+        for case in content["cases"] if isinstance(content, dict) else content:
+            numbers[case["function"]] = number = numbers.get(case["function"], 0) + 1
+            vectors.append(parse(path.stem, case, number))
+    if not vectors:
+        raise pytest.UsageError(f"{folder}: no vectors")
+    return vectors
+
+
+def parse(family: str, case: dict[str, Any], number: int = 1) -> Vector:
+    """Returns a vector; the tolerance stands in one field, or as `rtol` and `atol` beside the case."""
+    sides = {name: case[name] for name in ("rtol", "atol") if name in case}
+    inputs, expected = infinite(case["inputs"]), infinite(case["expected"])
+    return Vector(family, case["function"], inputs, expected, case.get("tolerance", sides or None), number)
+
+
+def infinite(value: Any) -> Any:
+    """Returns the JSON value with the strings "inf" and "-inf" read as floats."""
+    if isinstance(value, dict):
+        return {name: infinite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [infinite(item) for item in value]
+    return {"inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+
+
+def call(vector: Vector) -> Any:
+    """Returns what the package computes for a vector: a value, or the ValueError it raises."""
+    entry = API_MAP[vector.key]
+    function = resolve(entry["module"], entry["name"])
+    arguments = {entry["args"][name]: value for name, value in vector.inputs.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UtilityWarning)  # the vectors are about values
+        try:
+            return function(**arguments, **entry.get("fixed", {}))
+        except ValueError as error:
+            return error
+
+
+# The adapters, by the names of the map.
+
+
+def loss_constants(loss: str, bound_x: float, bound_y: float, radius: float, **choices: float) -> dict[str, float]:
+    """Returns the promised constants of a loss of the table (holder.md, section 2.1) and its bound at the radius.
+
+    `choices` holds the shape of the loss (power, threshold, quantile, width, num_classes) and, for the rows "other
+    alpha", holder_exponent.
+    """
+    name, shape = {
+        "hinge_q": ("Hinge", "power"),
+        "power_q": ("PowerLoss", "power"),
+        "absolute": ("Absolute", None),
+        "squared": ("Squared", None),
+        "logistic": ("Logistic", None),
+        "huber": ("Huber", "threshold"),
+        "pinball": ("Pinball", "quantile"),
+        "smoothed_hinge": ("SmoothedHinge", "width"),
+        "eps_insensitive": ("EpsilonInsensitive", "width"),
+        "softmax_ce": ("SoftmaxCrossEntropy", "num_classes"),
+    }[loss]
+    loss_class = resolve("torch_dpsco.losses", name)
+    built = loss_class() if shape is None else loss_class(choices.pop(shape))
+    problem = built.problem(bound_x=bound_x, bound_y=bound_y, radius=radius, **choices)
+    return {
+        "holder_exponent": problem.holder_exponent,
+        "holder_constant": problem.holder_constant,
+        "grad_at_zero": problem.grad_at_zero,
+        "loss_at_zero": problem.loss_at_zero,
+        "grad_bound": problem.grad_bound(radius),
+    }
+
+
+def apply_prox(v: Sequence[float], step: float, kind: str, **strengths: float) -> list[float]:
+    """Returns prox_{step * psi}(v) for the penalty or set named `kind`."""
+    name, parameters = {
+        "l1": ("L1", (strengths.get("l1", 1.0),)),
+        "l2": ("L2", (strengths.get("l2", 1.0),)),
+        "sq_l2": ("ElasticNet", (0.0, strengths.get("l2", 1.0))),
+        "elastic": ("ElasticNet", (strengths.get("l1"), strengths.get("l2"))),
+        "box": ("Box", (strengths.get("lo"), strengths.get("hi"))),
+        "l2_ball": ("Ball", (strengths.get("radius"),)),
+    }[kind]
+    point = torch.tensor(v, dtype=torch.float64)
+    resolve("torch_dpsco.prox", name)(*parameters).apply_([point], [step])
+    return point.tolist()
+
+
+def clip_rows(rows: Sequence[Sequence[float]], clip: float) -> list[list[float]]:
+    """Returns the rows times the weights that the clipped oracle gives them."""
+    dense_block = resolve("torch_dpsco.gradbatch", "DenseBlock")
+    grad_batch = resolve("torch_dpsco.gradbatch", "GradBatch")
+    clip_weights = resolve("torch_dpsco.oracles.clipped", "clip_weights")
+    tensor = torch.tensor(rows, dtype=torch.float64)
+    weights = clip_weights(grad_batch([dense_block(tensor)]).norms(), clip)
+    return (weights.double().unsqueeze(1) * tensor).tolist()
+
+
+def rdp_filter_steps(budget: float, spends: Sequence[float]) -> int:
+    """Returns how many events a Renyi filter executes before its first refusal."""
+    run = resolve("torch_dpsco.accounting.filters", "RDPFilter")(2.0, budget)
+    steps = 0
+    for value in spends:
+        if not run.admits(value):
+            break
+        run.charge(value)
+        steps += 1
+    return steps
+
+
+def ledger_epsilon(events: Sequence[dict[str, Any]], adjacency: str, delta: float, method: str) -> float:
+    """Returns epsilon of a ledger read from its wire format."""
+    ledger = resolve("torch_dpsco.accounting.ledger", "Ledger").from_json(events)
+    return ledger.epsilon(delta, adjacency, method)
+
+
+def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: float, pair_radius: float) -> float:
+    """Returns the delta that a user-level filter plan really has, from its public numbers alone.
+
+    delta_pair + (1 + e^epsilon) beta with beta = P[bad pass] and mu = sqrt(T) 2 tau coefficient / noise_std
+    (userlevel.md, section 4): it must not exceed the target whatever the optimizer of the plan believed.
+    """
+    svt = "torch_dpsco.accounting.analysis.svt"
+    coefficient = resolve("torch_dpsco.theory.user_level", "filter_coefficient")(
+        n_users, plan.score_floor, plan.ramp_end
+    )
+    mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std
+    beta = resolve(svt, "bad_pass_probability")(plan.margin, steps, plan.threshold_scale, plan.query_scale)
+    pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)
+    return float(pair + (1.0 + math.exp(epsilon)) * beta)

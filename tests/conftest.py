@@ -1,0 +1,52 @@
+"""Options, hypothesis profile and the table of test vectors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import Counter
+
+import hypothesis
+
+# Whole and first: pytest's importlib mode would otherwise load the module it collects doctests from a second time when
+# the package's own file imports it, and a class would no longer be the class.
+importlib.import_module("torch_dpsco")
+
+# No test may depend on the speed of the machine; CI must not fail on a draw that nobody can repeat.
+hypothesis.settings.register_profile("torch_dpsco", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("torch_dpsco")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--vectors",
+        metavar="DIR",
+        default=None,
+        help="folder of vector files FAMILY.json for tests/test_vectors.py (default: tests/vectors)",
+    )
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Prints how the vectors of each function fared: nothing that is not built yet goes unnoticed."""
+    counts = Counter()
+    for outcome, column in {"passed": 0, "failed": 1, "skipped": 2}.items():
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, value in report.user_properties:
+                if name == "vector":
+                    counts[value, column] += 1
+    functions = sorted({function for function, _ in counts})
+    if not functions:
+        return
+    terminalreporter.section("vectors: family function passed/failed/not built")
+    for family in sorted({function.split(":")[0] for function in functions}):
+        own = [function for function in functions if function.startswith(f"{family}:")]
+        whole = [function for function in own if not counts[function, 1] and not counts[function, 2]]
+        listed = own if config.get_verbosity() > 0 else [function for function in own if function not in whole]
+        for function in listed:
+            terminalreporter.line(f"{family:<10} {function.split(':')[1]:<40} {_cell(counts, [function])}")
+        total = f"all ({len(whole)} of {len(own)} functions pass)"
+        terminalreporter.line(f"{family:<10} {total:<40} {_cell(counts, own)}")
+
+
+def _cell(counts, functions):
+    return "/".join(f"{sum(counts[function, column] for function in functions):>4}" for column in range(3))

@@ -1,0 +1,217 @@
+"""The import rules of architecture.md, section 2, and the house rules that a reader relies on, checked on the syntax.
+
+Why it matters for privacy: the formulas (`accounting.analysis`, `theory`) can be read and tested without torch, the
+update rules cannot reach private rows because they cannot reach an oracle, and Opacus is touched in few places.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "torch_dpsco"
+MAX_LINES = 400
+
+LEAVES = {f"{PACKAGE}._validate", f"{PACKAGE}.errors"}
+ANALYSIS = f"{PACKAGE}.accounting.analysis"
+THEORY = f"{PACKAGE}.theory"
+ACCOUNTING = f"{PACKAGE}.accounting"
+# The accountant is Opacus' face, identify reads loaders and the package's own file gathers the public names, theirs
+# included; everything else in accounting is values and formulas.
+ACCOUNTING_WITH_TORCH = {ACCOUNTING, f"{ACCOUNTING}.accountant", f"{ACCOUNTING}.identify"}
+OPACUS_CONTACT = [
+    f"{PACKAGE}.attach",
+    f"{PACKAGE}.gradbatch",
+    f"{ACCOUNTING}.accountant",
+    f"{ACCOUNTING}.identify",
+    f"{PACKAGE}.integrations",
+]
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
+
+
+def parsed(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module, name: str) -> set[str]:
+    """Returns the absolute names of all modules imported anywhere in a module (in functions and type checks too)."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                own_package = name if name in PACKAGES else name.rpartition(".")[0]
+                anchor = own_package.split(".")[: len(own_package.split(".")) - node.level + 1]
+                base = ".".join([*anchor, base] if base else anchor)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in FILES else base)
+    return found
+
+
+def reachable(name: str) -> set[str]:
+    """Returns every module that a module imports, directly or through modules of the package."""
+    seen: set[str] = set()
+    queue = [name]
+    while queue:
+        for target in imports(parsed(current := queue.pop()), current) - seen:
+            seen.add(target)
+            if target in FILES:
+                queue.append(target)
+    return seen
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def outside_of(targets: set[str], allowed: list[str]) -> set[str]:
+    """Returns the imports that are neither in the standard library nor inside one of the allowed packages."""
+    return {
+        target
+        for target in targets
+        if target.split(".")[0] not in sys.stdlib_module_names
+        and not any(inside(target, package) for package in allowed)
+    }
+
+
+def below(*packages: str) -> list[str]:
+    return [name for name in FILES if any(inside(name, package) for package in packages)]
+
+
+@pytest.mark.parametrize("name", below(ANALYSIS))
+def test_the_analysis_imports_only_checks_errors_numpy_and_scipy(name):
+    assert not outside_of(imports(parsed(name), name), [*LEAVES, ANALYSIS, "numpy", "scipy"])
+
+
+@pytest.mark.parametrize("name", below(THEORY))
+def test_the_theory_imports_only_the_analysis_besides(name):
+    assert not outside_of(imports(parsed(name), name), [*LEAVES, ANALYSIS, THEORY, "numpy", "scipy"])
+
+
+@pytest.mark.parametrize("name", [name for name in below(ACCOUNTING, THEORY) if name not in ACCOUNTING_WITH_TORCH])
+def test_formulas_and_ledger_do_not_reach_torch(name):
+    assert not {target for target in reachable(name) if inside(target, "torch") or inside(target, "opacus")}
+
+
+@pytest.mark.parametrize("name", below(f"{PACKAGE}.rules", f"{PACKAGE}.oracles"))
+def test_rules_and_oracles_do_not_know_each_other(name):
+    other = f"{PACKAGE}.oracles" if inside(name, f"{PACKAGE}.rules") else f"{PACKAGE}.rules"
+    assert not {target for target in reachable(name) if inside(target, other)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_opacus_is_imported_only_at_the_contact_points(name):
+    if not any(inside(name, contact) for contact in OPACUS_CONTACT):
+        assert not {target for target in imports(parsed(name), name) if inside(target, "opacus")}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_module_has_a_docstring_and_at_most_400_lines(name):
+    docstring = ast.get_docstring(parsed(name))
+    assert docstring
+    assert len(docstring.split()) >= 3
+    assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
+    """Yields what no module of the package may contain."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"line {node.lineno}: print"
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else ""
+            last = node.body[-1]
+            cleans_up = caught == "BaseException" and isinstance(last, ast.Raise) and last.exc is None
+            if caught in {"", "Exception", "BaseException"} and not cleans_up:
+                yield f"line {node.lineno}: except {caught}"
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global"
+    if name != f"{PACKAGE}.train" and any(inside(target, "tqdm") for target in imports(tree, name)):
+        yield "tqdm outside train.py"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train(name):
+    assert list(forbidden(parsed(name), name)) == []
+
+
+# The checks themselves: each must see what it is there to see.
+
+
+def test_imports_are_found_wherever_they_hide():
+    source = """
+import os.path
+from torch import nn
+from torch_dpsco import errors, __doc__
+from . import _validate
+from .accounting import analysis
+def f():
+    import scipy.special as sp
+    if TYPE_CHECKING:
+        from ..oracles import base
+"""
+    assert imports(ast.parse(source), f"{PACKAGE}.theory.holder") >= {"os.path", "torch", "scipy.special"}
+    at_top = imports(ast.parse("from . import _validate\nfrom .accounting import analysis"), f"{PACKAGE}.problem")
+    assert at_top == {f"{PACKAGE}._validate", ANALYSIS}
+    in_package = imports(ast.parse("from .accounting import analysis\nfrom . import errors"), PACKAGE)
+    assert in_package == {ANALYSIS, f"{PACKAGE}.errors"}
+    from_inner = imports(ast.parse("from ..oracles import base\nfrom ...errors import X"), f"{ANALYSIS}.convert")
+    assert from_inner == {f"{ACCOUNTING}.oracles", f"{PACKAGE}.errors"}
+    of_package = imports(ast.parse("from torch_dpsco import errors, __doc__"), f"{PACKAGE}.problem")
+    assert of_package == {f"{PACKAGE}.errors", PACKAGE}
+
+
+def test_forbidden_things_are_found():
+    source = """
+from tqdm import tqdm
+def f():
+    global state
+    print("x")
+    try:
+        pass
+    except Exception as error:
+        pass
+    try:
+        pass
+    except:
+        pass
+    try:
+        pass
+    except BaseException:
+        raise ValueError
+    try:
+        pass
+    except BaseException:
+        clean_up()
+        raise
+"""
+    found = list(forbidden(ast.parse(source), f"{PACKAGE}.sampling"))
+    things = sorted(item.split(": ")[1] for item in found if item.startswith("line"))
+    assert things == ["except ", "except BaseException", "except Exception", "global", "print"]
+    assert "tqdm outside train.py" in found
+    assert list(forbidden(ast.parse("from tqdm import tqdm"), f"{PACKAGE}.train")) == []
+
+
+def test_foreign_packages_are_told_from_the_standard_library():
+    targets = {"math", "collections.abc", "numpy.typing", "numpydoc", "torch.nn", f"{PACKAGE}.errors", ANALYSIS}
+    assert outside_of(targets, [*LEAVES, "numpy"]) == {"numpydoc", "torch.nn", ANALYSIS}
+
+
+def test_the_package_is_where_this_test_looks():
+    assert {PACKAGE, ANALYSIS, THEORY, *LEAVES} <= set(FILES)

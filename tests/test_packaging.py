@@ -1,0 +1,72 @@
+"""What users install: one version number, typed, with a README whose commands CI runs."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+import torch_dpsco
+
+ROOT = Path(__file__).parents[1]
+TEST_COMMAND = "python -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest"
+JOB_COMMAND = "python -m venv .venv && .venv/bin/pip install . && .venv/bin/python examples/logistic_regression.py"
+
+
+@pytest.fixture(scope="module")
+def config():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def _marked_command(name: str) -> str:
+    """Returns the code block after the comment `<!-- ci:NAME -->` of the README, as .ci/run reads it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(rf"^<!-- ci:{name} -->\n+```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1, f"README.md needs exactly one code block after <!-- ci:{name} --> (got {len(blocks)})"
+    return blocks[0].strip()
+
+
+def test_the_package_and_setup_cfg_have_the_same_version(config):
+    assert torch_dpsco.__version__ == config["metadata"]["version"]
+
+
+def test_the_changelog_has_an_entry_for_the_version(config):
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## .*$", changelog, flags=re.MULTILINE)
+    assert any(config["metadata"]["version"] in heading for heading in headings)
+
+
+def test_the_type_marker_is_shipped(config):
+    assert (ROOT / "torch_dpsco" / "py.typed").is_file()
+    assert "py.typed" in config["options.package_data"]["torch_dpsco"].split()
+
+
+def test_every_folder_with_modules_is_a_package_and_so_is_installed():
+    # find: takes folders with an __init__.py only; a folder without one would be missing from the wheel.
+    folders = {path.parent for path in (ROOT / "torch_dpsco").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_the_dev_extra_contains_the_test_extra(config):
+    extras = config["options.extras_require"]
+    assert set(extras["test"].split()) <= set(extras["dev"].split())
+
+
+def test_the_licence_is_the_full_apache_text(config):
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert config["metadata"]["license"] == "Apache-2.0"
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_readme_states_the_command_that_ci_runs_as_the_tests():
+    assert _marked_command("test") == TEST_COMMAND
+
+
+def test_the_readme_states_the_command_that_ci_runs_as_the_main_job():
+    assert _marked_command("job") == JOB_COMMAND
+    assert (ROOT / "examples" / "logistic_regression.py").is_file()

@@ -1,0 +1,186 @@
+"""The accountant: charges events to a ledger before noise is drawn, and refuses those that would pass the budget."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.report import PrivacyReport, make_report
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
+
+__all__ = ["Accountant"]
+
+_MAX_STEPS = 2**40
+_VERSION = 1
+
+
+class Accountant:
+    """One ledger for everything that is released about one data set, with an optional hard budget.
+
+    Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
+    Copies share the ledger: `copy.deepcopy` returns the accountant itself, because two fits on copies of a model spend
+    twice. Pickling raises, since a copy in another process would spend unseen.
+
+    Args:
+        budget: refuse what would pass it; None records without limit.
+        adjacency: default of queries; a budget's adjacency wins.
+        unit: what one record is; a budget's unit wins. Optimizers of another unit are refused.
+
+    Guarantee:
+        The epsilon reported at delta bounds the composition of all authorized events under the adjacency asked for,
+        if their parameters were fixed in advance (a planned run; see `filters`). Source: spec accounting.md 2, 5, 7.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import PoissonGaussian
+        >>> accountant = Accountant(Budget(1.0, 1e-5, adjacency="add_remove"))
+        >>> step = PoissonGaussian(noise_multiplier=1.0, q=0.01)
+        >>> accountant.authorize(step, 10)
+        >>> accountant.max_steps(step) > 0, len(accountant)
+        (True, 10)
+    """
+
+    def __init__(
+        self, budget: Budget | None = None, *, adjacency: Adjacency = REPLACE_ONE, unit: str = "example"
+    ) -> None:
+        self.budget = budget
+        self.adjacency: Adjacency = budget.adjacency if budget else check_adjacency(adjacency)
+        self.unit = budget.unit if budget else check.choice(("example", "user"), unit=unit)
+        self.ledger = Ledger()
+        self._allowance: tuple[Event, int] | None = None  # (event, how many more of it are known to fit)
+
+    def __len__(self) -> int:
+        """Number of events charged."""
+        return len(self.ledger)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise PrivacyError("an accountant must not be pickled: a copy would spend unseen; save state_dict() instead")
+
+    def require_unit(self, unit: str) -> None:
+        """Raises UnitError if events of another privacy unit were to be charged to this ledger."""
+        if unit != self.unit:
+            raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
+
+    def record(self, event: Event, count: int = 1) -> None:
+        """Charges an event that has happened already, even past the budget (truth wins over wishes)."""
+        self._allowance = None
+        self.ledger.add(event, count)
+
+    def authorize(self, event: Event, count: int = 1) -> None:
+        """Charges an event that is about to happen, or refuses it.
+
+        Raises:
+            BudgetExceeded: the event would pass the budget; the ledger is unchanged.
+            AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
+        """
+        check.count(count=count)
+        if self.budget is not None and not self._covers(event, count):
+            self._refuse(event, count)
+        self.ledger.add(event, count)
+
+    def _covers(self, event: Event, count: int) -> bool:
+        # Runs of equal events are decided once: then authorizing is one integer comparison.
+        known, left = self._allowance or (None, 0)
+        if known != event or left < count:
+            if not self._fits(event, count):
+                return False
+            left = self.max_steps(event) if known == event else count
+        self._allowance = (event, left - count)
+        return True
+
+    def _fits(self, event: Event, count: int) -> bool:
+        assert self.budget is not None
+        trial = self.ledger.evaluate(self.budget.delta, self.budget.adjacency, extra=event, count=count)
+        return trial.epsilon <= self.budget.epsilon
+
+    def _refuse(self, event: Event, count: int) -> NoReturn:
+        budget = self.budget
+        assert budget is not None
+        spent = self.ledger.epsilon(budget.delta, budget.adjacency)
+        asked = self.ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count).epsilon
+        raise BudgetExceeded(
+            f"{count} x {event} would bring epsilon to {asked:.6g}, past the budget of {budget.epsilon:.6g} at "
+            f"delta={budget.delta:g} ({budget.adjacency}); spent {spent:.6g} in {len(self)} events, room for "
+            f"{self.max_steps(event)} more of this event. Smallest epsilon that would admit it: {asked:.6g}"
+        )
+
+    def max_steps(self, event: Event) -> int:
+        """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
+        if self.budget is None:
+            raise ValueError("budget must be set to count the steps left (got None)")
+        if not self._fits(event, 1):
+            return 0
+        low, high = 1, 2
+        while high < _MAX_STEPS and self._fits(event, high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(event, middle) else (low, middle)
+        return low
+
+    def get_epsilon(self, delta: float, *, adjacency: Adjacency | None = None, method: str = "best") -> float:
+        """Returns epsilon spent at delta, under the accountant's adjacency unless another is asked for."""
+        return self.ledger.epsilon(delta, check_adjacency(adjacency or self.adjacency), method)
+
+    def get_delta(self, epsilon: float, *, adjacency: Adjacency | None = None) -> float:
+        """Returns the delta spent at epsilon."""
+        return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
+
+    def get_mu(self, *, adjacency: Adjacency | None = None) -> float:
+        """Returns the exact mu of Gaussian differential privacy; raises ValueError if some event was sampled."""
+        mu_squared = self.ledger.cost(check_adjacency(adjacency or self.adjacency)).mu_squared
+        if mu_squared is None:
+            raise ValueError("mu must be exact: the ledger holds sampled events, ask get_epsilon instead")
+        return math.sqrt(mu_squared)
+
+    def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
+        """Returns rho of zero-concentrated differential privacy; raises ValueError if some event was sampled."""
+        return self.get_mu(adjacency=adjacency) ** 2 / 2.0
+
+    def report(self, delta: float | None = None) -> PrivacyReport:
+        """Returns what was spent under every adjacency that all events support, with the assumptions behind it."""
+        if delta is None:
+            if self.budget is None:
+                raise ValueError("delta must be given when there is no budget (got None)")
+            delta = self.budget.delta
+        return make_report(self.ledger, delta, self.adjacency, self.unit, self.budget)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only: ledger (bit exact), settings and a digest."""
+        return {
+            "version": _VERSION,
+            "adjacency": self.adjacency,
+            "unit": self.unit,
+            "ledger": self.ledger.to_json(),
+            "digest": self.ledger.digest(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a ledger. A ledger that already holds events is never replaced by one with fewer of them.
+
+        Raises:
+            ValueError: wrong version, adjacency, unit or digest.
+            PrivacyError: loading would forget events charged here.
+        """
+        if state.get("version") != _VERSION:
+            raise ValueError(f"version must be {_VERSION} (got {state.get('version')!r})")
+        for field in ("adjacency", "unit"):
+            if state.get(field) != getattr(self, field):
+                raise ValueError(
+                    f"{field} must be {getattr(self, field)!r}, this accountant's (got {state.get(field)!r})"
+                )
+        loaded = Ledger.from_json(state["ledger"])
+        if loaded.digest() != state["digest"]:
+            raise ValueError("digest must match the ledger: the state was altered or is damaged")
+        known = {(partition, part, event): n for partition, part, event, n in loaded.entries()}
+        for partition, part, event, times in self.ledger.entries():
+            if known.get((partition, part, event), 0) < times:
+                raise PrivacyError(f"loading would forget events charged here: {times} x {event}")
+        self.ledger = loaded
+        self._allowance = None

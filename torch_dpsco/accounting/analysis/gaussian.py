@@ -1,0 +1,251 @@
+"""Exact privacy of the Gaussian mechanism, and its inverses.
+
+A release with sensitivity Delta and noise std s is dominated by the pair N(0, 1), N(mu, 1) with mu = Delta / s: it is
+mu-GDP. Its smallest delta at epsilon is
+
+    delta(epsilon, mu) = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu),
+
+and releases with mu_1, mu_2, .. compose to sqrt(mu_1^2 + mu_2^2 + ..), also under adaptivity. The inverses return the
+conservative side: `gaussian_mu` is rounded down, `gaussian_epsilon` and `gaussian_sigma` are rounded up.
+
+Source: accounting spec, section 5.6; holder spec, section 3.4; Balle and Wang 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import erfcx, ndtr
+
+from torch_dpsco import _validate
+
+__all__ = [
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "gaussian_log_delta",
+    "gaussian_mu",
+    "gaussian_sigma",
+    "log_delta_curve",
+]
+
+FloatArray = NDArray[np.float64]
+
+# The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
+_SLACK = 1e-12
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """Returns the smallest delta for which a mu-GDP Gaussian release is (epsilon, delta)-DP.
+
+    Args:
+        mu: sensitivity / noise std, >= 0 (inf: no noise).
+        epsilon: >= 0; at 0 the result is the total variation distance.
+
+    Returns:
+        delta in [0, 1].
+
+    Raises:
+        ValueError: mu or epsilon is negative or not a number, or epsilon is infinite.
+
+    Source: accounting spec, section 5.6.
+
+    Example:
+        >>> round(gaussian_delta(mu=1.0, epsilon=1.0), 6)
+        0.126937
+    """
+    return math.exp(gaussian_log_delta(epsilon, mu))
+
+
+def gaussian_log_delta(epsilon: float, mu: float) -> float:
+    """Returns log(delta(epsilon, mu)), accurate where delta itself underflows.
+
+    Args:
+        epsilon: >= 0.
+        mu: sensitivity / noise std, >= 0 (inf: no noise).
+
+    Returns:
+        log(delta) <= 0; -inf for mu = 0.
+
+    Raises:
+        ValueError: mu or epsilon is negative or not a number, or epsilon is infinite.
+
+    Source: holder spec, section 3.4; accounting spec, section 5.6.
+
+    Example:
+        >>> round(gaussian_log_delta(epsilon=0.5, mu=0.02), 4)
+        -323.5235
+    """
+    epsilon = _validate.nonnegative(epsilon=epsilon)
+    mu = _validate.nonnegative(mu=mu, allow_inf=True)
+    return float(log_delta_curve(np.array([epsilon]), mu)[0])
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Returns the smallest epsilon for which a mu-GDP Gaussian release is (epsilon, delta)-DP, rounded up.
+
+    Args:
+        mu: sensitivity / noise std, >= 0 (inf: no noise).
+        delta: in (0, 1).
+
+    Returns:
+        epsilon >= 0; inf for mu = inf.
+
+    Raises:
+        ValueError: mu is negative or not a number, or delta is not in (0, 1).
+
+    Guarantee: gaussian_delta(mu, epsilon) <= delta for the epsilon returned.
+
+    Source: accounting spec, section 5.6.
+
+    Example:
+        >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
+        4.3772
+    """
+    mu = _validate.nonnegative(mu=mu, allow_inf=True)
+    target = _target(delta)
+    if math.isinf(mu):
+        return math.inf
+
+    def excess(epsilon: float) -> float:
+        return gaussian_log_delta(epsilon, mu) - target
+
+    if excess(0.0) <= 0:
+        return 0.0
+    # delta <= Phi(-u) <= exp(-u^2/2) / 2 with u = epsilon/mu - mu/2 >= 0: at this epsilon delta is half the target.
+    upper = mu * (mu / 2 + math.sqrt(-2 * math.log(delta)))
+    return _safe_root(excess, 0.0, upper)
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Returns the largest mu for which mu-GDP implies (epsilon, delta)-DP, rounded down.
+
+    Args:
+        epsilon: >= 0.
+        delta: in (0, 1).
+
+    Returns:
+        mu > 0.
+
+    Raises:
+        ValueError: epsilon is negative or not finite, or delta is not in (0, 1).
+
+    Guarantee: gaussian_delta(mu, epsilon) <= delta for the mu returned.
+
+    Source: accounting spec, section 5.6; holder spec, section 3.4.
+
+    Example:
+        >>> round(gaussian_mu(epsilon=1.0, delta=1e-5), 6)
+        0.268051
+    """
+    epsilon = _validate.nonnegative(epsilon=epsilon)
+    target = _target(delta)
+
+    def excess(minus_log_mu: float) -> float:
+        return gaussian_log_delta(epsilon, math.exp(-minus_log_mu)) - target
+
+    # Half of a mu that is feasible for certain, by delta <= exp(-u^2/2) / 2 (see above) or by delta <= mu / sqrt(2 pi).
+    reach = math.sqrt(-2 * math.log(delta))
+    feasible = max(2 * epsilon / (reach + math.sqrt(reach**2 + 2 * epsilon)), delta * math.sqrt(2 * math.pi)) / 2
+    infeasible = 2 * feasible
+    while gaussian_log_delta(epsilon, infeasible) <= target:
+        infeasible *= 2
+    return math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible)))
+
+
+def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:
+    """Returns the least noise std that makes a Gaussian release (epsilon, delta)-DP, rounded up.
+
+    Args:
+        epsilon: >= 0.
+        delta: in (0, 1).
+        sensitivity: L2 sensitivity of the released vector under the adjacency asked for, > 0.
+
+    Returns:
+        Noise std per coordinate, in the unit of `sensitivity`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
+
+    Source: accounting spec, section 9; Balle and Wang 2018.
+
+    Example:
+        >>> round(gaussian_sigma(epsilon=1.0, delta=1e-5, sensitivity=2.0), 4)
+        7.4613
+    """
+    sensitivity = _validate.positive(sensitivity=sensitivity)
+    mu = gaussian_mu(epsilon, delta)
+    sigma = sensitivity / mu
+    while sensitivity / sigma > mu:  # PRIVACY: the division rounds (test_sigma_never_falls_short_of_the_exact_noise)
+        sigma = math.nextafter(sigma, math.inf)
+    return sigma
+
+
+def log_delta_curve(epsilon: FloatArray, mu: float) -> FloatArray:
+    """Returns log(delta(epsilon, mu)) for an array of epsilons; no argument checks.
+
+    With u = epsilon/mu - mu/2, v = u + mu and the Mills ratio R(x) = (1 - Phi(x)) / phi(x),
+    delta = phi(u) (R(u) - R(v)). For u <= -5, delta is close to 1 and evaluated as 1 - (Phi(u) + phi(u) R(v)).
+    """
+    if mu == 0:
+        return np.full_like(epsilon, -np.inf)
+    if math.isinf(mu):
+        return np.zeros_like(epsilon)
+    with np.errstate(all="ignore"):  # epsilon/mu may overflow and R underflow; both mean delta = 0
+        middle = epsilon / mu
+        u = middle - mu / 2
+        log_density = -(u**2) / 2 - math.log(2 * math.pi) / 2
+        rest = ndtr(u) + np.exp(log_density) * _mills(middle + mu / 2)
+        near_one = np.log1p(-np.minimum(rest, 0.5))
+        result: FloatArray = np.where(u <= -5, near_one, log_density + np.log(_mills_drop(middle, mu)))
+    return result
+
+
+def _mills(x: FloatArray) -> FloatArray:
+    ratio: FloatArray = math.sqrt(math.pi / 2) * erfcx(x / math.sqrt(2))
+    return ratio
+
+
+def _mills_drop(middle: FloatArray, mu: float) -> FloatArray:
+    """Returns R(m - mu/2) - R(m + mu/2) for m >= 0, by the difference or, where that cancels, by Taylor's formula.
+
+    The drop is about R mu / (1 + m), so the difference loses (1 + m) / mu ulps. Below mu = 1e-3 (1 + m) the series
+    mu T_1 + mu^3 T_3 / 24, T_k = -R^(k)(m), is used: what it leaves out is less than 1e-13 of it.
+    """
+    difference = _mills(np.maximum(middle - mu / 2, -5.0)) - _mills(middle + mu / 2)
+    first, third = _mills_derivatives(middle)
+    return np.where(mu < 1e-3 * (1 + middle), mu * (first + mu**2 * third / 24), difference)
+
+
+def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Returns -R'(x) and -R'''(x) for x >= 0, from R' = x R - 1 or, for x > 12, from the asymptotic series of R."""
+    ratio = _mills(x)
+    first = 1 - x * ratio
+    third = (2 + x**2) * first - x * ratio
+    inverse_square = 1 / np.maximum(x, 12.0) ** 2
+    term, far_first, far_third = inverse_square, np.zeros_like(x), np.zeros_like(x)
+    for k in range(20):  # the first term left out is below 1e-16 of the sum
+        far_first = far_first + term
+        far_third = far_third + (2 * k + 2) * (2 * k + 3) * term * inverse_square
+        term = -(2 * k + 3) * term * inverse_square
+    return np.where(x > 12, far_first, first), np.where(x > 12, far_third, third)
+
+
+def _target(delta: float) -> float:
+    # PRIVACY: aims below delta, so that kernel errors cannot overspend (test_the_inverses_are_on_the_safe_side)
+    return math.log(_validate.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
+
+
+def _safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
+    """Returns the root of a decreasing function with excess(low) > 0 >= excess(high), moved up until excess <= 0."""
+    tolerance = 1e-15 * max(abs(low), abs(high))
+    root = float(brentq(excess, low, high, xtol=tolerance, rtol=1e-15, maxiter=500))
+    step = tolerance
+    while excess(root) > 0:
+        root, step = root + step, 2 * step
+    return root

@@ -1,0 +1,233 @@
+"""Sampling designs: how batches are drawn, as frozen values that turn a query's event into that of the drawn query.
+
+A design is what accounting knows about a sampler; the sampler of `torch_dpsco.sampling` carries it, so that noise is
+never accounted for a sampling that did not happen. `n` and `batch_size` are public constants: under replace_one `n` is
+the size of the data set, under add_remove any public reference size (the true one is private).
+
+Source: spec accounting.md sections 4.6 and 6.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Event,
+    Gaussian,
+    NonPrivate,
+    Parallel,
+    PoissonGaussian,
+    Repeat,
+    WORGaussian,
+)
+
+__all__ = ["Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One batch drawn by a sampler: its size (private) and, for positional designs, its part of a partition."""
+
+    size: int
+    partition: str = ""
+    part: str = ""
+
+
+class Design(ABC):
+    """How batches are drawn. Subclasses are frozen dataclasses with `batch_size` (expected) and `n`."""
+
+    batch_size: int
+    n: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws that touch each record once on average: ceil(n / batch_size)."""
+        return math.ceil(self.n / self.batch_size)
+
+    @abstractmethod
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws of a sampler of this design, for planning.
+
+        Args:
+            base: event of the query on one given batch, in clip units (`events.clipped_gaussian`).
+            draws: number of draws, >= 0.
+        """
+
+    @abstractmethod
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw, for the ledger. Its sum over draws never costs more than `event`."""
+
+
+def _check_sizes(batch_size: int, n: int) -> None:
+    check.positive_count(n=n)
+    check.positive_count(batch_size=batch_size)
+    if batch_size > n:
+        raise ValueError(f"batch_size must be <= n={n} (got {batch_size})")
+
+
+@dataclass(frozen=True)
+class Poisson(Design):
+    """Each record is in each batch independently with rate batch_size / n; all three adjacencies.
+
+    Args:
+        batch_size: expected batch size, and the public divisor of the mean.
+        n: public (reference) number of records.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> Poisson(batch_size=5, n=100).event(clipped_gaussian(1.0), 3)
+        Repeat(event=PoissonGaussian(noise_multiplier=1.0, q=0.05), n=3)
+    """
+
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.batch_size, self.n)
+
+    @property
+    def sample_rate(self) -> float:
+        """The rate q = batch_size / n."""
+        return self.batch_size / self.n
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        return Repeat(self.draw_event(base, Draw(0)), draws)
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        if isinstance(base, NonPrivate):
+            return base
+        # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
+        # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
+        return PoissonGaussian(base.sigma / base.sensitivity(ADD_REMOVE), self.sample_rate)
+
+
+@dataclass(frozen=True)
+class Fixed(Design):
+    """Each batch is an independent uniformly random subset of exactly batch_size of the n records (n public)."""
+
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.batch_size, self.n)
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        return Repeat(self.draw_event(base, Draw(self.batch_size)), draws)
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        if isinstance(base, NonPrivate):
+            return base
+        # WORGaussian takes the noise per clip norm; a replaced row moves the sum by twice that
+        return WORGaussian(2.0 * base.sigma / base.sensitivity(REPLACE_ONE), self.batch_size, self.n)
+
+
+def _positional(base: Gaussian | NonPrivate) -> Gaussian | NonPrivate:
+    # PRIVACY: removing a record shifts every later position, so add_remove has no bound here
+    # (test_positional_designs_refuse_add_remove)
+    return base if isinstance(base, NonPrivate) else base.only(ZERO_OUT, REPLACE_ONE)
+
+
+def _part_event(base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    return Parallel({draw.part: (_positional(base),)}, draw.partition)
+
+
+@dataclass(frozen=True)
+class Shuffled(Design):
+    """Epochs over a fresh random permutation cut into batches: each record is in one batch of each epoch.
+
+    No amplification is claimed: a pass costs one unsampled Gaussian, and a started pass counts as a whole one.
+    """
+
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.batch_size, self.n)
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        return Repeat(_positional(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch))
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        return _part_event(base, draw)
+
+
+@dataclass(frozen=True)
+class Disjoint(Design):
+    """One pass over a random permutation cut into batches: all draws together cost one unsampled Gaussian."""
+
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.batch_size, self.n)
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})")
+        return Repeat(_positional(base), min(draws, 1))
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        return _part_event(base, draw)
+
+
+@dataclass(frozen=True)
+class Full(Design):
+    """Every batch is the whole data set; `n` is the public divisor; all three adjacencies, no amplification."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check.positive_count(n=self.n)
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """Equals n."""
+        return self.n
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        return Repeat(base, draws)
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        return base
+
+
+@dataclass(frozen=True)
+class Undeclared(Design):
+    """Nothing is known but that a batch holds each record at most once and does not depend on the data.
+
+    Each step is one unsampled Gaussian, under replace_one only.
+    """
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        check.positive_count(batch_size=self.batch_size)
+
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        """Not declared."""
+        raise ValueError("n was not declared: give n= (Poisson sampling) or design= to the optimizer")
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        return Repeat(self.draw_event(base, Draw(0)), draws)
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        return base if isinstance(base, NonPrivate) else base.only(REPLACE_ONE)

@@ -1,0 +1,230 @@
+"""Makes a model produce per-sample gradients, in place: `attach(model)` before training, `detach(model)` after.
+
+Linear layers become factored (see `gradbatch.linear`); every other layer gets Opacus' grad-sampler hooks. The model
+keeps its class, its parameter names and its state dict. After attach no non-private gradient survives a backward:
+
+* `p.grad` is dropped as soon as it is accumulated;
+* in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
+  outside of its layer: it raises, naming `reg=`; in other layers the first batch is compared with the sum of its rows;
+* a training forward that changes a buffer (batch normalization and its kin couple the rows) raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.gradbatch.batch import clear_rows
+from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
+
+__all__ = ["attach", "detach", "is_attached"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class _DenseHooks(GradSampleHooks):  # type: ignore[misc]
+    """Opacus' hooks on all trainable layers that are not factored."""
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        return (layer for layer in super().iterate_submodules(module) if not isinstance(layer, FactoredLinear))
+
+
+class _Attachment:
+    """What attach added to a model, so that hooks can work and detach can undo it."""
+
+    def __init__(self, model: nn.Module, factored: list[nn.Linear], loss_reduction: str, batch_first: bool) -> None:
+        self.mean = loss_reduction == "mean"
+        self.passes = PassCounter()
+        for layer in factored:
+            layer.__class__ = FactoredLinear
+            layer.tape, layer.passes = Tape(scale_by_batch=self.mean), self.passes  # type: ignore[assignment]
+        self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
+        done = {id(p) for p in self.factored}
+        self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
+        self.layers = list(model.modules())
+        self.hooks: _DenseHooks | None = None
+        if self.dense:
+            self.hooks = _DenseHooks(model, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.handles: list[Any] = [
+            model.register_forward_pre_hook(_before_forward),
+            model.register_forward_hook(_after_forward, always_call=True),
+        ]
+        self.buffers: list[tuple[str, int, int]] = []
+        self.hook_parameters()
+
+    def hook_parameters(self) -> None:
+        """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
+        self.compared: set[int] = set()
+        for p in self.factored + self.dense:
+            p.dpsco_reset = self.reset  # type: ignore[attr-defined]
+        for p in self.dense:
+            p.grad_sample, p._forward_counter = None, 0  # type: ignore[attr-defined]
+        self.handles += [p.register_post_accumulate_grad_hook(_drop_factored) for p in self.factored]
+        self.handles += [p.register_post_accumulate_grad_hook(self._drop_dense) for p in self.dense]
+
+    def reset(self) -> None:
+        """Forgets forwards that no backward followed."""
+        self.passes.close()
+        for p in self.dense:
+            p._forward_counter = 0  # type: ignore[attr-defined]
+            p.__dict__.pop("_current_grad_sample", None)
+        for layer in self.layers:
+            layer.__dict__.pop("activations", None)
+            layer.__dict__.pop("max_batch_len", None)
+
+    def _drop_dense(self, p: Tensor) -> None:
+        if p.grad is not None and id(p) not in self.compared:
+            self.compared.add(id(p))
+            p.dpsco_first_backward = (p.grad.detach(), self.mean)  # type: ignore[attr-defined]
+        p.grad = None
+
+
+def _drop_factored(p: Tensor) -> None:
+    if p.grad is not None:
+        p.grad = None
+        raise SequenceError(
+            "a weight of a factored Linear layer got a gradient from outside of the layer: a regularizer in the loss "
+            "(give reg= or prox= to the optimizer instead), a direct use of the weight (attach(model, rows='dense')), "
+            "or a backward in eval mode (call model.train())"
+        )
+
+
+def _buffer_states(layers: Iterable[nn.Module]) -> list[tuple[str, int, int]]:
+    states = ((f"{type(m).__name__}.{name}", b) for m in layers if m._buffers for name, b in m._buffers.items())
+    return [(name, id(buffer), buffer._version) for name, buffer in states if buffer is not None]
+
+
+def _training(model: nn.Module) -> bool:
+    return model.training and torch.is_grad_enabled()
+
+
+def _before_forward(model: nn.Module, args: Any) -> None:
+    if not _training(model):
+        return
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    if not hasattr((attachment.factored + attachment.dense)[0], "dpsco_reset"):
+        attachment.hook_parameters()
+    # Opacus sums two forwards into one row per position, which would clip two records as one.
+    if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
+        raise SequenceError(
+            "a training forward is still waiting for its backward: run backward after each forward, compute metrics "
+            "under torch.no_grad() or in eval mode, or call optimizer.discard() to start over"
+        )
+    attachment.passes.open()
+    attachment.buffers = _buffer_states(attachment.layers)
+
+
+def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    if not attachment.passes.active:
+        return
+    attachment.passes.close()
+    changed = set(_buffer_states(attachment.layers)) ^ set(attachment.buffers)
+    if changed:
+        # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
+        raise PrivacyError(
+            f"a training forward must not change buffers, they would carry private data out of the model (changed: "
+            f"{sorted({name for name, _, _ in changed})}); use layers without running statistics, e.g. GroupNorm"
+        )
+
+
+def _trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # The layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole.
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            yield name, module
+            if type(module) not in GradSampleHooks.GRAD_SAMPLERS:
+                return
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}".lstrip("."), child)
+
+    yield from walk("", model)
+
+
+def _factorable(model: nn.Module) -> list[nn.Linear]:
+    layers = list({id(m): m for _, m in _trainable_layers(model)}.values())
+    owners = Counter(id(p) for m in layers for p in m.parameters())
+    return [
+        m
+        for m in layers
+        if type(m) is nn.Linear and "weight" in m._parameters and all(owners[id(p)] == 1 for p in m.parameters())
+    ]
+
+
+def _refuse_coupling_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False):
+            raise ValueError(
+                f"model must not have layers that mix the rows of a batch (got {type(module).__name__} {name!r}); "
+                f"opacus.validators.ModuleValidator.fix(model) replaces them by GroupNorm"
+            )
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Returns whether `attach` was called on the model."""
+    return hasattr(model, "_dpsco")
+
+
+def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", batch_first: bool = True) -> _Model:
+    """Makes the model record per-sample gradients in every training backward, and returns the model itself.
+
+    Args:
+        model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
+            parts, so that rows of different forwards can be told apart.
+        rows: "auto" takes factored rows for Linear layers that own their parameters and dense ones elsewhere;
+            "dense" takes Opacus' rows everywhere; "factored" raises where that is not possible.
+        loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
+        batch_first: whether the batch is the first dimension of the inputs.
+
+    Raises:
+        ValueError: unknown option, no trainable parameter, layers that couple rows.
+        SequenceError: the model is attached already.
+
+    Example:
+        >>> model = attach(nn.Linear(3, 1))
+        >>> type(model).__name__, is_attached(model), list(model.state_dict())
+        ('FactoredLinear', True, ['weight', 'bias'])
+    """
+    check.choice(("auto", "dense", "factored"), rows=rows)
+    check.choice(("mean", "sum"), loss_reduction=loss_reduction)
+    if is_attached(model):
+        raise SequenceError("model is attached already: call dp.detach(model) first to attach it in another way")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model must have a trainable parameter (got none with requires_grad)")
+    _refuse_coupling_layers(model)
+    factored = _factorable(model) if rows != "dense" and batch_first else []
+    if rows == "factored":
+        others = [f"{type(m).__name__} {name!r}" for name, m in _trainable_layers(model) if m not in factored]
+        if others:
+            raise ValueError(f"rows='factored' needs Linear layers that own their parameters (got {', '.join(others)})")
+    model._dpsco = _Attachment(model, factored, loss_reduction, batch_first)  # type: ignore[assignment]
+    return model
+
+
+def detach(model: _Model) -> _Model:
+    """Undoes `attach` and drops all recorded rows; returns the model."""
+    if not is_attached(model):
+        raise SequenceError("model is not attached: nothing to detach")
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    clear_rows(list(model.parameters()))
+    for handle in attachment.handles:
+        handle.remove()
+    if attachment.hooks is not None:
+        attachment.hooks.cleanup()
+    for module in model.modules():
+        if isinstance(module, FactoredLinear):
+            del module.tape, module.passes
+            object.__setattr__(module, "__class__", nn.Linear)
+    for p in model.parameters():
+        for name in ("grad_factors", "dpsco_first_backward", "dpsco_reset"):
+            p.__dict__.pop(name, None)
+    del model._dpsco
+    return model

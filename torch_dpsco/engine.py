@@ -1,0 +1,106 @@
+"""One call that makes a model, a torch optimizer and a loader private together."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.attach import attach
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.holder import HolderSGD
+from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Prox
+from torch_dpsco.rules import TorchRule
+from torch_dpsco.sampling import PrivateLoader
+
+__all__ = ["make_private"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def make_private(
+    model: _Model,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    *,
+    problem: Problem,
+    budget: Budget,
+    n: int,
+    epochs: float = 10,
+    loss_reduction: str = "mean",
+    rows: str = "auto",
+    average: str = "last",
+    prox: Prox | None = None,
+    reg: float = 0.0,
+    accountant: Accountant | None = None,
+) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
+    """Returns private counterparts of a model, its torch optimizer and its data loader.
+
+    The model is attached in place. The torch optimizer goes on making the updates, with its own learning rates, but
+    from private means. The loader's data set, batch size, workers and collate function are kept; its sampler is replaced by
+    Poisson sampling, because nothing else amplifies (the batch size becomes an expected one).
+
+    Args:
+        model: see `attach`.
+        optimizer: any torch optimizer but LBFGS, on the model's parameters.
+        data_loader: with a map-style data set and a fixed batch_size.
+        problem: promised constants of the loss.
+        budget: what the whole run may spend.
+        n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
+            It is asked for, and not read from the data set, because rate and number of steps follow from it.
+        epochs: passes over the data on average.
+        loss_reduction: see `attach`.
+        rows: see `attach`.
+        average: see `rules.UpdateRule`.
+        prox: see `HolderSGD`.
+        reg: see `PrivateOptimizer`.
+        accountant: ledger to charge; default a new one with this budget.
+
+    Returns:
+        (model, private optimizer, private loader).
+
+    Raises:
+        SequenceError: the optimizer is private already.
+        ValueError: the loader has no fixed batch size.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.ones(64, 1))
+        >>> model = torch.nn.Linear(3, 1)
+        >>> model, optimizer, loader = dp.make_private(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, batch_size=16),
+        ...     problem=dp.losses.Logistic().problem(bound_x=2.0), budget=dp.Budget(1.0, 1e-3), n=64, epochs=1)
+        >>> type(optimizer).__name__, len(loader)
+        ('HolderSGD', 4)
+    """
+    if isinstance(optimizer, PrivateOptimizer):
+        raise SequenceError("optimizer is private already: pass it a loader by optimizer.loader(dataset)")
+    if data_loader.batch_size is None:
+        raise ValueError("data_loader must have a fixed batch_size (got None); give optimizer.loader(dataset) instead")
+    private = HolderSGD.calibrated(
+        optimizer.param_groups,
+        problem=problem,
+        n=n,
+        budget=budget,
+        batch_size=data_loader.batch_size,
+        epochs=epochs,
+        lr=optimizer.param_groups[0]["lr"],
+        rule=TorchRule(optimizer, average),
+        prox=prox,
+        reg=reg,
+        accountant=accountant,
+    )
+    custom_collate = data_loader.collate_fn is not DataLoader(data_loader.dataset).collate_fn
+    loader = private.loader(
+        data_loader.dataset,
+        collate_fn=data_loader.collate_fn if custom_collate else None,
+        num_workers=data_loader.num_workers,
+        pin_memory=data_loader.pin_memory,
+    )
+    return attach(model, rows=rows, loss_reduction=loss_reduction), private, loader

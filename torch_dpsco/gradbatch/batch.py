@@ -1,0 +1,183 @@
+"""The batch of per-sample gradients that an optimizer takes from its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.gradbatch.base import NORM_ERROR, Block
+from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.linear import Tape
+
+__all__ = ["GradBatch", "clear_rows", "has_rows"]
+
+
+def _tape(p: Tensor) -> Tape | None:
+    tape: Tape | None = getattr(p, "grad_factors", None)
+    return tape if tape is not None and tape.pairs else None
+
+
+def has_rows(params: Sequence[nn.Parameter]) -> bool:
+    """Returns whether any parameter holds per-sample gradients."""
+    return any(_tape(p) is not None or getattr(p, "grad_sample", None) is not None for p in params)
+
+
+def clear_rows(params: Sequence[nn.Parameter]) -> None:
+    """Forgets all per-sample gradients of the parameters, and their non-private `grad`."""
+    for p in params:
+        tape = _tape(p)
+        if tape is not None:
+            tape.clear()
+        if getattr(p, "grad_sample", None) is not None:
+            p.grad_sample = None  # type: ignore[attr-defined]
+        p.grad = None
+
+
+def _check_backward(p: nn.Parameter, place: int, rows: Tensor) -> None:
+    # PRIVACY: a loss term on the weights is in p.grad but in no row; it would be dropped, or worse, applied without
+    # noise (test_regularizer_in_the_loss_is_refused). `attach` keeps the first backward's p.grad for this comparison.
+    grad, mean = p.__dict__.pop("dpsco_first_backward", (None, True))
+    if grad is None or len(rows) == 0:
+        return
+    total, scale = rows.double().sum(0), len(rows) if mean else 1
+    error = torch.linalg.vector_norm(grad.double() - total / scale)
+    size = torch.linalg.vector_norm(rows.double().flatten(1), dim=1).sum() / scale
+    slack = 1e-3 if rows.dtype in (torch.float32, torch.float64) else 3e-2
+    if bool(torch.isfinite(error)) and bool(error > slack * size + 1e-12):
+        raise SequenceError(
+            f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on the "
+            f"weights (give reg= or prox= to the optimizer instead), uses a weight outside of its layer, or its "
+            f"reduction is not the loss_reduction given to attach"
+        )
+
+
+def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
+    rows = getattr(p, "grad_sample", None)
+    if rows is None:
+        raise SequenceError(
+            f"per-sample gradients are missing for parameter {place} of shape {tuple(p.shape)}: call "
+            f"dp.attach(model) before the forward, run forward and backward in training mode before each step, and "
+            f"freeze parameters that the loss does not use with requires_grad_(False)"
+        )
+    chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
+    if any(hasattr(chunk, "_processed") for chunk in chunks):
+        # Opacus' DPOptimizer has clipped and noised these already: it wraps us, and our step would release raw rows
+        raise SequenceError("per-sample gradients were used by another optimizer; do not wrap this one with Opacus")
+    if len(chunks) > 1:
+        p.__dict__.pop("dpsco_first_backward", None)  # means over chunks of different sizes do not compare
+        return torch.cat(chunks)
+    _check_backward(p, place, chunks[0])
+    return chunks[0]
+
+
+def _passes(params: Sequence[nn.Parameter]) -> int:
+    counts = [1]
+    for p in params:
+        tape, rows = _tape(p), getattr(p, "grad_sample", None)
+        if tape is not None:
+            counts.append(len({tag for tag, _, _ in tape.pairs}))
+        elif isinstance(rows, list):
+            counts.append(len(rows))
+    return max(counts)
+
+
+class GradBatch:
+    """Per-sample gradients of all parameters for the same rows, joined from blocks.
+
+    Args:
+        blocks: at least one; all of the same length.
+        order: for each tensor of the concatenated blocks, its place in the optimizer's list of parameters.
+        passes: number of backward passes that the rows come from.
+
+    Raises:
+        ValueError: blocks of different lengths.
+    """
+
+    def __init__(self, blocks: Sequence[Block], order: Sequence[int] | None = None, passes: int = 1) -> None:
+        if not blocks:
+            raise ValueError("blocks must hold at least one block (got none)")
+        sizes = [len(block) for block in blocks]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"blocks must have the same number of rows (got {sizes})")
+        self.blocks = list(blocks)
+        self.passes = passes
+        n_tensors = sum(len(block.shapes) for block in blocks)
+        self.order = list(range(n_tensors)) if order is None else list(order)
+
+    @classmethod
+    def consume(cls, params: Sequence[nn.Parameter]) -> GradBatch:
+        """Takes the per-sample gradients from the parameters and clears them, also when it raises.
+
+        Args:
+            params: the optimizer's trained parameters, in order.
+
+        Raises:
+            SequenceError: rows are missing, were used before, or differ in number between parameters.
+        """
+        place = {id(p): i for i, p in enumerate(params)}
+        try:
+            blocks: list[Block] = []
+            order: list[int] = []
+            taken: set[int] = set()
+            for i, p in enumerate(params):
+                tape = _tape(p)
+                if tape is None:
+                    blocks.append(DenseBlock(_dense_rows(p, i)))
+                    order.append(i)
+                elif id(tape) not in taken:
+                    taken.add(id(tape))
+                    weight, bias = (place.get(id(q)) for q in (tape.weight, tape.bias))
+                    blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
+                    order += [index for index in (weight, bias) if index is not None]
+            sizes = sorted({len(block) for block in blocks})
+            if len(sizes) > 1:
+                raise SequenceError(
+                    f"all parameters must have the same rows, but layers saw different numbers of them "
+                    f"(got {len(sizes)} different numbers): run the whole model on every batch"
+                )
+            return cls(blocks, order, _passes(params))
+        finally:
+            clear_rows(params)
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
+        if len(self.blocks) == 1:
+            return self.blocks[0].norms()
+        norms: Tensor = torch.linalg.vector_norm(torch.stack([block.norms() for block in self.blocks]), dim=0)
+        return norms.mul_(1.0 + NORM_ERROR[torch.float64])
+
+    def finite(self) -> Tensor:
+        """Returns which rows have a finite norm: (B,) bool."""
+        return torch.isfinite(self.norms())
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        """Returns sum_i weights[i] * row_i per parameter, in the order of the parameters.
+
+        A row of weight 0 contributes exactly 0, whatever it holds (0 * inf would be NaN).
+
+        Args:
+            weights: (B,) nonnegative, finite; its dtype, float64 or float32, is that of the sum (see `plan_summation`
+                for the errors; float64 rows are always summed in float64).
+        """
+        blocks = self.blocks
+        if len(weights) and not float(weights.min()) > 0.0:
+            index = weights.nonzero().squeeze(1)
+            weights, blocks = weights[index], [block.select(index) for block in blocks]
+        sums = [total for block in blocks for total in block.weighted_sum(weights)]
+        return self._in_order(sums)
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per parameter, (B, *shape), in the order of the parameters."""
+        return self._in_order([rows for block in self.blocks for rows in block.dense()])
+
+    def _in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+        out = list(tensors)
+        for place, tensor in zip(self.order, tensors, strict=True):
+            out[place] = tensor
+        return out

@@ -1,0 +1,83 @@
+"""Factored rows: a Linear layer's per-sample gradient is the outer product of two vectors, so it is never formed.
+
+For y = W a + c the gradient of sample i is b_i a_i^T for W and b_i for the bias, with a_i the layer's input and b_i the
+gradient of the loss in its output. Norm: |b| sqrt(|a|^2 + 1); weighted sum: (w b)^T a: memory O(B (in + out)).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_dpsco.gradbatch.base import Block, row_norms, tiles
+
+__all__ = ["FactoredBlock"]
+
+
+class FactoredBlock(Block):
+    """Rows of the weight (and bias) of one Linear layer that was used once on 2-D input.
+
+    Args:
+        acts: (B, in) inputs of the layer.
+        backprops: (B, out) gradients of the per-sample losses in its output.
+        weight: whether the weight is trained.
+        bias: whether there is a bias that is trained.
+    """
+
+    def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool = True, bias: bool = True) -> None:
+        if acts.dim() != 2 or backprops.dim() != 2 or len(acts) != len(backprops):
+            raise ValueError(f"acts and backprops must be (B, in) and (B, out) (got {acts.shape}, {backprops.shape})")
+        self.acts, self.backprops, self.weight, self.bias = acts, backprops, weight, bias
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the trained ones of weight and bias."""
+        out, width = self.backprops.shape[1], self.acts.shape[1]
+        return [torch.Size([out, width])] * self.weight + [torch.Size([out])] * self.bias
+
+    def __len__(self) -> int:
+        return len(self.acts)
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
+        backprops = row_norms(self.backprops)
+        if not self.weight:
+            return backprops
+        acts = row_norms(self.acts)
+        if self.bias:
+            acts = acts.square_().add_(1.0).sqrt_()
+        # two roundings of float64 are far inside the slack that row_norms adds
+        return backprops.mul_(acts)
+
+    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+        """Returns [(w b)^T a, (w b)^T 1] (the trained ones) in the dtype of the weights."""
+        scaled = self.backprops.to(weights.dtype) * weights[:, None]
+        out = []
+        if self.weight:
+            out.append(self._weight_sum(scaled))
+        if self.bias:
+            # few numbers, so in float64 whatever the dtype: one long chain of float32 additions is not bounded by tiles
+            out.append(scaled.sum(dim=0, dtype=torch.float64).to(scaled.dtype))
+        return out
+
+    def _weight_sum(self, scaled: Tensor) -> Tensor:
+        total = scaled.new_zeros(self.backprops.shape[1], self.acts.shape[1])
+        for index, acts in tiles(self.acts, scaled.dtype):
+            if len(total) == 1:  # one output: a matrix-vector product is several times faster
+                total[0].addmv_(acts.t(), scaled[index, 0])
+            else:
+                total.addmm_(scaled[index].t(), acts)
+        return total
+
+    def select(self, index: Tensor) -> FactoredBlock:
+        """Returns the block of some rows."""
+        return FactoredBlock(self.acts[index], self.backprops[index], weight=self.weight, bias=self.bias)
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per trained parameter."""
+        out = []
+        if self.weight:
+            out.append(torch.einsum("bo,bi->boi", self.backprops, self.acts.to(self.backprops.dtype)))
+        if self.bias:
+            out.append(self.backprops)
+        return out

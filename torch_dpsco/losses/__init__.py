@@ -1,0 +1,53 @@
+"""Convex losses of a linear score whose constants are known, and the tools that make the constants true.
+
+    loss = Logistic()
+    X = enforce_bounds(X, bound_x=1.0)                 # the constants hold for bounded records only
+    problem = loss.problem(bound_x=1.0, radius=10.0)   # what HolderSGD and its kin calibrate to
+    loss(model(X), y).backward()                       # an ordinary torch criterion
+
+| class | loss | exponent |
+|---|---|---|
+| `Hinge(power=q)` | (1 - m)_+^q | q - 1 |
+| `Logistic()` | log(1 + e^{-m}) | 1, or any in [0, 1] |
+| `SmoothedHinge(width=h)` | hinge with a parabola of width h at the corner | 1, or any |
+| `PowerLoss(power=q)` | |r|^q | q - 1 |
+| `Absolute()` | |r| | 0 |
+| `Squared()` | r^2/2 | 1 |
+| `Huber(threshold=k)` | r^2/2 up to |r| = k, then linear | 1, or any |
+| `Pinball(quantile=t)` | max(t r, (t - 1) r) | 0 |
+| `EpsilonInsensitive(width=w)` | (|r| - w)_+ | 0 |
+| `SoftmaxCrossEntropy(num_classes=C)` | log sum exp(s) - s_y | 1 |
+
+with margin m = y s, residual r = y - s and score s = w.x. A bias is a column of ones, which changes the bound B on the
+features to sqrt(B^2 + 1). Bounds are public numbers chosen in advance: never derive them from the data.
+
+Your own loss: subclass `Loss`, promise its constants in a `Problem`, and try to refute them with `check_holder`.
+"""
+
+from __future__ import annotations
+
+from .base import Loss, TableLoss
+from .bounds import enforce_bounds
+from .check import check_holder
+from .margin import Hinge, Logistic, MarginLoss, SmoothedHinge
+from .residual import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
+from .softmax import SoftmaxCrossEntropy
+
+__all__ = [
+    "Loss",
+    "TableLoss",
+    "MarginLoss",
+    "ResidualLoss",
+    "Hinge",
+    "Logistic",
+    "SmoothedHinge",
+    "PowerLoss",
+    "Absolute",
+    "Squared",
+    "Huber",
+    "Pinball",
+    "EpsilonInsensitive",
+    "SoftmaxCrossEntropy",
+    "check_holder",
+    "enforce_bounds",
+]

@@ -1,0 +1,264 @@
+"""Base classes of the losses: calling convention, exact backward, and the step from a table row to a Problem."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .._validate import between, choice, positive
+from ..problem import Problem, round_up
+
+__all__ = ["Loss", "TableGradBound", "TableLoss", "power_up", "record_bounds", "upper"]
+
+
+class Loss(ABC):
+    """A loss phi(s; y), convex in the score s of one record, with one fixed subgradient.
+
+    The linear layer in front makes it a loss of w: s = w.x, or K scores s = W x. Subclasses are frozen dataclasses
+    that give `value` and `derivative`; instances are then criteria like those of torch.nn.
+
+    Attributes:
+        target_kind: "sign" (y = +-1), "real" (|y| bounded) or "class" (y in 0..K-1, an integer dtype).
+        num_scores: K, the number of scores of a record; 1 for a scalar score.
+
+    Example:
+        >>> from torch_dpsco.losses import Squared
+        >>> output = torch.tensor([[2.0], [3.0]], requires_grad=True)
+        >>> loss = Squared()(output, torch.tensor([1.0, 1.0]), reduction="sum")
+        >>> loss.backward()
+        >>> loss.item(), output.grad.flatten().tolist()
+        (2.5, [1.0, 2.0])
+    """
+
+    target_kind: ClassVar[Literal["sign", "real", "class"]] = "real"
+    num_scores: int = 1
+
+    @abstractmethod
+    def value(self, score: Tensor, target: Tensor) -> Tensor:
+        """Losses, shape (B,), of scores (B,), or (B, K) if K = num_scores > 1, and targets (B,)."""
+
+    @abstractmethod
+    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """The fixed subgradient with respect to the score, of the shape of `score`.
+
+        It must be a function of this record's score and target alone: a choice at a kink that depends on other
+        records, on the step or on chance would void every stability bound built on it.
+        """
+
+    def __call__(self, output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """The loss of a batch, for a training loop; its backward is exactly `derivative`.
+
+        Args:
+            output: scores, shape (B,) or (B, 1), or (B, K) if K = num_scores > 1; floating point, any device.
+            target: labels, shape (B,) or (B, 1), on the same device; cast to the dtype of `output` (classes: to int64).
+                Label VALUES are never refused, since a label is private.
+            reduction: "mean", "sum", or "none" for the (B,) losses. The mean over an empty batch is 0.
+
+        Returns:
+            Scalar or (B,) tensor, differentiable once in `output`.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit; (B,) never meets (B, 1) as (B, B).
+        """
+        choice(("mean", "sum", "none"), reduction=reduction)
+        losses: Tensor = _PerSample.apply(*self._align(output, target), self)
+        if reduction == "none":
+            return losses
+        # The mean of no losses would be NaN, and an empty Poisson batch is an ordinary event.
+        return losses.mean() if reduction == "mean" and len(losses) else losses.sum()
+
+    def _align(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if not output.is_floating_point():
+            raise ValueError(f"output must be floating point (got {output.dtype})")
+        if self.num_scores == 1:
+            score = _column("output", output)
+        elif output.dim() == 2 and output.shape[1] == self.num_scores:
+            score = output
+        else:
+            raise ValueError(f"output must have shape (B, {self.num_scores}) (got {tuple(output.shape)})")
+        label = _column("target", target)
+        if len(score) != len(label):
+            raise ValueError(f"output and target must have one length (got {len(score)} and {len(label)})")
+        if self.target_kind != "class":
+            return score, label.to(score.dtype)
+        if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
+            raise ValueError(f"target must hold class numbers of an integer dtype (got {label.dtype})")
+        return score, label.long()
+
+
+class _PerSample(torch.autograd.Function):
+    """Losses of a batch whose backward is the loss's own subgradient, not autograd's choice at the kinks."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Tensor, target: Tensor, loss: Loss) -> Tensor:
+        ctx.save_for_backward(score, target)
+        ctx.loss = loss
+        return loss.value(score, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Grad mode is on here exactly under create_graph=True, where phi'' would silently be taken for 0.
+        if torch.is_grad_enabled():
+            raise RuntimeError("losses are differentiable once: create_graph=True is not supported")
+        score, target = ctx.saved_tensors
+        weight = grad if score.dim() == 1 else grad.unsqueeze(1)
+        return weight * ctx.loss.derivative(score, target), None, None
+
+
+class TableLoss(Loss):
+    """A loss with a row in the table of constants (holder.md 2.1).
+
+    Rows hold for records with ||x|| <= bound_x and |y| <= bound_y (`enforce_bounds`), and on the whole of R^d.
+
+    Attributes:
+        interpolates: whether the row holds for every exponent in [0, 1], not only for its own.
+    """
+
+    interpolates: ClassVar[bool] = False
+
+    def problem(
+        self,
+        *,
+        bound_x: float,
+        bound_y: float = 1.0,
+        radius: float = math.inf,
+        holder_exponent: float | None = None,
+    ) -> Problem:
+        """The promises of this loss for bounded records.
+
+        `smoothness` is set if the exponent is 1, `lipschitz` if the gradient is bounded on the whole of R^d, and
+        `is_glm` if the score is a scalar. Every constant is the formula of the table, rounded up.
+
+        Args:
+            bound_x: B, bound on ||x||, > 0 and finite. A column of ones for a bias turns B into sqrt(B^2 + 1).
+            bound_y: Y, bound on |y|, > 0 and finite. Margin losses and the softmax ignore it: |y| <= 1 there.
+            radius: radius of the feasible ball, > 0, or inf.
+            holder_exponent: in [0, 1]; None means that of the table. Others only if the row `interpolates`.
+
+        Returns:
+            A Problem with every constant of the row and its exact gradient bound G(r).
+
+        Raises:
+            ValueError: if a bound is not finite and positive, or the exponent is not available for this loss.
+
+        Guarantee:
+            The constants hold for records inside the bounds. Bounds are public numbers, ENFORCED record by record
+            with `enforce_bounds`; a bound read off the data leaks it.
+
+        Source:
+            holder.md 2.1.
+
+        Example:
+            >>> from torch_dpsco.losses import Logistic
+            >>> problem = Logistic().problem(bound_x=1.0)
+            >>> problem.holder_constant, problem.lipschitz, problem.grad_at_zero
+            (0.25, 1.0, 0.5)
+        """
+        bound_x, bound_y = record_bounds(bound_x, bound_y)
+        exponent = self._choose(holder_exponent)
+        constant = self._holder_constant(exponent, bound_x)
+        lipschitz = self._grad_bound(math.inf, bound_x, bound_y)
+        return Problem(
+            holder_exponent=exponent,
+            holder_constant=constant,
+            grad_at_zero=self._grad_bound(0.0, bound_x, bound_y),
+            loss_at_zero=self._loss_at_zero(bound_y),
+            lipschitz=lipschitz if math.isfinite(lipschitz) else None,
+            smoothness=constant if exponent == 1 else None,
+            radius=radius,
+            is_glm=self.num_scores == 1,
+            exact_grad_bound=TableGradBound(self, bound_x, bound_y),
+        )
+
+    def _choose(self, holder_exponent: float | None) -> float:
+        own = self._exponent()
+        if holder_exponent is None:
+            return own
+        exponent = between(0.0, 1.0, holder_exponent=holder_exponent)
+        if math.isclose(exponent, own, abs_tol=1e-12):
+            return own
+        if not self.interpolates:
+            raise ValueError(f"holder_exponent of {self!r} must be {own:g} (got {exponent})")
+        return exponent
+
+    @abstractmethod
+    def _exponent(self) -> float:
+        """The row's own exponent alpha."""
+
+    @abstractmethod
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        """L of the row, an upper bound also in floating point."""
+
+    @abstractmethod
+    def _loss_at_zero(self, bound_y: float) -> float:
+        """M0 of the row, an upper bound also in floating point."""
+
+    @abstractmethod
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        """G(radius) of the row; an upper bound also in floating point at radius 0 (M) and inf (Lipschitz constant)."""
+
+
+@dataclass(frozen=True)
+class TableGradBound:
+    """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare)."""
+
+    loss: TableLoss
+    bound_x: float
+    bound_y: float
+
+    def __call__(self, radius: float) -> float:
+        """G(radius), nearest or above; `Problem.grad_bound` rounds it up."""
+        return self.loss._grad_bound(radius, self.bound_x, self.bound_y)
+
+
+def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:
+    """The two bounds as floats; raises ValueError unless both are finite and > 0."""
+    try:
+        checked_x = positive(bound_x=bound_x)
+    except ValueError as error:
+        raise ValueError(f"features must be bounded; {error}") from error
+    try:
+        return checked_x, positive(bound_y=bound_y)
+    except ValueError as error:
+        raise ValueError(f"targets must be bounded; {error}") from error
+
+
+def upper(*factors: float | Fraction) -> float:
+    """Least float that is not below the exact product of nonnegative factors; inf if one is infinite or it overflows.
+
+    Example:
+        >>> upper(0.5, 3.0), upper(0.1, 3.0) >= Fraction(0.1) * 3
+        (1.5, True)
+    """
+    if math.inf in factors:
+        return math.inf
+    exact = math.prod(Fraction(factor) for factor in factors)
+    try:
+        nearest = float(exact)
+    except OverflowError:
+        return math.inf
+    return nearest if nearest >= exact else math.nextafter(nearest, math.inf)
+
+
+def power_up(base: float, exponent: float) -> float:
+    """base^exponent for base in [0, inf] and exponent in [0, 1], rounded up unless it is exact.
+
+    Example:
+        >>> power_up(3.0, 0.0), power_up(3.0, 1.0), power_up(3.0, 0.5) > math.sqrt(3.0)
+        (1.0, 3.0, True)
+    """
+    power = math.pow(base, exponent)
+    return power if exponent in (0.0, 1.0) or base == 1.0 else round_up(power)
+
+
+def _column(name: str, tensor: Tensor) -> Tensor:
+    flat = tensor.squeeze(1) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
+    if flat.dim() != 1:
+        raise ValueError(f"{name} must have shape (B,) or (B, 1) (got {tuple(tensor.shape)})")
+    return flat

@@ -1,0 +1,172 @@
+"""Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
+
+Labels need not be checked. For |y| <= 1 every constant of the table still holds (the loss phi(y w.x) is then that of
+the record (y x, 1), and ||y x|| <= B); y = 0 gives a null record with gradient 0. Only |y| > 1 breaks them:
+`enforce_bounds` with bound_y=1 clips such labels. A NaN label gives a NaN row, which clipping oracles zero.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .._validate import between, positive
+from .base import TableLoss, power_up, upper
+
+__all__ = ["Hinge", "Logistic", "MarginLoss", "SmoothedHinge"]
+
+
+class MarginLoss(TableLoss):
+    """phi(m) of the margin m = y s, phi convex and nonincreasing."""
+
+    target_kind: ClassVar[Literal["sign", "real", "class"]] = "sign"
+
+    def value(self, score: Tensor, target: Tensor) -> Tensor:
+        """Loss phi(y s); score and target of one shape."""
+        return self._curve(target * score)
+
+    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Derivative y phi'(y s); score and target of one shape."""
+        return target * self._slope(target * score)
+
+    @abstractmethod
+    def _curve(self, margin: Tensor) -> Tensor:
+        """phi(m)."""
+
+    @abstractmethod
+    def _slope(self, margin: Tensor) -> Tensor:
+        """The selected subgradient of phi at m, in (-inf, 0]."""
+
+
+@dataclass(frozen=True)
+class Hinge(MarginLoss):
+    """Powers of the hinge, (1 - m)_+^q: the support vector loss at q = 1, its smooth square at q = 2.
+
+    alpha = q - 1, L = q B^q, M = q B, M0 = 1, G(R) = q B (1 + B R)^(q-1). At q = 1 the subgradient at m = 1 is 0.
+    Key: |s_+^p - t_+^p| <= |s - t|^p for 0 < p <= 1, with equality at t = 0.
+
+    Args:
+        power: q in [1, 2].
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> Hinge(power=1.5).problem(bound_x=1.0).holder_constant
+        1.5
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+
+    def _curve(self, margin: Tensor) -> Tensor:
+        return (1 - margin).clamp(min=0) ** self.power
+
+    def _slope(self, margin: Tensor) -> Tensor:
+        gap = (1 - margin).clamp(min=0)
+        # sign(gap) makes 0^0 come out as 0: the selection at m = 1 for q = 1.
+        return -self.power * gap.sign() * gap ** (self.power - 1)
+
+    def _exponent(self) -> float:
+        return self.power - 1
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(self.power, bound_x, power_up(bound_x, exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return 1.0
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(self.power, bound_x, power_up(1 + bound_x * radius, self.power - 1))
+
+
+@dataclass(frozen=True)
+class Logistic(MarginLoss):
+    """Logistic loss log(1 + e^-m).
+
+    alpha = 1, L = B^2/4; any other alpha with L = B (B/4)^alpha, which is valid but not least for 0 < alpha < 1.
+    M = B/2, M0 = log 2, G(R) = B/(1 + e^(-B R)), Lipschitz constant B.
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> Logistic().problem(bound_x=2.0).smoothness
+        1.0
+    """
+
+    interpolates: ClassVar[bool] = True
+
+    def _curve(self, margin: Tensor) -> Tensor:
+        return (-margin).clamp(min=0) + torch.log1p(torch.exp(-margin.abs()))
+
+    def _slope(self, margin: Tensor) -> Tensor:
+        return -torch.sigmoid(-margin)
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, power_up(bound_x / 4, exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return math.nextafter(math.log(2.0), 1.0)
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(bound_x, 1 / (1 + math.exp(-bound_x * radius)))
+
+
+@dataclass(frozen=True)
+class SmoothedHinge(MarginLoss):
+    """Hinge with a parabola of width h at its corner: 0 if m >= 1, (1-m)^2/(2h) if 1-h <= m < 1, else 1 - m - h/2.
+
+    alpha = 1, L = B^2/h; any other alpha with L = B^(1+alpha) h^-alpha. M = B min(1, 1/h),
+    M0 = 1 - h/2 if h <= 1 else 1/(2h), G(R) = B min(1, (1 + B R)/h), Lipschitz constant B.
+
+    Args:
+        width: h > 0.
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> SmoothedHinge(width=0.5).problem(bound_x=1.0).smoothness
+        2.0
+    """
+
+    interpolates: ClassVar[bool] = True
+
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", positive(width=self.width))
+
+    def _curve(self, margin: Tensor) -> Tensor:
+        gap = (1 - margin).clamp(min=0)
+        curved = gap.clamp(max=self.width)
+        return curved * (gap - curved / 2) / self.width
+
+    def _slope(self, margin: Tensor) -> Tensor:
+        return -((1 - margin) / self.width).clamp(0, 1)
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        width = Fraction(self.width)
+        return upper(1 - width / 2 if width <= 1 else 1 / (2 * width))
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        reach = 1 + bound_x * radius
+        return bound_x if reach >= self.width else upper(bound_x, Fraction(reach) / Fraction(self.width))

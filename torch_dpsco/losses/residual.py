@@ -1,0 +1,282 @@
+"""Losses of the residual r = y - s for bounded real targets |y| <= Y: powers, Huber, quantile, tube."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .._validate import between, nonnegative, open_interval, positive
+from ..problem import round_up
+from .base import TableLoss, power_up, upper
+
+__all__ = ["Absolute", "EpsilonInsensitive", "Huber", "Pinball", "PowerLoss", "ResidualLoss", "Squared"]
+
+
+class ResidualLoss(TableLoss):
+    """phi(r) of the residual r = y - s, phi convex."""
+
+    target_kind: ClassVar[Literal["sign", "real", "class"]] = "real"
+
+    def value(self, score: Tensor, target: Tensor) -> Tensor:
+        """Loss phi(y - s); score and target of one shape."""
+        return self._curve(target - score)
+
+    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Derivative -phi'(y - s); score and target of one shape."""
+        return -self._slope(target - score)
+
+    @abstractmethod
+    def _curve(self, residual: Tensor) -> Tensor:
+        """phi(r)."""
+
+    @abstractmethod
+    def _slope(self, residual: Tensor) -> Tensor:
+        """The selected subgradient of phi at r."""
+
+
+@dataclass(frozen=True)
+class PowerLoss(ResidualLoss):
+    """|r|^q.
+
+    alpha = q - 1, L = q 2^(2-q) B^q, M = q Y^(q-1) B, M0 = Y^q, G(R) = q B (Y + B R)^(q-1).
+    Key: sup |sgn(s)|s|^p - sgn(t)|t|^p| / |s-t|^p = 2^(1-p), at s = -t. Dropping 2^(2-q) would under-noise.
+
+    Args:
+        power: q in [1, 2].
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> PowerLoss(power=1.0).problem(bound_x=1.0).holder_constant
+        2.0
+    """
+
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+
+    def _curve(self, residual: Tensor) -> Tensor:
+        return residual.abs() ** self.power
+
+    def _slope(self, residual: Tensor) -> Tensor:
+        return self.power * residual.sign() * residual.abs() ** (self.power - 1)
+
+    def _exponent(self) -> float:
+        return self.power - 1
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(self.power, power_up(2.0, 2 - self.power), bound_x, power_up(bound_x, exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return upper(bound_y, power_up(bound_y, self.power - 1))
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(self.power, bound_x, power_up(bound_y + bound_x * radius, self.power - 1))
+
+
+@dataclass(frozen=True)
+class Absolute(ResidualLoss):
+    """|r|, subgradient 0 at r = 0.
+
+    alpha = 0, L = 2B (the jump, twice the Lipschitz constant), M = B, M0 = Y, G(R) = B.
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> Absolute().problem(bound_x=1.0).grad_bound()
+        1.0
+    """
+
+    def _curve(self, residual: Tensor) -> Tensor:
+        return residual.abs()
+
+    def _slope(self, residual: Tensor) -> Tensor:
+        return residual.sign()
+
+    def _exponent(self) -> float:
+        return 0.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return 2 * bound_x
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return bound_y
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return bound_x
+
+
+@dataclass(frozen=True)
+class Squared(ResidualLoss):
+    """r^2/2.
+
+    alpha = 1, L = B^2, M = B Y, M0 = Y^2/2, G(R) = B (Y + B R).
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> Squared().problem(bound_x=2.0).smoothness
+        4.0
+    """
+
+    def _curve(self, residual: Tensor) -> Tensor:
+        return residual * residual / 2
+
+    def _slope(self, residual: Tensor) -> Tensor:
+        return residual
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, bound_x)
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return upper(bound_y, bound_y, 0.5)
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(bound_x, bound_y + bound_x * radius)
+
+
+@dataclass(frozen=True)
+class Huber(ResidualLoss):
+    """r^2/2 if |r| <= k, else k (|r| - k/2).
+
+    alpha = 1, L = B^2; any other alpha with L = (2k)^(1-alpha) B^(1+alpha). M = B min(Y, k),
+    M0 = Y^2/2 if Y <= k else k (Y - k/2), G(R) = B min(k, Y + B R), Lipschitz constant B k.
+
+    Args:
+        threshold: k > 0.
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> Huber(threshold=2.0).problem(bound_x=1.0, bound_y=5.0).lipschitz
+        2.0
+    """
+
+    interpolates: ClassVar[bool] = True
+
+    threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", positive(threshold=self.threshold))
+
+    def _curve(self, residual: Tensor) -> Tensor:
+        size = residual.abs()
+        curved = size.clamp(max=self.threshold)
+        return curved * (size - curved / 2)
+
+    def _slope(self, residual: Tensor) -> Tensor:
+        return residual.clamp(-self.threshold, self.threshold)
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(power_up(2 * self.threshold, 1 - exponent), bound_x, power_up(bound_x, exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        curved = min(Fraction(bound_y), Fraction(self.threshold))
+        return upper(curved, Fraction(bound_y) - curved / 2)
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(bound_x, min(self.threshold, bound_y + bound_x * radius))
+
+
+@dataclass(frozen=True)
+class Pinball(ResidualLoss):
+    """Quantile loss max(t r, (t - 1) r), subgradient 0 at r = 0; its minimizer is the t-quantile.
+
+    alpha = 0, L = B, M = G(R) = B max(t, 1-t), M0 = Y max(t, 1-t).
+
+    Args:
+        quantile: t in (0, 1).
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> Pinball(quantile=0.75).problem(bound_x=1.0).lipschitz
+        0.75
+    """
+
+    quantile: float = 0.5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
+
+    def _curve(self, residual: Tensor) -> Tensor:
+        return torch.maximum(self.quantile * residual, (self.quantile - 1) * residual)
+
+    def _slope(self, residual: Tensor) -> Tensor:
+        above, below = residual.clamp(min=0).sign(), residual.clamp(max=0).sign()
+        return self.quantile * above + (1 - self.quantile) * below
+
+    def _steepest(self) -> Fraction:
+        return max(Fraction(self.quantile), 1 - Fraction(self.quantile))
+
+    def _exponent(self) -> float:
+        return 0.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return bound_x
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return upper(bound_y, self._steepest())
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(bound_x, self._steepest())
+
+
+@dataclass(frozen=True)
+class EpsilonInsensitive(ResidualLoss):
+    """(|r| - w)_+, the loss of support vector regression; subgradient 0 at |r| = w.
+
+    alpha = 0, L = 2B, M = B if Y > w else 0, M0 = (Y - w)_+, G(R) = B if Y + B R > w else 0, Lipschitz constant B.
+
+    Args:
+        width: half-width w >= 0 of the tube.
+
+    Source:
+        holder.md 2.1.
+
+    Example:
+        >>> EpsilonInsensitive(width=5.0).problem(bound_x=1.0, radius=1.0).grad_bound()
+        0.0
+    """
+
+    width: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", nonnegative(width=self.width))
+
+    def _curve(self, residual: Tensor) -> Tensor:
+        return (residual.abs() - self.width).clamp(min=0)
+
+    def _slope(self, residual: Tensor) -> Tensor:
+        return residual.sign() * (residual.abs() > self.width)
+
+    def _exponent(self) -> float:
+        return 0.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return 2 * bound_x
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return upper(max(Fraction(bound_y) - Fraction(self.width), Fraction(0)))
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        # A rounded sum must not miss a residual that leaves the tube.
+        reach = bound_y if radius == 0 else round_up(bound_y + bound_x * radius)
+        return bound_x if reach > self.width else 0.0

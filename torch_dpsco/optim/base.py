@@ -1,0 +1,434 @@
+"""The private optimizer: sampling x oracle x rule x schedule, under an accountant.
+
+One step, in the order that the guarantee needs:
+
+    1 take the rows from the parameters      4 the oracle releases a noisy mean   <- trust boundary
+    2 the oracle clips and adds them         5 p.grad = mean; reg; rule; prox
+    3 the accountant charges the event       6 at the end of a phase, restart from its answer
+
+Whatever raises in 1-4 discards the logical batch and leaves parameters and ledger at the last authorized state. Between
+steps the parameters hold the point where the next gradient is taken (the query); `released()` shows the private answer
+and `finalize()` installs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import Dataset
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.identify import identify
+from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
+from torch_dpsco.gradbatch import GradBatch, clear_rows, has_rows
+from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.rules.base import UpdateRule, averaged
+from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.schedule import Schedule
+
+__all__ = ["PrivateOptimizer"]
+
+_Self = TypeVar("_Self", bound="PrivateOptimizer")
+_VERSION = 1
+
+
+class PrivateOptimizer(Optimizer):
+    """Base of all private optimizers; use a subclass, or build your own combination from this one.
+
+    Args:
+        params: parameters or groups of them, each group with its own `lr` if wanted.
+        lr: step size, > 0.
+        oracle: how a logical batch becomes a private mean.
+        rule: how a private mean moves the iterate.
+        design: how batches are drawn; `Undeclared` claims no amplification.
+        schedule: phases, with the planned number of steps; a step past it raises.
+        prox: constraint or penalty, applied to the joint vector of all parameters after each update.
+        reg: lambda >= 0 of a term (lambda/2) |w|^2 added to the mean loss; never put it into the loss itself.
+        accountant: ledger (and budget) to charge; default a new one without budget.
+        adjacency: neighboring relation of the guarantee; default that of the accountant, or "replace_one".
+        generator: noise generator of your own; repeatable, so for tests only (warns).
+
+    Raises:
+        AdjacencyError: design and adjacency do not go together, or contradict the accountant's.
+        InfeasibleError: the budget is too small for a single step; names the smallest epsilon that works.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        oracle: MeanOracle,
+        rule: UpdateRule,
+        design: Design,
+        schedule: Schedule | None = None,
+        prox: Prox | None = None,
+        reg: float = 0.0,
+        accountant: Accountant | None = None,
+        adjacency: Adjacency | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": check.positive(lr=lr)})
+        for group in self.param_groups:
+            check.positive(lr=group["lr"])
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_world_size() > 1:
+            raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
+        device = self._one_device()
+        self.oracle, self.rule, self.design = oracle, rule, design
+        self.schedule = schedule or Schedule()
+        self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
+        self.adjacency = _agree(adjacency, accountant)
+        # "is None": an empty accountant has length 0 and would count as false
+        self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
+        self.accountant.require_unit("example")
+        if oracle.batch_size != design.batch_size:
+            raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
+        self._noise = noise_generator(device, generator)
+        self._steps = 0
+        self._finalized = False
+        self._batch = LogicalBatch(declared=not isinstance(design, Undeclared))
+        self._require_first_step()
+        with torch.no_grad():
+            self._apply_prox()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _one_device(self) -> torch.device:
+        devices = {p.device for p in self._all_params()}
+        if len(devices) != 1:
+            raise ValueError(f"params must be on one device (got {sorted(map(str, devices))})")
+        for p in self._all_params():
+            if not p.is_floating_point():
+                raise ValueError(f"params must be real floating tensors (got {p.dtype})")
+        return devices.pop()
+
+    def _require_first_step(self) -> None:
+        event = self.design.event(self.oracle.event(), 1)
+        self.accountant.ledger.cost(self.adjacency, extra=event)  # raises AdjacencyError if undefined
+        budget = self.accountant.budget
+        if budget is not None and self.accountant.max_steps(event) == 0:
+            needed = self.accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=event).epsilon
+            raise InfeasibleError(
+                f"epsilon must be >= {needed:.6g} for one step with this noise at delta={budget.delta:g} "
+                f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
+            )
+
+    def _all_params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        steps: int | None = None,
+        physical_batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> PrivateLoader:
+        """Returns a loader that draws batches of `dataset` by this optimizer's design.
+
+        Args:
+            dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest.
+            steps: draws per iteration; default one epoch.
+            physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
+            collate_fn: as in DataLoader.
+            num_workers: as in DataLoader.
+            pin_memory: as in DataLoader.
+
+        Raises:
+            UnitError: the data set does not have the declared number of records although that is public.
+            UnknownSamplerError: no sampling was declared.
+        """
+        size = len(dataset)  # type: ignore[arg-type]
+        if not isinstance(self.design, Undeclared) and self.adjacency != "add_remove" and size != self.design.n:
+            raise UnitError(
+                f"n must be the number of records under {self.adjacency} (declared {self.design.n}, the data set has "
+                f"{size}); declare the right one, or use adjacency='add_remove', where n is a public reference"
+            )
+        sampler = make_sampler(self.design, size=size, steps=steps)
+        loader = PrivateLoader(
+            dataset,
+            sampler,
+            physical_batch_size=physical_batch_size,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+        )
+        self.bind(loader)
+        return loader
+
+    def bind(self, loader: Any) -> Any:
+        """Takes batches from a loader that draws by a sampler of torch_dpsco, and returns the loader.
+
+        Raises:
+            UnknownSamplerError: a foreign sampler.
+            AdjacencyError: the sampler's design is not this optimizer's.
+        """
+        design = identify(loader)
+        if design != self.design:
+            raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
+        sampler = getattr(loader, "batch_sampler", None) or loader
+        self._batch.bind(sampler.log, self.discard)
+        return loader
+
+    @property
+    def outstanding_rows(self) -> int | None:
+        """Rows of the batch that the next step must use (private); None if there is none."""
+        return self._batch.outstanding_rows
+
+    def accumulate(self, *, users: Tensor | None = None) -> None:
+        """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
+
+        Raises:
+            SequenceError: no sampling was declared, no draw is outstanding, or no rows are there.
+        """
+        self._require_open()
+        try:
+            with torch.no_grad():
+                self._observe(users, partial=True)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Drops the current logical batch: rows, oracle sum and draw. Nothing is charged."""
+        clear_rows(self._all_params())
+        for p in self._all_params():
+            reset = getattr(p, "dpsco_reset", None)
+            if reset is not None:
+                reset()
+        self.oracle.discard()
+        self._batch.drop()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients and per-sample gradients that no step has taken yet."""
+        clear_rows(self._all_params())
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None, *, users: Tensor | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None) -> float | None:
+        """Makes one private step from the outstanding batch, or adds a physical batch that is not the last of its draw.
+
+        Args:
+            closure: clears gradients, computes the loss, calls backward and returns the loss.
+            users: for oracles whose unit is a user.
+
+        Returns:
+            The closure's loss. It is computed from the data and is NOT private.
+
+        Raises:
+            SequenceError: rows are missing or doubled, no batch is outstanding, the schedule is over, or finalized.
+            BudgetExceeded: the step would pass the budget; parameters and ledger are unchanged.
+        """
+        self._require_open()
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            try:
+                draw = self._observe(users, partial=False)
+                if draw is None:
+                    return loss
+                # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
+                self.accountant.authorize(self.design.draw_event(self.oracle.event(), draw))
+                release = self.oracle.release(self._noise)
+            except BaseException:
+                # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+                self.discard()
+                raise
+            self._apply(release)
+        return loss
+
+    def _require_open(self) -> None:
+        if self._finalized:
+            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
+        planned = self.schedule.steps
+        if planned is not None and self._steps >= planned:
+            self.discard()
+            raise SequenceError(f"all {planned} planned steps are made: call finalize(), or plan more steps")
+
+    def _observe(self, users: Tensor | None, *, partial: bool) -> Any:
+        params = self._trained()
+        chunk = self._batch.current()
+        rows = GradBatch.consume(params) if has_rows(params) or self._batch.needs_rows else None
+        if not self._batch.admit(0 if rows is None else len(rows), 1 if rows is None else rows.passes, partial):
+            return None  # a late chunk of a draw that was given up
+        if not self._batch.opened:
+            self.oracle.open(params)
+            self._batch.opened = True
+        if rows is not None and len(rows):
+            self.oracle.observe(rows, users)
+        return self._batch.close(chunk) if not partial else None
+
+    def _apply(self, release: Release) -> None:
+        params = self._trained()
+        for p, mean in zip(params, release.mean, strict=True):
+            p.grad = mean.to(p.dtype)
+        if self.reg:
+            for p in params:
+                assert p.grad is not None
+                p.grad.add_(p, alpha=self.reg)
+        index, k = self.schedule.locate(self._steps)
+        phase = self.schedule.phases[index]
+        self.rule.update(self.param_groups, self.state, k, phase.lr)
+        self._apply_prox(phase.lr)
+        self._steps += 1
+        if phase.steps is not None and k + 1 == phase.steps and index + 1 < len(self.schedule.phases):
+            self._install_answer()
+
+    def _apply_prox(self, lr: float | None = None) -> None:
+        if isinstance(self.prox, Identity):
+            return
+        steps = [lr or group["lr"] for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.prox.apply_(self._trained(), steps)
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def _install_answer(self) -> None:
+        for p in self._trained():
+            p.copy_(averaged(p, self.state, self.rule.average))
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Puts the private answer so far into the parameters while the block runs."""
+        params = self._trained()
+        with torch.no_grad():
+            queries = [p.detach().clone() for p in params]
+            if not self._finalized:
+                self._install_answer()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, query in zip(params, queries, strict=True):
+                    p.copy_(query)
+
+    def finalize(self) -> None:
+        """Installs the private answer into the parameters; later steps raise."""
+        if self._finalized:
+            raise SequenceError("the optimizer is finalized already")
+        self.discard()
+        with torch.no_grad():
+            self._install_answer()
+        self._finalized = True
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and not self._finalized:
+            self.finalize()
+
+    # -- what is public -----------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+        return self._steps
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the answer was installed."""
+        return self._finalized
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Public numbers about the last step: step, clip, noise_std, norm of the private mean."""
+        grads = [p.grad for p in self._trained() if p.grad is not None]
+        public = {"step": self._steps, **self.oracle.metrics()}
+        if grads:
+            public["private_mean_norm"] = float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt())
+        return public
+
+    def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
+        """Returns what the accountant's ledger holds; delta defaults to the budget's."""
+        return self.accountant.report(delta)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def digest(self) -> str:
+        """Returns a digest of the public constants that fix the mechanism."""
+        settings: list[Any] = [self.oracle.settings(), self.rule.settings(), repr(self.design), repr(self.schedule)]
+        settings += [repr(self.prox), self.reg, self.adjacency]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress."""
+        state = super().state_dict()
+        state["dpsco"] = {
+            "version": _VERSION,
+            "digest": self.digest(),
+            "t": self._steps,
+            "finalized": self._finalized,
+            "confidential": False,
+            "rule": self.rule.state_dict(),
+            "ledger": self.accountant.state_dict(),
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state, ledger included; drops a batch in progress.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version.
+            PrivacyError: the state's ledger would forget events charged here.
+        """
+        mine = state_dict.get("dpsco")
+        if mine is None or mine.get("version") != _VERSION:
+            raise ValueError(f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state_dict)})")
+        if mine["digest"] != self.digest():
+            raise ValueError("state_dict must be of the same plan: noise, clip, sampling, rule or schedule differ")
+        self.discard()
+        self.accountant.load_state_dict(mine["ledger"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "dpsco"})
+        self.rule.load_state_dict(mine["rule"])
+        self._steps, self._finalized = mine["t"], mine["finalized"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
+        return {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._noise = noise_generator(self._one_device())
+        self._batch = LogicalBatch(declared=not isinstance(self.design, Undeclared))
+        self.oracle.discard()
+
+
+def _agree(adjacency: Adjacency | None, accountant: Accountant | None) -> Adjacency:
+    if accountant is None:
+        return check_adjacency(adjacency or REPLACE_ONE)
+    if adjacency is not None and adjacency != accountant.adjacency:
+        raise AdjacencyError(f"adjacency must be {accountant.adjacency!r}, the accountant's (got {adjacency!r})")
+    return accountant.adjacency

@@ -1,0 +1,97 @@
+"""Which rows a step may use: exactly those of one draw, once.
+
+Without a declared sampling there is no draw to compare with: then one backward of one batch makes one step, and
+everything that could put a record into a step twice is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.sampling import Chunk, DrawLog
+
+__all__ = ["LogicalBatch"]
+
+
+class LogicalBatch:
+    """The logical batch that is being collected.
+
+    Args:
+        declared: whether batches come from a loader of a declared design.
+    """
+
+    def __init__(self, *, declared: bool) -> None:
+        self.declared = declared
+        self.opened = False
+        self._log = DrawLog()
+        self._chunk: Chunk | None = None  # taken from the log, not finished
+        self._rows = 0  # rows seen of that chunk
+
+    def bind(self, log: DrawLog, on_restart: Callable[[], None]) -> None:
+        """Takes draws from a log; a new iteration of its loader drops the batch in progress."""
+        self._log = log
+        self._chunk, self._rows, self.opened = None, 0, False
+        log.on_restart = on_restart
+
+    @property
+    def outstanding_rows(self) -> int | None:
+        """Rows of the chunk that comes next."""
+        if self._chunk is not None:
+            return self._chunk.rows
+        return self._log.waiting[0].rows if self._log.waiting else None
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether missing per-sample gradients are an error: not for an empty draw, or after accumulate()."""
+        return self._chunk is None or (self._chunk.rows > 0 and self._rows == 0)
+
+    def current(self) -> Chunk:
+        """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
+        if self._chunk is None:
+            if not self.declared:
+                return Chunk(Draw(0), 0, last=True)
+            self._chunk, self._rows = self._log.take(), 0
+        return self._chunk
+
+    def admit(self, rows: int, passes: int, partial: bool) -> bool:
+        """Checks rows against the current chunk; returns False if they belong to a draw that was given up.
+
+        Raises:
+            SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
+        """
+        if not self.declared:
+            if partial or passes > 1:
+                raise SequenceError(
+                    "several backward passes per step need a declared sampling, since a record could be in two of "
+                    "them: give n= or design= to the optimizer and use optimizer.loader(dataset)"
+                )
+            return True
+        assert self._chunk is not None
+        self._rows += rows
+        if self._rows > self._chunk.rows:
+            # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
+            raise SequenceError(
+                "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
+                "loader, one backward for each"
+            )
+        if self._log.is_abandoned(self._chunk):
+            self._chunk = None
+            return False
+        return True
+
+    def close(self, chunk: Chunk) -> Draw | None:
+        """Ends the chunk; returns its draw if that is complete, else None."""
+        self._chunk, self._rows = None, 0
+        if not chunk.last:
+            return None
+        self.opened = False
+        return chunk.draw
+
+    def drop(self) -> None:
+        """Gives the draw in progress up, with the chunks of it that are still to come."""
+        chunk = self._chunk or (self._log.waiting.popleft() if self._log.waiting else None)
+        if chunk is not None:
+            self._log.abandon(chunk.draw)
+        self._chunk, self._rows, self.opened = None, 0, False

@@ -1,0 +1,77 @@
+"""Mean oracles: the only place where data become private.
+
+A `MeanOracle` receives per-sample gradients of one logical batch, possibly in several physical ones, and releases a
+noisy mean. It alone knows how far one record can move that mean, and builds its accounting event from that number and
+nothing else, so that noise can never be scaled to another one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dpsco.accounting.events import Adjacency, Gaussian, NonPrivate
+from torch_dpsco.gradbatch import GradBatch
+
+__all__ = ["MeanOracle", "Release"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """A private answer.
+
+    Args:
+        mean: one tensor (*p.shape) per parameter, float32 or float64.
+        halted: whether the oracle answered for the last time.
+    """
+
+    mean: list[Tensor]
+    halted: bool = False
+
+
+class MeanOracle(ABC):
+    """Releases noisy means of per-sample gradients, one per logical batch: open, observe*, release.
+
+    Args:
+        batch_size: public divisor of the mean.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def open(self, query: Sequence[Tensor]) -> None:
+        """Starts a logical batch whose gradients are taken at the public point `query`; forgets an unfinished one."""
+
+    @abstractmethod
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Takes the rows of one physical batch. `users` is for oracles whose unit is a user."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forgets the logical batch."""
+
+    @abstractmethod
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the L2 sensitivity of the released mean of the open batch, rounding included."""
+
+    @abstractmethod
+    def event(self) -> Gaussian | NonPrivate:
+        """Returns the accounting event of one release for a given batch, without sampling."""
+
+    @abstractmethod
+    def release(self, generator: torch.Generator) -> Release:
+        """Adds noise to the mean, ends the logical batch, and returns the private answer."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Returns public constants that a checkpoint must agree with."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Returns public numbers about the last release."""

@@ -1,0 +1,257 @@
+"""Means of clipped rows plus Gaussian noise, with a fixed bound or one that follows the public iterate.
+
+    mean = ( sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I) ) / batch_size
+
+Edge cases, each tested in tests/oracles:
+
+| row or setting | contribution |
+|---|---|
+| norm <= C | unchanged |
+| norm > C, up to overflow of its square | scaled to norm <= C |
+| NaN, inf, or a norm that overflows | exactly 0 |
+| zero or subnormal | unchanged (norms are upper bounds, so what underflows cannot pass the clip) |
+| empty batch | noise only |
+| z = 0 | exact clipped mean, event without privacy (epsilon = inf) |
+| C = 0 | refused |
+
+Differs from the usual DP-SGD in: 1. non-finite rows are dropped instead of spreading NaN; 2. norms carry their rounding
+error; 3. the worst-case error of the sum is part of the declared sensitivity; 4. the divisor is a public constant.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
+from torch_dpsco.errors import MissingConstantError, SequenceError
+from torch_dpsco.gradbatch import GradBatch, float32_is_exact, plan_summation, row_norms
+from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.problem import Problem
+
+__all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
+
+_LEAST_NORMAL = 2.0**-126
+
+
+def clip_weights(norms: Tensor, clip: float) -> Tensor:
+    """Returns min(1, clip / norm), a little below it, and 0 for rows that must not count.
+
+    Args:
+        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf mark rows to drop.
+        clip: largest norm a row may contribute, > 0.
+
+    Returns:
+        (B,) float64 in [0, 1]; weight * norm <= clip also after rounding.
+    """
+    # 8 eps covers the roundings here and in the product with the row
+    scaled = (clip * (1.0 - 8 * torch.finfo(torch.float64).eps)) / norms
+    # PRIVACY: clip / inf = 0 and NaN becomes 0 (test_non_finite_rows_contribute_nothing)
+    return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
+
+
+def joint_norm(tensors: Sequence[Tensor]) -> float:
+    """Returns an upper bound of the L2 norm of the concatenated tensors; inf if it is not finite."""
+    norm = float(row_norms(torch.cat([t.detach().reshape(-1) for t in tensors])[None]))
+    return norm if math.isfinite(norm) else math.inf
+
+
+class ClippedMean(MeanOracle):
+    """Noisy mean of rows clipped at the bound of the open batch; subclasses say what the bound is.
+
+    Args:
+        noise_multiplier: z, noise std on the sum over the clip norm, >= 0; 0 gives no privacy.
+        batch_size: public divisor, the expected batch size.
+
+    Guarantee:
+        Unit: one row per record. The sum moves by at most C (record added, removed or zeroed) or 2 C (replaced), C
+        being fixed by public history before the rows are read. Event: Gaussian in clip units,
+        (z, {add_remove: 1, zero_out: 1, replace_one: 2}). Assumes that a record's row does not depend on other records.
+    """
+
+    def __init__(self, noise_multiplier: float, batch_size: int) -> None:
+        super().__init__(check.positive_count(batch_size=batch_size))
+        self.noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
+        self._event = clipped_gaussian(self.noise_multiplier)
+        self._summation = plan_summation(batch_size)
+        self._clip: float | None = None
+        self._shapes: list[torch.Size] = []
+        self._means: list[Tensor] | None = None
+        self._n_rows = 0
+
+    @abstractmethod
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns the clip for gradients at a public point."""
+
+    @property
+    def clip(self) -> float:
+        """Clip of the open, or else the last, logical batch."""
+        if self._clip is None:
+            raise SequenceError("no logical batch was opened yet: the clip is known once a batch was observed")
+        return self._clip
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean."""
+        # PRIVACY: scaled to the sensitivity of the sum as computed, rounding included (test_halved_noise_is_caught)
+        return self.noise_multiplier * self.sensitivity("zero_out")
+
+    def open(self, query: Sequence[Tensor]) -> None:
+        """Fixes the clip by the public point and forgets an unfinished batch."""
+        self.discard()
+        self._clip = self.bound(query)
+        self._shapes = [p.shape for p in query]
+        self._device = query[0].device
+        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Clips rows and adds them to the mean."""
+        self._n_rows += len(rows)
+        if self._n_rows > self._summation.max_rows:
+            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+        # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
+        weights = clip_weights(rows.norms(), self.clip) / self.batch_size
+        if self._sums_in_float32():
+            # below the least normal number a weight may be rounded up by much, so that row counts as 0
+            weights = F.threshold(weights.float(), _LEAST_NORMAL, 0.0)
+        means = rows.weighted_sum(weights)
+        if self._means is None:
+            self._means = means
+        else:
+            self._means = [m.double() for m in self._means]
+            torch._foreach_add_(self._means, means)
+
+    def _sums_in_float32(self) -> bool:
+        # the bound of plan_summation leaves out overflow and underflow: keep far from both
+        in_range = 1e-20 < self.clip < 1e20
+        few = self._n_rows <= self._summation.float32_rows
+        return few and in_range and self._dtype == torch.float32 and float32_is_exact()
+
+    def discard(self) -> None:
+        """Forgets the rows observed since open."""
+        self._means, self._n_rows = None, 0
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""
+        return CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
+
+    def event(self) -> Gaussian | NonPrivate:
+        """Returns the Gaussian event in clip units."""
+        return self._event
+
+    def release(self, generator: torch.Generator) -> Release:
+        """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
+        sizes = [shape.numel() for shape in self._shapes]
+        flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        if self.noise_multiplier > 0:
+            flat.normal_(generator=generator).mul_(self.noise_std)
+        else:
+            flat.zero_()
+        answer = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
+        for part, mean in zip(answer, self._means or [], strict=self._means is not None):
+            part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
+        self.discard()
+        return Release(answer)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns clip and noise_std of the last batch."""
+        return {} if self._clip is None else {"clip": self.clip, "noise_std": self.noise_std}
+
+
+class Clipped(ClippedMean):
+    """Clips at a fixed public bound.
+
+    Args:
+        clip: C, > 0.
+        noise_multiplier: z >= 0, noise std on the sum over C.
+        batch_size: public divisor.
+
+    Example:
+        >>> from torch_dpsco.gradbatch import DenseBlock
+        >>> oracle = Clipped(clip=1.0, noise_multiplier=0.0, batch_size=2)
+        >>> oracle.open([torch.zeros(2)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0], [float("nan"), 0.0]]))]))
+        >>> [round(v, 3) for v in oracle.release(torch.Generator()).mean[0].tolist()]
+        [0.3, 0.4]
+    """
+
+    def __init__(self, clip: float, noise_multiplier: float, batch_size: int) -> None:
+        super().__init__(noise_multiplier, batch_size)
+        self.fixed_clip = check.positive(clip=clip)
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns the fixed clip."""
+        return self.fixed_clip
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return {"oracle": "Clipped", "clip": self.fixed_clip, "noise_multiplier": self.noise_multiplier}
+
+
+class HolderClipped(ClippedMean):
+    """Clips at the gradient bound that the loss promises, so that with true constants nothing is ever clipped.
+
+    `noise="adaptive"`: C_t = G(|w_t|), a function of the public iterate; the ratio z is constant, so that each step is
+    the same event whatever the iterates do, also on an unbounded domain. `noise="constant"`: C = G(radius).
+    `noise="paper"`: C = M + L radius^alpha, the bound of the paper.
+
+    Args:
+        problem: promised constants; see `Problem.grad_bound`.
+        noise_multiplier: z >= 0.
+        batch_size: public divisor.
+        noise: "adaptive", "constant" or "paper".
+        radius: bound of the feasible set; inf for the whole space.
+
+    Raises:
+        MissingConstantError: constants are missing, or a constant bound does not exist on an unbounded domain.
+
+    Source: Wang, Lei, Ying, Zhang, Algorithm 2 (constant); spec holder.md 3.5, accounting A (adaptive).
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        noise_multiplier: float,
+        batch_size: int,
+        *,
+        noise: str = "adaptive",
+        radius: float = math.inf,
+    ) -> None:
+        super().__init__(noise_multiplier, batch_size)
+        self.noise = check.choice(("adaptive", "constant", "paper"), noise=noise)
+        self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
+        if noise == "paper" and math.isinf(self.radius):
+            raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")
+        self._constant = math.inf
+        if noise == "paper":
+            self._constant = problem.paper_grad_bound(self.radius)
+        elif noise == "constant" or math.isfinite(self.radius):
+            self._constant = problem.grad_bound(self.radius)
+        else:
+            problem.grad_bound(0.0)  # raises here and now if constants are missing
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns C for gradients at `query`; raises ValueError if the iterate is not finite."""
+        if self.noise != "adaptive":
+            return self._constant
+        norm = joint_norm(query)
+        if math.isinf(norm):
+            raise ValueError("the iterate must be finite: training diverged, lower lr or bound the domain (radius=)")
+        return min(self.problem.grad_bound(norm), self._constant)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return {
+            "oracle": "HolderClipped",
+            "noise": self.noise,
+            "noise_multiplier": self.noise_multiplier,
+            "radius": self.radius,
+            "problem": repr(self.problem),
+        }

@@ -1,0 +1,238 @@
+"""Promised constants of a convex problem, and the gradient bound that follows from them.
+
+A `Problem` is what the caller knows about the loss BEFORE seeing the data. Everything calibrated without clipping rests
+on it: a constant read off the data voids the guarantee. `torch_dpsco.losses` fills a Problem in for the common losses.
+
+Conventions for one record z, loss l(w, z), fixed subgradient g(w, z), ball B(r) = {||w|| <= r}, joint norm over all
+parameters:
+
+    holder_exponent a, holder_constant L    ||g(w,z) - g(w',z)|| <= L ||w - w'||^a     on ALL of R^d, l convex there
+    grad_at_zero M, loss_at_zero M0         M = sup_z ||g(0,z)||,  M0 = sup_z l(0,z)  with l >= 0
+    G(r) = sup_z sup_{w in B(r)} ||g(w,z)|| <= M + L r^a                               `grad_bound`
+
+Differs from the paper in: 1. G(r) is the least of all promised bounds, not only M + L r^a (`paper_grad_bound`).
+2. At a = 0 also G <= L for nonnegative convex losses (holder.md 2.1). 3. Every computed bound is rounded up.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ._validate import between, choice, nonnegative, order, positive
+from .errors import MissingConstantError
+
+__all__ = ["Problem", "round_up"]
+
+_SLACK = 1.0 + 2.0**-49
+
+_CHECKS: dict[str, Callable[..., float]] = {
+    "holder_exponent": functools.partial(between, 0.0, 1.0),
+    "holder_constant": positive,
+    "grad_at_zero": nonnegative,
+    "loss_at_zero": nonnegative,
+    "lipschitz": positive,
+    "gradient_diameter": positive,
+    "smoothness": nonnegative,
+    "strong_convexity": positive,
+    "pl_constant": positive,
+    "moment_order": order,
+    "moment": positive,
+    "second_moment": positive,
+    "radius": functools.partial(positive, allow_inf=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Promises about the loss of any single record of the universe, checked for range, never for truth.
+
+    All are optional; an algorithm names what it needs with `require`. Two problems are equal if all promises are.
+
+    Args:
+        holder_exponent: a in [0, 1]; 1 means smooth, 0 that subgradients vary by at most `holder_constant`. Promises
+            also that the loss is convex on the whole of R^d. Needs `holder_constant`.
+        holder_constant: L > 0, on the whole of R^d, not only on the feasible set. At a = 0 it is the JUMP of the
+            subgradient, which may be twice the Lipschitz constant.
+        grad_at_zero: M >= 0, bound on the gradient norm at w = 0.
+        loss_at_zero: M0 >= 0, bound on the loss at w = 0. Promises also that the loss is nonnegative everywhere.
+        lipschitz: bound > 0 on the gradient norm for ||w|| <= `radius`.
+        gradient_diameter: bound > 0 on ||g(w,z) - g(w,z')|| over two records, for ||w|| <= `radius`.
+        smoothness: Lipschitz constant >= 0 of the gradient, on the whole of R^d.
+        strong_convexity: modulus > 0.
+        pl_constant: Polyak-Lojasiewicz (or proximal-PL) constant > 0.
+        moment_order: k > 1, the order of `moment`.
+        moment: k-th ROOT of the k-th moment of the gradient norm, > 0; needs `moment_order`.
+        second_moment: square root of the second moment of the gradient norm, > 0.
+        radius: radius of a ball around 0 that holds the feasible set, > 0; inf if unconstrained.
+        is_glm: whether the loss is phi(w.x; y) with a scalar score w.x and phi convex.
+        exact_grad_bound: nondecreasing function r -> G(r), r in [0, inf]; may return inf. It must pickle, and compare
+            by value, for the problem to do so.
+
+    Raises:
+        ValueError: if a constant is out of range or not finite, or half of a pair is missing.
+
+    Guarantee:
+        None by itself. Mechanisms that do not clip are private only if the promises hold for EVERY record that the
+        data set might hold, that is for the whole universe after `losses.enforce_bounds`.
+
+    Source:
+        holder.md 1, 2.1; architecture.md 4.
+
+    Example:
+        >>> Problem(lipschitz=1.0).grad_bound()
+        1.0
+        >>> problem = Problem(holder_exponent=0.5, holder_constant=2.0, grad_at_zero=1.0)
+        >>> round(problem.grad_bound(4.0), 9)
+        5.0
+    """
+
+    holder_exponent: float | None = None
+    holder_constant: float | None = None
+    grad_at_zero: float | None = None
+    loss_at_zero: float | None = None
+    lipschitz: float | None = None
+    gradient_diameter: float | None = None
+    smoothness: float | None = None
+    strong_convexity: float | None = None
+    pl_constant: float | None = None
+    moment_order: float | None = None
+    moment: float | None = None
+    second_moment: float | None = None
+    radius: float = math.inf
+    is_glm: bool = False
+    exact_grad_bound: Callable[[float], float] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None or name == "radius":
+                object.__setattr__(self, name, check(**{name: value}))
+        for first, second in (("holder_exponent", "holder_constant"), ("moment_order", "moment")):
+            if (getattr(self, first) is None) != (getattr(self, second) is None):
+                raise ValueError(f"{first} and {second} must be given together")
+        if not isinstance(self.is_glm, bool):
+            raise ValueError(f"is_glm must be True or False (got {self.is_glm!r})")
+        if self.exact_grad_bound is not None and not callable(self.exact_grad_bound):
+            raise ValueError(f"exact_grad_bound must be a function of the radius (got {self.exact_grad_bound!r})")
+
+    def grad_bound(self, radius: float | None = None) -> float:
+        """Least promised upper bound on the gradient norm over the ball of this radius around 0.
+
+        The least of `lipschitz` (only for radius <= self.radius, where it was promised), `exact_grad_bound(radius)`,
+        M + L radius^a, M at radius 0, and L itself if a = 0 and the loss is nonnegative. The last needs convexity on
+        R^d and `loss_at_zero`: along -u, u = g(w)/||g(w)||, a nonnegative loss must flatten, so some subgradient there
+        has an inner product with u of at most e, and ||g(w)|| = <g(w), u> <= L + e for every e > 0.
+
+        Args:
+            radius: r in [0, inf]; None means the feasible radius `self.radius`.
+
+        Returns:
+            G(r) >= 0, finite, rounded up where computed, nondecreasing in r (if `exact_grad_bound` is).
+
+        Raises:
+            MissingConstantError: if no promised constant bounds the gradient on this ball.
+
+        Guarantee:
+            An upper bound on ||g(w,z)|| for every ||w|| <= r and every record z for which the promises hold.
+
+        Source:
+            holder.md 1 and 2.1 (last paragraph).
+
+        Example:
+            >>> Problem(holder_exponent=0, holder_constant=1, grad_at_zero=1, loss_at_zero=1).grad_bound()
+            1.0
+        """
+        reach = self.radius if radius is None else nonnegative(allow_inf=True, radius=radius)
+        # PRIVACY: sensitivity of unclipped gradients (test_grad_bound_is_the_least_promised_bound)
+        least = min(self._bounds(reach), default=math.inf)
+        if math.isinf(least):
+            raise MissingConstantError(
+                f"no promised constant bounds the gradient for ||w|| <= {reach:g}: give Problem a lipschitz constant"
+                " (valid up to its radius), an exact_grad_bound, or holder_exponent, holder_constant and grad_at_zero"
+                " with a finite radius; losses.<Loss>().problem(bound_x=..., radius=...) gives them all"
+            )
+        return least
+
+    def paper_grad_bound(self, radius: float | None = None) -> float:
+        """The paper's bound M + L radius^a (with 0^0 = 1), rounded up: for mode="paper" only, never less than G.
+
+        Args:
+            radius: r in [0, inf]; None means `self.radius`.
+
+        Raises:
+            MissingConstantError: if M, L or a is missing, or the bound is infinite.
+
+        Source:
+            holder.md 1 and 3.1.
+
+        Example:
+            >>> round(Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1).paper_grad_bound(), 9)
+            3.0
+        """
+        reach = self.radius if radius is None else nonnegative(allow_inf=True, radius=radius)
+        exponent, constant, at_zero = self.require(
+            "holder_exponent", "holder_constant", "grad_at_zero", by="the paper's gradient bound"
+        )
+        bound = round_up(at_zero + constant * math.pow(reach, exponent))
+        if math.isinf(bound):
+            raise MissingConstantError(f"the paper's gradient bound needs a finite radius (got {reach:g})")
+        return bound
+
+    def require(self, *names: str, by: str) -> tuple[float, ...]:
+        """Returns the named constants, or says which are missing, who asked, and where to get them.
+
+        Args:
+            names: fields that hold a number; radius counts as missing if it is inf.
+            by: name of the algorithm that asks, for the message.
+
+        Returns:
+            The values, in the order of `names`.
+
+        Raises:
+            MissingConstantError: if any is missing.
+            ValueError: if a name is not a numeric field.
+
+        Source:
+            architecture.md 4; style.md 10.
+
+        Example:
+            >>> Problem(smoothness=2.0).require("smoothness", by="AcceleratedSGD")
+            (2.0,)
+        """
+        values = {name: getattr(self, choice(_CHECKS, name=name)) for name in names}
+        missing = [name for name, value in values.items() if value is None or value == math.inf]
+        if missing:
+            example = ", ".join(f"{name}=..." for name in missing)
+            raise MissingConstantError(
+                f"{by} needs {', '.join(missing)}: promise Problem({example}), derived from public knowledge and never"
+                " from the data, or use losses.<Loss>().problem(bound_x=..., radius=...), which gives what its loss has"
+            )
+        return tuple(values[name] for name in names)
+
+    def _bounds(self, reach: float) -> Iterator[float]:
+        if self.lipschitz is not None and reach <= self.radius:
+            yield self.lipschitz
+        if self.exact_grad_bound is not None:
+            yield round_up(nonnegative(allow_inf=True, exact_grad_bound=self.exact_grad_bound(reach)))
+        if self.grad_at_zero is not None and reach == 0:
+            yield self.grad_at_zero
+        if self.holder_exponent is not None and self.holder_constant is not None:
+            if self.grad_at_zero is not None:
+                yield round_up(self.grad_at_zero + self.holder_constant * math.pow(reach, self.holder_exponent))
+            if self.holder_exponent == 0 and self.loss_at_zero is not None:
+                yield self.holder_constant
+
+
+def round_up(value: float) -> float:
+    """Upper bound on a nonnegative quantity computed as `value` with at most 15 roundings of relative size 2^-53.
+
+    The factor 1 + 2^-49 costs 2e-15 of noise, and keeps order: a <= b gives round_up(a) <= round_up(b).
+
+    Example:
+        >>> 0.3 < round_up(0.3) < 0.3 + 1e-15
+        True
+    """
+    return value * _SLACK

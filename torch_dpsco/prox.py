@@ -1,0 +1,257 @@
+"""Projections and proximal maps, applied in place to ALL parameters as one vector.
+
+    prox_t(v) = argmin_u  ||u - v||^2 / 2 + t * penalty(u)          t = step size
+
+A projection is the case of a penalty that is 0 on the feasible set and infinite elsewhere; it ignores t. The maps act
+on noisy iterates, after the trust boundary: they are post-processing and never see a row. A penalty that depended on
+the data would void that.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ._validate import nonnegative, positive
+
+__all__ = ["Ball", "Box", "ElasticNet", "Identity", "L1", "Prox"]
+
+
+class Prox(ABC):
+    """A proximal map of the joint vector of all parameters.
+
+    Attributes:
+        radius: least known radius of a ball around 0 that holds the feasible set; inf if there is none.
+    """
+
+    radius: float
+
+    def apply_(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        """Replaces the joint vector of `tensors` by its proximal point, in place and outside of autograd.
+
+        Args:
+            tensors: the parameters, floating point, any shapes, dtypes and devices.
+            steps: one step size t >= 0 per tensor; projections ignore them.
+
+        Raises:
+            ValueError: if the lengths differ, a step is negative or not finite, or a projection meets a non-finite
+                parameter (nothing is changed then).
+        """
+        if len(tensors) != len(steps):
+            raise ValueError(f"one step per tensor expected (got {len(steps)} for {len(tensors)} tensors)")
+        checked = [nonnegative(step=step) for step in steps]
+        with torch.no_grad():
+            self._apply(tensors, checked)
+
+    @property
+    def contains_zero(self) -> bool:
+        """Whether 0 is feasible, as Hoelder algorithms that start at 0 demand."""
+        origin = torch.zeros(1, dtype=torch.float64)
+        self.apply_([origin], [0.0])
+        return not origin.any()
+
+    def penalty(self, tensors: Sequence[Tensor]) -> float:
+        """Value of the penalty at a feasible point: 0 for projections. Computed in float64.
+
+        Args:
+            tensors: the parameters.
+        """
+        return math.fsum(self._penalty(tensor.detach().double()) for tensor in tensors)
+
+    @abstractmethod
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        """The map itself, in place."""
+
+    @abstractmethod
+    def _penalty(self, tensor: Tensor) -> float:
+        """The share of one float64 tensor in the penalty."""
+
+
+@dataclass(frozen=True)
+class Identity(Prox):
+    """No constraint and no penalty.
+
+    Example:
+        >>> Identity().radius
+        inf
+    """
+
+    radius: float = field(init=False, repr=False, default=math.inf)
+
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        return
+
+    def _penalty(self, tensor: Tensor) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Ball(Prox):
+    """Projection on {||u|| <= radius}: v min(1, radius/||v||), with one norm over all tensors.
+
+    The norm is evaluated in float64. Points inside come back bit for bit; others end with a float64 norm that is at
+    most `radius` also after rounding to their dtypes, and less by a few roundings of the coarsest dtype at the most.
+    So the map is exactly idempotent, and a gradient bound G(radius) holds at the result.
+
+    Args:
+        radius: > 0, finite.
+
+    Raises:
+        ValueError: from `apply_` if the norm is not finite: the iterate has diverged.
+
+    Source:
+        holder.md 1 (feasible set W); heavytail.md 2.6.
+
+    Example:
+        >>> w = torch.tensor([3.0, 4.0])
+        >>> Ball(1.0).apply_([w], [0.1])
+        >>> [round(x, 4) for x in w.tolist()]
+        [0.6, 0.8]
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "radius", positive(radius=self.radius))
+
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        norm = _joint_norm(tensors)
+        if not math.isfinite(norm):
+            raise ValueError(f"parameters must be finite (got norm {norm}): they diverged; lower the learning rate lr")
+        if norm <= self.radius:
+            return
+        points = [tensor.to(torch.float64, copy=True) for tensor in tensors]
+        shrink, slack, least = self.radius / norm, 0.0, _eighth_of_rounding(tensors)
+        # Rounding may lift the norm over the radius: shrink a little more. The slack doubles, so that it ends at 0.
+        while norm > self.radius:
+            for tensor, point in zip(tensors, points, strict=True):
+                tensor.copy_(point * (shrink * max(0.0, 1 - slack)))
+            norm, slack = _joint_norm(tensors), max(2 * slack, least)
+
+    def _penalty(self, tensor: Tensor) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Box(Prox):
+    """Projection on {low <= u_j <= high for every coordinate j}.
+
+    The ball around the box has a radius that depends on the number of coordinates, so `radius` is inf. The bounds are
+    rounded to the nearest numbers of each tensor's dtype.
+
+    Args:
+        low: lower bound, may be -inf.
+        high: upper bound >= low, may be inf.
+
+    Raises:
+        ValueError: from `apply_` if a parameter is not finite: the iterate has diverged.
+
+    Source:
+        heavytail.md 2.6.
+
+    Example:
+        >>> Box(0.0, 1.0).contains_zero, Box(0.5, 1.0).contains_zero
+        (True, False)
+    """
+
+    low: float
+    high: float
+    radius: float = field(init=False, repr=False, default=math.inf)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", float(self.low))
+        object.__setattr__(self, "high", float(self.high))
+        if not self.low <= self.high or self.low == math.inf or self.high == -math.inf:
+            raise ValueError(f"low must be <= high, and the box must hold a number (got {self.low} and {self.high})")
+
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
+        for tensor in tensors:
+            tensor.clamp_(self.low, self.high)
+
+    def _penalty(self, tensor: Tensor) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class L1(Prox):
+    """Soft threshold, the map of the penalty strength * ||u||_1: sign(v) max(|v| - t strength, 0).
+
+    Args:
+        strength: >= 0.
+
+    Source:
+        heavytail.md 2.6.
+
+    Example:
+        >>> w = torch.tensor([2.0, 0.25])
+        >>> L1(1.0).apply_([w], [0.5])
+        >>> w.tolist()
+        [1.5, 0.0]
+    """
+
+    strength: float = 1.0
+    radius: float = field(init=False, repr=False, default=math.inf)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strength", nonnegative(strength=self.strength))
+
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        for tensor, step in zip(tensors, steps, strict=True):
+            _soft_threshold_(tensor, step * self.strength)
+
+    def _penalty(self, tensor: Tensor) -> float:
+        return self.strength * float(tensor.abs().sum())
+
+
+@dataclass(frozen=True)
+class ElasticNet(Prox):
+    """Soft threshold and shrinkage, the map of l1 ||u||_1 + (l2/2) ||u||^2: soft(v, t l1)/(1 + t l2).
+
+    Args:
+        l1: >= 0.
+        l2: >= 0; the penalty is l2-strongly convex.
+
+    Source:
+        heavytail.md 2.6.
+
+    Example:
+        >>> w = torch.tensor([2.0, 0.25])
+        >>> ElasticNet(l1=1.0, l2=1.0).apply_([w], [0.5])
+        >>> w.tolist()
+        [1.0, 0.0]
+    """
+
+    l1: float
+    l2: float
+    radius: float = field(init=False, repr=False, default=math.inf)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "l1", nonnegative(l1=self.l1))
+        object.__setattr__(self, "l2", nonnegative(l2=self.l2))
+
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        for tensor, step in zip(tensors, steps, strict=True):
+            _soft_threshold_(tensor, step * self.l1)
+            tensor.div_(1 + step * self.l2)
+
+    def _penalty(self, tensor: Tensor) -> float:
+        return self.l1 * float(tensor.abs().sum()) + self.l2 / 2 * float(tensor.square().sum())
+
+
+def _soft_threshold_(tensor: Tensor, threshold: float) -> None:
+    tensor.copy_(tensor.sign() * (tensor.abs() - threshold).clamp(min=0))
+
+
+def _joint_norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def _eighth_of_rounding(tensors: Sequence[Tensor]) -> float:
+    return max(torch.finfo(tensor.dtype).eps for tensor in tensors) / 8

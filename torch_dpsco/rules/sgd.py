@@ -1,0 +1,90 @@
+"""Gradient descent on private means, and any torch optimizer on them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.rules.base import Groups, State, UpdateRule, absorb
+
+__all__ = ["SGD", "TorchRule"]
+
+
+class SGD(UpdateRule):
+    """w <- w - lr * mean, with an average of the iterates as the answer.
+
+    Args:
+        average: see `UpdateRule`.
+    """
+
+    def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
+        """Makes one step with the lr of each group, or with `lr`."""
+        for group in groups:
+            params = [p for p in group["params"] if p.requires_grad]
+            absorb(params, state, k, self.average)
+            torch._foreach_add_(params, [p.grad for p in params], alpha=-float(lr if lr is not None else group["lr"]))
+
+    def settings(self) -> dict[str, Any]:
+        """Returns name and average."""
+        return {"rule": "SGD", "average": self.average}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: averages live in the optimizer's state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Accepts the empty state."""
+
+
+class TorchRule(UpdateRule):
+    """Any torch optimizer on the private mean: momentum, Adam and their kin are post-processing.
+
+    The guarantee is unchanged, but the utility theorem of the algorithm does not cover it, hence a UtilityWarning.
+
+    Args:
+        optimizer: built on the same parameters; pass `optimizer.param_groups` as `params` to the private optimizer, so
+            that both see the same groups and learning rates.
+        average: see `UpdateRule`.
+
+    Raises:
+        ValueError: an optimizer that evaluates the loss itself (LBFGS).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, average: str = "last") -> None:
+        super().__init__(average)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("optimizer must use one gradient per step (got LBFGS, which evaluates the loss itself)")
+        plain = type(optimizer) is torch.optim.SGD and all(
+            group["momentum"] == 0 and group["weight_decay"] == 0 for group in optimizer.param_groups
+        )
+        if not plain:
+            warnings.warn(
+                f"{type(optimizer).__name__} on private means is post-processing: the privacy guarantee is unchanged, "
+                f"but the utility theorem of the algorithm does not cover it",
+                UtilityWarning,
+                stacklevel=2,
+            )
+        self.optimizer = optimizer
+
+    def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
+        """Lets the torch optimizer make one step."""
+        for group in groups:
+            absorb([p for p in group["params"] if p.requires_grad], state, k, self.average)
+            if lr is not None:
+                group["lr"] = lr
+        self.optimizer.step()
+
+    def settings(self) -> dict[str, Any]:
+        """Returns name, optimizer and average."""
+        return {"rule": "TorchRule", "optimizer": type(self.optimizer).__name__, "average": self.average}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the torch optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the torch optimizer's state."""
+        self.optimizer.load_state_dict(state)
