@@ -43,8 +43,8 @@ def make_private(
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
     The model is attached in place. The torch optimizer goes on making the updates, with its own learning rates, but
-    from private means. The loader's data set, batch size, workers and collate function are kept; its sampler is replaced by
-    Poisson sampling, because nothing else amplifies (the batch size becomes an expected one).
+    from private means. The loader's data set, batch size, workers and collate function are kept; its sampler is
+    replaced by Poisson sampling, because nothing else amplifies (the batch size becomes an expected one).
 
     Args:
         model: see `attach`.

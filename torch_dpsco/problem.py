@@ -21,8 +21,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ._validate import between, choice, nonnegative, order, positive
-from .errors import MissingConstantError
+from torch_dpsco._validate import between, choice, nonnegative, order, positive
+from torch_dpsco.errors import MissingConstantError
 
 __all__ = ["Problem", "round_up"]
 
@@ -127,7 +127,8 @@ class Problem:
         has an inner product with u of at most e, and ||g(w)|| = <g(w), u> <= L + e for every e > 0.
 
         Args:
-            radius: r in [0, inf]; None means the feasible radius `self.radius`.
+            radius: r in [0, inf]; None means the feasible radius `self.radius`. For a projected iterate pass
+                min(||w||, self.radius): a norm rounded above the radius loses the `lipschitz` promise.
 
         Returns:
             G(r) >= 0, finite, rounded up where computed, nondecreasing in r (if `exact_grad_bound` is).

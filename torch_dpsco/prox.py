@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ._validate import nonnegative, positive
+from torch_dpsco._validate import nonnegative, positive
 
 __all__ = ["Ball", "Box", "ElasticNet", "Identity", "L1", "Prox"]
 

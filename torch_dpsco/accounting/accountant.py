@@ -37,7 +37,7 @@ class Accountant:
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian
         >>> accountant = Accountant(Budget(1.0, 1e-5, adjacency="add_remove"))
-        >>> step = PoissonGaussian(noise_multiplier=1.0, q=0.01)
+        >>> step = PoissonGaussian(noise_multiplier=2.0, q=0.01)
         >>> accountant.authorize(step, 10)
         >>> accountant.max_steps(step) > 0, len(accountant)
         (True, 10)
@@ -88,14 +88,16 @@ class Accountant:
         # Runs of equal events are decided once: then authorizing is one integer comparison.
         known, left = self._allowance or (None, 0)
         if known != event or left < count:
-            if not self._fits(event, count):
+            if not self.admits(event, count):
                 return False
             left = self.max_steps(event) if known == event else count
         self._allowance = (event, left - count)
         return True
 
-    def _fits(self, event: Event, count: int) -> bool:
-        assert self.budget is not None
+    def admits(self, event: Event, count: int = 1) -> bool:
+        """Returns whether the budget (always, without one) would admit the event; charges nothing."""
+        if self.budget is None:
+            return True
         trial = self.ledger.evaluate(self.budget.delta, self.budget.adjacency, extra=event, count=count)
         return trial.epsilon <= self.budget.epsilon
 
@@ -114,14 +116,14 @@ class Accountant:
         """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
         if self.budget is None:
             raise ValueError("budget must be set to count the steps left (got None)")
-        if not self._fits(event, 1):
+        if not self.admits(event):
             return 0
         low, high = 1, 2
-        while high < _MAX_STEPS and self._fits(event, high):
+        while high < _MAX_STEPS and self.admits(event, high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(event, middle) else (low, middle)
+            low, high = (middle, high) if self.admits(event, middle) else (low, middle)
         return low
 
     def get_epsilon(self, delta: float, *, adjacency: Adjacency | None = None, method: str = "best") -> float:

@@ -1,12 +1,13 @@
 """Per-sample gradients: dense rows from Opacus' grad samplers and factored rows of Linear layers, one interface."""
 
-from torch_dpsco.gradbatch.base import Block, Summation, float32_is_exact, plan_summation, row_norms
+from torch_dpsco.gradbatch.base import FLOAT64, Block, Summation, plan_summation, row_norms
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
 
 __all__ = [
+    "FLOAT64",
     "Block",
     "DenseBlock",
     "FactoredBlock",
@@ -16,7 +17,6 @@ __all__ = [
     "Summation",
     "Tape",
     "clear_rows",
-    "float32_is_exact",
     "has_rows",
     "plan_summation",
     "row_norms",

@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "FLOAT64",
     "NORM_ERROR",
     "PIECE",
     "Block",
     "Summation",
-    "float32_is_exact",
+    "float64_tiles",
     "plan_summation",
     "row_norms",
-    "tiles",
+    "weighted_rows",
     "work_dtype",
 ]
 
@@ -38,8 +39,9 @@ PIECE = 1024
 NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-42}
 # A square below the least normal number may be flushed to 0: each coordinate hides at most its square root.
 _UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
-_TILE_ELEMENTS = 2**17
-_TILE32 = 64
+_TILE_ELEMENTS = 2**17  # numbers in a float64 tile
+_FEW, _SMALL = 2**14, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
+_MAX_ERROR32 = 2.0**-7
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,7 +61,7 @@ def row_norms(rows: Tensor) -> Tensor:
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
     if width <= PIECE:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1).double()
+        norms = torch.linalg.vector_norm(rows, dim=1).double()
     else:
         whole = width - width % PIECE
         pieces = [torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, PIECE)), dim=2)]
@@ -67,65 +69,107 @@ def row_norms(rows: Tensor) -> Tensor:
             pieces.append(torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True))
         norms = torch.linalg.vector_norm(torch.cat(pieces, dim=1).double(), dim=1)
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
-    norms = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(_UNDERFLOW[rows.dtype] * width**0.5)
-    return norms
+    bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(_UNDERFLOW[rows.dtype] * width**0.5)
+    return bounds
 
 
 @dataclass(frozen=True)
 class Summation:
-    """Precision of the weighted sums of one oracle, with a bound on their error.
+    """Precision of weighted sums, with a bound on their error.
 
     Args:
-        float32_rows: while a logical batch has at most this many rows it is summed in float32; 0 for never.
-        max_rows: largest logical batch for which the bound is proved.
+        vector_tile: rows per float32 tile in sums of vectors, whose tiles are added in float64; 0 sums in float64.
+        matrix_tile: rows per float32 tile in sums of outer products, added in float32; 0 sums in float64.
+        rows: largest logical batch for which float32 may be used.
+        max_rows: largest logical batch for which the bound is proved at all.
         error: bound on |computed - exact| for the difference of two neighboring sums, in units of the clip.
     """
 
-    float32_rows: int
+    vector_tile: int
+    matrix_tile: int
+    rows: int
     max_rows: int
     error: float
 
+    def for_rows(self, n_rows: int) -> Summation:
+        """Returns the precision for a logical batch that has this many rows by now."""
+        exact = n_rows > self.rows or not _float32_is_exact()
+        return replace(self, vector_tile=0, matrix_tile=0) if exact else self
 
-def plan_summation(batch_size: int) -> Summation:
-    """Chooses float32 where its worst-case error costs at most 2^-8 of the clip, else float64.
 
-    A sum of m weighted rows of norm <= C in tiles of t rows has a chain of at most k = t + m/t + 8 roundings (tile,
-    product, weight and accumulation included), so that its error is at most k u m C, and twice that for two neighbors.
-    Rows past `float32_rows` are summed in float64, so that the bound holds whatever size a batch turns out to have.
-    The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
+FLOAT64 = Summation(0, 0, 0, 0, 0.0)
+
+
+def plan_summation(batch_size: int, dim: int) -> Summation:
+    """Chooses float32 where that is faster and its worst-case error costs at most 2^-7 of the clip, else float64.
+
+    A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
+    two neighboring sums differ by twice that from their exact difference. In tiles of t rows k = t + 3 (weight,
+    product, t - 1 additions, rounding of the tile), plus m/t + 9 where tiles are added in float32 too. The bound holds
+    whatever size a batch turns out to have: past `rows` everything is summed in float64. The cap max_rows = 2 batch_size + 65536
+    is passed by a Poisson batch with probability below exp(-20000).
 
     Args:
         batch_size: expected rows of a logical batch (public).
+        dim: number of parameters.
     """
     rows = batch_size + 8 * math.isqrt(batch_size) + 16
-    error = 2.0 * (_TILE32 + rows // _TILE32 + 9) * 2.0**-24 * rows
-    if error > 2.0**-8:
-        rows, error = 0, 0.0
     max_rows = 2 * batch_size + 65536
-    return Summation(rows, max_rows, error + 2.0 * (1024 + max_rows) * 2.0**-53 * max_rows)
+
+    def error(chain: int) -> float:
+        return 2.0 * chain * 2.0**-24 * rows
+
+    def largest(chain_of: Callable[[int], int]) -> tuple[int, float]:
+        fitting = [(t, error(chain_of(t))) for t in (64, 32, 16, 8) if error(chain_of(t)) <= _MAX_ERROR32]
+        return fitting[0] if fitting else (0, 0.0)
+
+    exact = 2.0 * (1024 + max_rows) * 2.0**-53 * max_rows
+    if batch_size * dim <= _SMALL:
+        return Summation(0, 0, rows, max_rows, exact)
+    vector_tile, vector_error = largest(lambda t: t + 3)
+    matrix_tile, matrix_error = largest(lambda t: t + rows // t + 12)
+    return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + exact)
 
 
-def float32_is_exact() -> bool:
-    """Returns whether float32 products run in float32 (TensorFloat-32 and bfloat16 shortcuts are off)."""
+def _float32_is_exact() -> bool:
+    """Whether float32 products run in float32: TensorFloat-32 and bfloat16 shortcuts are off."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # set through torch's newer per-backend switches: unknown, so assume the worst
         return False
 
 
-def tiles(rows: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (rows of the tile, the tile in the dtype): 64 rows in float32, in float64 as many as stay in cache.
+def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor:
+    """Returns sum_i weights[i] * rows[i] in float64.
 
-    The tiles of a conversion share one buffer, so that each is valid until the next only.
+    Args:
+        rows: (B, k).
+        weights: (B,) float64.
+        precision: of the sum; few numbers are summed in float64 anyway.
     """
+    tile = precision.vector_tile
+    if not tile or rows.numel() <= _FEW or rows.dtype == torch.float64:
+        total = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+        for index, part in float64_tiles(rows):
+            total.addmv_(part.t(), weights[index])
+        return total
+    rows, small = rows.float(), weights.float()
+    whole = len(rows) - len(rows) % tile
+    parts = torch.bmm(small[:whole].view(-1, 1, tile), rows[:whole].view(-1, tile, rows.shape[1]))
+    total = parts.sum(dim=(0, 1), dtype=torch.float64)
+    return total if whole == len(rows) else total.add_(small[whole:] @ rows[whole:])
+
+
+def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (index, rows of the tile in float64), as many as stay in cache; each is valid until the next only."""
     n_rows, width = rows.shape
-    step = _TILE32 if dtype == torch.float32 else max(1, min(1024, _TILE_ELEMENTS // max(width, 1)))
-    buffer = None if rows.dtype == dtype else rows.new_empty(min(step, n_rows), width, dtype=dtype)
+    step = max(1, min(1024, _TILE_ELEMENTS // max(width, 1)))
+    buffer = None if rows.dtype == torch.float64 else rows.new_empty(min(step, n_rows), width, dtype=torch.float64)
     for start in range(0, n_rows, step):
         index = slice(start, min(start + step, n_rows))
         if buffer is None:
             yield index, rows[index]
-        else:
+        else:  # one buffer for all tiles: fresh memory costs more than the arithmetic
             yield index, buffer[: index.stop - start].copy_(rows[index])
 
 
@@ -146,8 +190,8 @@ class Block(ABC):
         """Certified upper bounds of the rows' L2 norms over this block: (B,) float64."""
 
     @abstractmethod
-    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        """Returns sum_i weights[i] * row_i per parameter, in the dtype of the weights; all rows must be finite."""
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns sum_i weights[i] * row_i per parameter; weights (B,) float64 > 0, all rows finite."""
 
     @abstractmethod
     def select(self, index: Tensor) -> Block:

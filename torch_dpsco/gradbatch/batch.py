@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.gradbatch.base import NORM_ERROR, Block
+from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.linear import Tape
 
 __all__ = ["GradBatch", "clear_rows", "has_rows"]
+
+_LEAST_NORMAL = 2.0**-126  # of float32
 
 
 def _tape(p: Tensor) -> Tape | None:
@@ -156,20 +158,24 @@ class GradBatch:
         """Returns which rows have a finite norm: (B,) bool."""
         return torch.isfinite(self.norms())
 
-    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
+    def weighted_sum(self, weights: Tensor, precision: Summation = FLOAT64) -> list[Tensor]:
         """Returns sum_i weights[i] * row_i per parameter, in the order of the parameters.
 
         A row of weight 0 contributes exactly 0, whatever it holds (0 * inf would be NaN).
 
         Args:
-            weights: (B,) nonnegative, finite; its dtype, float64 or float32, is that of the sum (see `plan_summation`
-                for the errors; float64 rows are always summed in float64).
+            weights: (B,) float64, nonnegative and finite. Below 2^-126, where float32 loses accuracy, they count as 0.
+            precision: of the sum; see `plan_summation` for its error.
+
+        Returns:
+            float64 or float32 tensors of the parameters' shapes.
         """
         blocks = self.blocks
-        if len(weights) and not float(weights.min()) > 0.0:
-            index = weights.nonzero().squeeze(1)
+        if len(weights) and float(weights.min()) < _LEAST_NORMAL:
+            # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
+            index = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
             weights, blocks = weights[index], [block.select(index) for block in blocks]
-        sums = [total for block in blocks for total in block.weighted_sum(weights)]
+        sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
         return self._in_order(sums)
 
     def dense(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_dpsco.gradbatch.base import Block, row_norms, tiles
+from torch_dpsco.gradbatch.base import Block, Summation, row_norms, weighted_rows
 
 __all__ = ["DenseBlock"]
 
@@ -37,13 +37,9 @@ class DenseBlock(Block):
         """Returns certified upper bounds of the rows' norms: (B,) float64."""
         return row_norms(self._flat())
 
-    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        """Returns [sum_i weights[i] * rows[i]] in the dtype of the weights."""
-        flat = self._flat()
-        total = flat.new_zeros(flat.shape[1], dtype=weights.dtype)
-        for index, rows in tiles(flat, weights.dtype):
-            total.addmv_(rows.t(), weights[index])
-        return [total.view(self.shapes[0])]
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * rows[i]]."""
+        return [weighted_rows(self._flat(), weights, precision).view(self.shapes[0])]
 
     def select(self, index: Tensor) -> DenseBlock:
         """Returns the block of some rows."""

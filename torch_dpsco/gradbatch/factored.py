@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_dpsco.gradbatch.base import Block, row_norms, tiles
+from torch_dpsco.gradbatch.base import Block, Summation, float64_tiles, row_norms, weighted_rows
 
 __all__ = ["FactoredBlock"]
 
@@ -45,28 +45,33 @@ class FactoredBlock(Block):
             return backprops
         acts = row_norms(self.acts)
         if self.bias:
-            acts = acts.square_().add_(1.0).sqrt_()
-        # two roundings of float64 are far inside the slack that row_norms adds
+            acts = torch.hypot(acts, acts.new_ones(()))
+        # the roundings in float64 are far inside the slack that row_norms adds
         return backprops.mul_(acts)
 
-    def weighted_sum(self, weights: Tensor) -> list[Tensor]:
-        """Returns [(w b)^T a, (w b)^T 1] (the trained ones) in the dtype of the weights."""
-        scaled = self.backprops.to(weights.dtype) * weights[:, None]
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
+        scaled = self.backprops.double() * weights[:, None]
         out = []
         if self.weight:
-            out.append(self._weight_sum(scaled))
+            out.append(self._weight_sum(scaled, precision))
         if self.bias:
-            # few numbers, so in float64 whatever the dtype: one long chain of float32 additions is not bounded by tiles
-            out.append(scaled.sum(dim=0, dtype=torch.float64).to(scaled.dtype))
+            out.append(scaled.sum(dim=0))
         return out
 
-    def _weight_sum(self, scaled: Tensor) -> Tensor:
-        total = scaled.new_zeros(self.backprops.shape[1], self.acts.shape[1])
-        for index, acts in tiles(self.acts, scaled.dtype):
-            if len(total) == 1:  # one output: a matrix-vector product is several times faster
-                total[0].addmv_(acts.t(), scaled[index, 0])
-            else:
+    def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
+        if scaled.shape[1] == 1:  # one output: a matrix-vector product is several times faster
+            return weighted_rows(self.acts, scaled[:, 0], precision)[None]
+        tile = precision.matrix_tile
+        if not tile or self.acts.dtype == torch.float64:
+            total = scaled.new_zeros(self.backprops.shape[1], self.acts.shape[1])
+            for index, acts in float64_tiles(self.acts):
                 total.addmm_(scaled[index].t(), acts)
+            return total
+        small, acts = scaled.float(), self.acts.float()
+        total = small[:tile].t() @ acts[:tile]
+        for start in range(tile, len(acts), tile):
+            total.addmm_(small[start : start + tile].t(), acts[start : start + tile])
         return total
 
     def select(self, index: Tensor) -> FactoredBlock:

@@ -26,12 +26,12 @@ Your own loss: subclass `Loss`, promise its constants in a `Problem`, and try to
 
 from __future__ import annotations
 
-from .base import Loss, TableLoss
-from .bounds import enforce_bounds
-from .check import check_holder
-from .margin import Hinge, Logistic, MarginLoss, SmoothedHinge
-from .residual import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
-from .softmax import SoftmaxCrossEntropy
+from torch_dpsco.losses.base import Loss, TableLoss
+from torch_dpsco.losses.bounds import enforce_bounds
+from torch_dpsco.losses.check import check_holder
+from torch_dpsco.losses.margin import Hinge, Logistic, MarginLoss, SmoothedHinge
+from torch_dpsco.losses.residual import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
+from torch_dpsco.losses.softmax import SoftmaxCrossEntropy
 
 __all__ = [
     "Loss",

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .._validate import between, choice, positive
-from ..problem import Problem, round_up
+from torch_dpsco._validate import between, choice, positive
+from torch_dpsco.problem import Problem, round_up
 
 __all__ = ["Loss", "TableGradBound", "TableLoss", "power_up", "record_bounds", "upper"]
 

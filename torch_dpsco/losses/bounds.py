@@ -7,7 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from .base import record_bounds
+from torch_dpsco.losses.base import record_bounds
 
 __all__ = ["enforce_bounds"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._validate import positive_count
-from ..errors import MissingConstantError, NotCertifiedError
-from ..problem import Problem
-from .base import Loss, record_bounds
+from torch_dpsco._validate import positive_count
+from torch_dpsco.errors import MissingConstantError, NotCertifiedError
+from torch_dpsco.losses.base import Loss, record_bounds
+from torch_dpsco.problem import Problem
 
 __all__ = ["check_holder"]
 
@@ -61,7 +61,7 @@ def check_holder(
         None. No data are used.
 
     Source:
-        holder.md 2.1 (last line but one).
+        holder.md 2.1.
 
     Example:
         >>> from torch_dpsco.losses import Absolute
@@ -203,12 +203,9 @@ class _Search:
         order = self._uniform(count, scores).argsort(1)
         front = (order[:, :2].unsqueeze(2) == torch.arange(scores)).any(1)
         behind = self._magnitudes(count) * torch.randint(2, (count, 1), generator=self.generator)
-        sign = (
-            torch.zeros(count, scores, dtype=torch.float64)
-            .scatter(1, order[:, :1], 1.0)
-            .scatter(1, order[:, 1:2], -1.0)
-        )
-        return torch.where(front, 0.0, -behind), sign / math.sqrt(2)
+        direction = torch.zeros(count, scores, dtype=torch.float64)
+        direction.scatter_(1, order[:, :1], math.sqrt(0.5)).scatter_(1, order[:, 1:2], -math.sqrt(0.5))
+        return torch.where(front, 0.0, -behind), direction
 
     def _magnitudes(self, count: int) -> Tensor:
         return 10 ** (8 * self._uniform(count, 1) - 4)

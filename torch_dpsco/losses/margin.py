@@ -16,8 +16,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .._validate import between, positive
-from .base import TableLoss, power_up, upper
+from torch_dpsco._validate import between, positive
+from torch_dpsco.losses.base import TableLoss, power_up, upper
 
 __all__ = ["Hinge", "Logistic", "MarginLoss", "SmoothedHinge"]
 
@@ -121,7 +121,7 @@ class Logistic(MarginLoss):
         return math.nextafter(math.log(2.0), 1.0)
 
     def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        return upper(bound_x, 1 / (1 + math.exp(-bound_x * radius)))
+        return bound_x / (1.0 + math.exp(-bound_x * radius))  # exact at 0 and at infinity
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .._validate import between, nonnegative, open_interval, positive
-from ..problem import round_up
-from .base import TableLoss, power_up, upper
+from torch_dpsco._validate import between, nonnegative, open_interval, positive
+from torch_dpsco.losses.base import TableLoss, power_up, upper
+from torch_dpsco.problem import round_up
 
 __all__ = ["Absolute", "EpsilonInsensitive", "Huber", "Pinball", "PowerLoss", "ResidualLoss", "Squared"]
 

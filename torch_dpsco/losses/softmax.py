@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .._validate import positive_count
-from .base import TableLoss, upper
+from torch_dpsco._validate import positive_count
+from torch_dpsco.losses.base import TableLoss, upper
 
 __all__ = ["SoftmaxCrossEntropy"]
 

@@ -13,8 +13,6 @@ and `finalize()` installs it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -28,12 +26,14 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Undeclared
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.report import PrivacyReport
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
+from torch_dpsco.errors import AdjacencyError, SequenceError, UnitError
 from torch_dpsco.gradbatch import GradBatch, clear_rows, has_rows
 from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.checks import agreed_adjacency, one_device, require_one_step
+from torch_dpsco.optim.state import add_private_state, split_private_state
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
@@ -44,7 +44,6 @@ from torch_dpsco.schedule import Schedule
 __all__ = ["PrivateOptimizer"]
 
 _Self = TypeVar("_Self", bound="PrivateOptimizer")
-_VERSION = 1
 
 
 class PrivateOptimizer(Optimizer):
@@ -89,11 +88,11 @@ class PrivateOptimizer(Optimizer):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1:
             raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
-        device = self._one_device()
+        device = one_device(self._all_params())
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
-        self.adjacency = _agree(adjacency, accountant)
+        self.adjacency = agreed_adjacency(adjacency, accountant)
         # "is None": an empty accountant has length 0 and would count as false
         self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
         self.accountant.require_unit("example")
@@ -103,31 +102,11 @@ class PrivateOptimizer(Optimizer):
         self._steps = 0
         self._finalized = False
         self._batch = LogicalBatch(declared=not isinstance(design, Undeclared))
-        self._require_first_step()
+        require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
         with torch.no_grad():
             self._apply_prox()
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _one_device(self) -> torch.device:
-        devices = {p.device for p in self._all_params()}
-        if len(devices) != 1:
-            raise ValueError(f"params must be on one device (got {sorted(map(str, devices))})")
-        for p in self._all_params():
-            if not p.is_floating_point():
-                raise ValueError(f"params must be real floating tensors (got {p.dtype})")
-        return devices.pop()
-
-    def _require_first_step(self) -> None:
-        event = self.design.event(self.oracle.event(), 1)
-        self.accountant.ledger.cost(self.adjacency, extra=event)  # raises AdjacencyError if undefined
-        budget = self.accountant.budget
-        if budget is not None and self.accountant.max_steps(event) == 0:
-            needed = self.accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=event).epsilon
-            raise InfeasibleError(
-                f"epsilon must be >= {needed:.6g} for one step with this noise at delta={budget.delta:g} "
-                f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
-            )
 
     def _all_params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -377,25 +356,16 @@ class PrivateOptimizer(Optimizer):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def digest(self) -> str:
-        """Returns a digest of the public constants that fix the mechanism."""
-        settings: list[Any] = [self.oracle.settings(), self.rule.settings(), repr(self.design), repr(self.schedule)]
-        settings += [repr(self.prox), self.reg, self.adjacency]
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    def settings(self) -> list[Any]:
+        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
+        values: list[Any] = [self.oracle.settings(), self.rule.settings(), repr(self.design), repr(self.schedule)]
+        return [*values, repr(self.prox), self.reg, self.adjacency]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress."""
-        state = super().state_dict()
-        state["dpsco"] = {
-            "version": _VERSION,
-            "digest": self.digest(),
-            "t": self._steps,
-            "finalized": self._finalized,
-            "confidential": False,
-            "rule": self.rule.state_dict(),
-            "ledger": self.accountant.state_dict(),
-        }
-        return state
+        private: dict[str, Any] = {"t": self._steps, "finalized": self._finalized, "confidential": False}
+        private |= {"rule": self.rule.state_dict(), "ledger": self.accountant.state_dict()}
+        return add_private_state(super().state_dict(), self.settings(), private)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state, ledger included; drops a batch in progress.
@@ -404,16 +374,12 @@ class PrivateOptimizer(Optimizer):
             ValueError: the state is of another plan, noise, clip or version.
             PrivacyError: the state's ledger would forget events charged here.
         """
-        mine = state_dict.get("dpsco")
-        if mine is None or mine.get("version") != _VERSION:
-            raise ValueError(f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state_dict)})")
-        if mine["digest"] != self.digest():
-            raise ValueError("state_dict must be of the same plan: noise, clip, sampling, rule or schedule differ")
+        public, private = split_private_state(state_dict, self.settings())
         self.discard()
-        self.accountant.load_state_dict(mine["ledger"])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "dpsco"})
-        self.rule.load_state_dict(mine["rule"])
-        self._steps, self._finalized = mine["t"], mine["finalized"]
+        self.accountant.load_state_dict(private["ledger"])
+        super().load_state_dict(public)
+        self.rule.load_state_dict(private["rule"])
+        self._steps, self._finalized = private["t"], private["finalized"]
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
@@ -421,14 +387,6 @@ class PrivateOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._noise = noise_generator(self._one_device())
+        self._noise = noise_generator(one_device(self._all_params()))
         self._batch = LogicalBatch(declared=not isinstance(self.design, Undeclared))
         self.oracle.discard()
-
-
-def _agree(adjacency: Adjacency | None, accountant: Accountant | None) -> Adjacency:
-    if accountant is None:
-        return check_adjacency(adjacency or REPLACE_ONE)
-    if adjacency is not None and adjacency != accountant.adjacency:
-        raise AdjacencyError(f"adjacency must be {accountant.adjacency!r}, the accountant's (got {adjacency!r})")
-    return accountant.adjacency

@@ -6,8 +6,9 @@ C_t is the gradient bound that the loss promises (at the public iterate, over W,
 with true constants the clip never acts, and with false ones privacy still holds.
 
 Differs from the paper (Wang, Lei, Ying, Zhang, Algorithm 2) in: 1. batches of any size, Poisson or fixed, not one
-record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3 (mode "tight"; "paper" keeps theirs and checks its
-conditions); 3. the bound may follow the iterate, which also settles unbounded domains (their Remark 5; holder.md 3.5).
+record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3 (mode "tight"; "paper" keeps theirs and
+checks its conditions); 3. the bound may follow the iterate, which also settles unbounded domains (their Remark 5,
+holder.md 3.5); 4. averages weight the iterates before their update, as theirs, but the last iterate may be the answer.
 """
 
 from __future__ import annotations

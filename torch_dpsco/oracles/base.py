@@ -26,7 +26,7 @@ class Release:
     """A private answer.
 
     Args:
-        mean: one tensor (*p.shape) per parameter, float32 or float64.
+        mean: one tensor (*p.shape) per parameter, float32 or float64; the oracle's next release may overwrite them.
         halted: whether the oracle answered for the last time.
     """
 

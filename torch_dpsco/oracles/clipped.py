@@ -26,19 +26,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import MissingConstantError, SequenceError
-from torch_dpsco.gradbatch import GradBatch, float32_is_exact, plan_summation, row_norms
+from torch_dpsco.gradbatch import FLOAT64, GradBatch, plan_summation, row_norms
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
-
-_LEAST_NORMAL = 2.0**-126
 
 
 def clip_weights(norms: Tensor, clip: float) -> Tensor:
@@ -80,11 +77,12 @@ class ClippedMean(MeanOracle):
         super().__init__(check.positive_count(batch_size=batch_size))
         self.noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         self._event = clipped_gaussian(self.noise_multiplier)
-        self._summation = plan_summation(batch_size)
+        self._summation = FLOAT64
         self._clip: float | None = None
         self._shapes: list[torch.Size] = []
         self._means: list[Tensor] | None = None
         self._n_rows = 0
+        self._answer: Tensor | None = None
 
     @abstractmethod
     def bound(self, query: Sequence[Tensor]) -> float:
@@ -107,7 +105,10 @@ class ClippedMean(MeanOracle):
         """Fixes the clip by the public point and forgets an unfinished batch."""
         self.discard()
         self._clip = self.bound(query)
-        self._shapes = [p.shape for p in query]
+        shapes = [p.shape for p in query]
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self._summation = plan_summation(self.batch_size, sum(shape.numel() for shape in shapes))
         self._device = query[0].device
         self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
 
@@ -118,21 +119,14 @@ class ClippedMean(MeanOracle):
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         weights = clip_weights(rows.norms(), self.clip) / self.batch_size
-        if self._sums_in_float32():
-            # below the least normal number a weight may be rounded up by much, so that row counts as 0
-            weights = F.threshold(weights.float(), _LEAST_NORMAL, 0.0)
-        means = rows.weighted_sum(weights)
+        in_range = 1e-20 < self.clip < 1e20  # the error bound of float32 leaves out overflow and underflow
+        precision = self._summation.for_rows(self._n_rows) if in_range else FLOAT64
+        means = rows.weighted_sum(weights, precision)
         if self._means is None:
             self._means = means
         else:
             self._means = [m.double() for m in self._means]
             torch._foreach_add_(self._means, means)
-
-    def _sums_in_float32(self) -> bool:
-        # the bound of plan_summation leaves out overflow and underflow: keep far from both
-        in_range = 1e-20 < self.clip < 1e20
-        few = self._n_rows <= self._summation.float32_rows
-        return few and in_range and self._dtype == torch.float32 and float32_is_exact()
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
@@ -149,7 +143,10 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
         sizes = [shape.numel() for shape in self._shapes]
-        flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        flat = self._answer
+        if flat is None or flat.numel() != sum(sizes) or flat.dtype != self._dtype or flat.device != self._device:
+            # kept for the next release: fresh memory costs as much as the arithmetic
+            self._answer = flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         if self.noise_multiplier > 0:
             flat.normal_(generator=generator).mul_(self.noise_std)
         else:
@@ -229,22 +226,29 @@ class HolderClipped(ClippedMean):
         self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
         if noise == "paper" and math.isinf(self.radius):
             raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")
-        self._constant = math.inf
+        # past problem.radius some constants are not promised; rows are clipped all the same
+        self._reach = min(self.radius, problem.radius)
         if noise == "paper":
-            self._constant = problem.paper_grad_bound(self.radius)
-        elif noise == "constant" or math.isfinite(self.radius):
-            self._constant = problem.grad_bound(self.radius)
-        else:
-            problem.grad_bound(0.0)  # raises here and now if constants are missing
+            self._constant, self._follows = problem.paper_grad_bound(self._reach), False
+            return
+        at_zero = problem.grad_bound(0.0)  # raises if constants are missing
+        try:
+            self._constant = problem.grad_bound(self._reach)
+        except MissingConstantError:
+            if noise == "constant":
+                raise
+            self._constant = math.inf
+        # a bound that is the same everywhere need not follow the iterate
+        self._follows = noise == "adaptive" and self._constant > at_zero
 
     def bound(self, query: Sequence[Tensor]) -> float:
         """Returns C for gradients at `query`; raises ValueError if the iterate is not finite."""
-        if self.noise != "adaptive":
+        if not self._follows:
             return self._constant
         norm = joint_norm(query)
         if math.isinf(norm):
             raise ValueError("the iterate must be finite: training diverged, lower lr or bound the domain (radius=)")
-        return min(self.problem.grad_bound(norm), self._constant)
+        return min(self.problem.grad_bound(min(norm, self._reach)), self._constant)
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""

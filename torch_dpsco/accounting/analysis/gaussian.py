@@ -36,6 +36,7 @@ FloatArray = NDArray[np.float64]
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
+_ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -92,7 +93,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         delta: in (0, 1).
 
     Returns:
-        epsilon >= 0; inf for mu = inf.
+        epsilon >= 0; inf where mu^2 overflows.
 
     Raises:
         ValueError: mu is negative or not a number, or delta is not in (0, 1).
@@ -107,8 +108,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     """
     mu = _validate.nonnegative(mu=mu, allow_inf=True)
     target = _target(delta)
-    if math.isinf(mu):
-        return math.inf
 
     def excess(epsilon: float) -> float:
         return gaussian_log_delta(epsilon, mu) - target
@@ -116,8 +115,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     if excess(0.0) <= 0:
         return 0.0
     # delta <= Phi(-u) <= exp(-u^2/2) / 2 with u = epsilon/mu - mu/2 >= 0: at this epsilon delta is half the target.
-    upper = mu * (mu / 2 + math.sqrt(-2 * math.log(delta)))
-    return _safe_root(excess, 0.0, upper)
+    upper = mu * (mu / 2 + math.sqrt(-2 * math.log(delta))) * (1 + _SLACK)
+    return _safe_root(excess, 0.0, upper) * (1 + _ROUNDING) if upper < math.inf else math.inf
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -153,7 +152,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     infeasible = 2 * feasible
     while gaussian_log_delta(epsilon, infeasible) <= target:
         infeasible *= 2
-    return math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible)))
+    return math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible))) * (1 - _ROUNDING)
 
 
 def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:
@@ -190,7 +189,7 @@ def log_delta_curve(epsilon: FloatArray, mu: float) -> FloatArray:
     """Returns log(delta(epsilon, mu)) for an array of epsilons; no argument checks.
 
     With u = epsilon/mu - mu/2, v = u + mu and the Mills ratio R(x) = (1 - Phi(x)) / phi(x),
-    delta = phi(u) (R(u) - R(v)). For u <= -5, delta is close to 1 and evaluated as 1 - (Phi(u) + phi(u) R(v)).
+    delta = phi(u) (R(u) - R(v)). For u <= -1, delta > 0.6 and it is evaluated as 1 - (Phi(u) + phi(u) R(v)).
     """
     if mu == 0:
         return np.full_like(epsilon, -np.inf)
@@ -202,7 +201,7 @@ def log_delta_curve(epsilon: FloatArray, mu: float) -> FloatArray:
         log_density = -(u**2) / 2 - math.log(2 * math.pi) / 2
         rest = ndtr(u) + np.exp(log_density) * _mills(middle + mu / 2)
         near_one = np.log1p(-np.minimum(rest, 0.5))
-        result: FloatArray = np.where(u <= -5, near_one, log_density + np.log(_mills_drop(middle, mu)))
+        result: FloatArray = np.where(u <= -1, near_one, log_density + np.log(_mills_drop(middle, mu)))
     return result
 
 
@@ -217,9 +216,9 @@ def _mills_drop(middle: FloatArray, mu: float) -> FloatArray:
     The drop is about R mu / (1 + m), so the difference loses (1 + m) / mu ulps. Below mu = 1e-3 (1 + m) the series
     mu T_1 + mu^3 T_3 / 24, T_k = -R^(k)(m), is used: what it leaves out is less than 1e-13 of it.
     """
-    difference = _mills(np.maximum(middle - mu / 2, -5.0)) - _mills(middle + mu / 2)
+    difference = _mills(np.maximum(middle - mu / 2, -1.0)) - _mills(middle + mu / 2)
     first, third = _mills_derivatives(middle)
-    return np.where(mu < 1e-3 * (1 + middle), mu * (first + mu**2 * third / 24), difference)
+    return np.where(mu < 1e-3 * (1 + middle), mu * (first + mu * (mu * third) / 24), difference)
 
 
 def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:

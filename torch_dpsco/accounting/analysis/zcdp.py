@@ -76,7 +76,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
         delta: in (0, 1).
 
     Returns:
-        rho > 0.
+        rho >= 0 (0 below 1e-300).
 
     Raises:
         ValueError: epsilon is negative or not finite, or delta is not in (0, 1).
@@ -105,4 +105,4 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     b = math.exp(high if gap(high) > 0 else brentq(gap, low, high, xtol=1e-12))
     rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
     # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
-    return rho * (1 - 1e-12)
+    return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more

@@ -1,0 +1,52 @@
+"""What a private optimizer checks when it is built, before anything is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
+
+__all__ = ["agreed_adjacency", "one_device", "require_one_step"]
+
+
+def one_device(params: Sequence[nn.Parameter]) -> torch.device:
+    """Returns the device of the parameters; raises ValueError if they are on several, or not real floating tensors."""
+    for p in params:
+        if not p.is_floating_point():
+            raise ValueError(f"params must be real floating tensors (got {p.dtype})")
+    devices = {p.device for p in params}
+    if len(devices) != 1:
+        raise ValueError(f"params must be on one device (got {sorted(map(str, devices))})")
+    return devices.pop()
+
+
+def agreed_adjacency(adjacency: Adjacency | None, accountant: Accountant | None) -> Adjacency:
+    """Returns the adjacency of the guarantee; raises AdjacencyError if the accountant has another one."""
+    if accountant is None:
+        return check_adjacency(adjacency or REPLACE_ONE)
+    if adjacency is not None and adjacency != accountant.adjacency:
+        raise AdjacencyError(f"adjacency must be {accountant.adjacency!r}, the accountant's (got {adjacency!r})")
+    return accountant.adjacency
+
+
+def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) -> None:
+    """Checks that a step has a guarantee and fits the budget.
+
+    Raises:
+        AdjacencyError: the step has no guarantee under this adjacency.
+        InfeasibleError: it does not fit; names the smallest epsilon that would admit it.
+    """
+    accountant.ledger.cost(adjacency, extra=step)
+    budget = accountant.budget
+    if budget is None or accountant.admits(step):
+        return
+    needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
+    raise InfeasibleError(
+        f"epsilon must be >= {needed:.6g} for one step with this noise at delta={budget.delta:g} "
+        f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
+    )
