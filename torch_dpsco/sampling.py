@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -102,23 +102,34 @@ class DesignSampler(Sampler[list[int]], ABC):
     """Draws batches of positions 0..size-1 by a design; usable as `batch_sampler` of a DataLoader.
 
     Args:
-        design: how to draw; its `n` must be the data set's size where that is public.
-        size: number of records there are; default design.n. A Poisson design under add_remove may have another size,
-            because then the true one is private and `n` only a public reference.
+        design: how to draw, of the sampler's kind; its `n` must be the data set's size where that is public.
+        size: number of records there are; default design.n. A Poisson or Full design under add_remove may have another
+            size, because then the true one is private and `n` only a public reference.
         steps: draws per iteration; default one epoch, ceil(n / batch_size). A public constant.
         seed: makes the draws repeatable (and warns); tests only.
+
+    Raises:
+        UnknownSamplerError: the design is of another kind than the sampler.
+        UnitError: the size is not n where the design needs it to be.
     """
+
+    kind: ClassVar[type[Design]]
 
     def __init__(
         self, design: Design, *, size: int | None = None, steps: int | None = None, seed: int | None = None
     ) -> None:
+        if not isinstance(design, self.kind):
+            # PRIVACY: accounting believes the design that a sampler carries (test_a_sampler_refuses_a_foreign_design)
+            raise UnknownSamplerError(f"design must be {self.kind.__name__} for {type(self).__name__} (got {design})")
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(steps=design.steps_per_epoch if steps is None else steps)
         self.log = DrawLog()
         self.rng = sampling_generator(seed)
-        if self.size != design.n and not isinstance(design, Poisson):
+        if self.size != design.n and not isinstance(design, (Poisson, Full)):
             raise UnitError(f"size must be n={design.n}, the declared number of records (got {self.size})")
+        if isinstance(design, Disjoint) and self.steps > design.steps_per_epoch:
+            raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass over the data (got {self.steps})")
 
     def __len__(self) -> int:
         return self.steps
@@ -144,6 +155,8 @@ class DesignSampler(Sampler[list[int]], ABC):
 
 class PoissonSampler(DesignSampler):
     """Each position is in each draw independently with the design's rate; O(batch) time by geometric gaps."""
+
+    kind = Poisson
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
@@ -178,6 +191,8 @@ def poisson_positions(size: int, rate: float, rng: np.random.Generator) -> _Indi
 class FixedSampler(DesignSampler):
     """Each draw is an independent uniformly random subset of exactly batch_size positions."""
 
+    kind = Fixed
+
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
         for _ in range(self.steps):
@@ -188,21 +203,20 @@ class FixedSampler(DesignSampler):
 class ShuffledSampler(DesignSampler):
     """Fresh random permutations, one after another, cut into batches; each iteration starts a new one."""
 
+    kind = Shuffled
+
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
-        left = self.steps
-        while left > 0:
-            permutation = self.rng.permutation(self.size)
-            name = f"positions/{sha256(permutation.tobytes()).hexdigest()[:32]}"
-            for k in range(min(left, self.design.steps_per_epoch)):
-                indices = permutation[k * self.design.batch_size : (k + 1) * self.design.batch_size]
-                yield Draw(len(indices), name, str(k)), indices
-            left -= self.design.steps_per_epoch
+        epoch = self.design.steps_per_epoch
+        for start in range(0, self.steps, epoch):
+            steps = min(epoch, self.steps - start)
+            yield from _parts(self.rng.permutation(self.size), self.design.batch_size, steps)
 
 
 class DisjointSampler(DesignSampler):
     """One pass over one random permutation cut into batches; a second iteration raises."""
 
+    kind = Disjoint
     _used = False
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
@@ -210,15 +224,22 @@ class DisjointSampler(DesignSampler):
         if self._used:
             raise SequenceError("a one-pass loader is exhausted: each record may be used once; make a new optimizer")
         self._used = True
-        permutation = self.rng.permutation(self.size)
-        name = f"positions/{sha256(permutation.tobytes()).hexdigest()[:32]}"
-        for k in range(min(self.steps, self.design.steps_per_epoch)):
-            indices = permutation[k * self.design.batch_size : (k + 1) * self.design.batch_size]
-            yield Draw(len(indices), name, str(k)), indices
+        yield from _parts(self.rng.permutation(self.size), self.design.batch_size, self.steps)
+
+
+def _parts(permutation: _Indices, batch_size: int, steps: int) -> Iterator[tuple[Draw, _Indices]]:
+    # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how positions were cut
+    # (test_partitions_of_different_cuts_have_different_names)
+    name = f"positions/{sha256(permutation.tobytes()).hexdigest()[:32]}/{batch_size}"
+    for k in range(steps):
+        indices = permutation[k * batch_size : (k + 1) * batch_size]
+        yield Draw(len(indices), name, str(k)), indices
 
 
 class FullSampler(DesignSampler):
     """Every draw is all positions."""
+
+    kind = Full
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
@@ -226,35 +247,42 @@ class FullSampler(DesignSampler):
             yield Draw(self.size), np.arange(self.size, dtype=np.int64)
 
 
-_SAMPLERS: dict[type[Design], type[DesignSampler]] = {
-    Poisson: PoissonSampler,
-    Fixed: FixedSampler,
-    Shuffled: ShuffledSampler,
-    Disjoint: DisjointSampler,
-    Full: FullSampler,
-}
+_KINDS: tuple[type[DesignSampler], ...] = (
+    PoissonSampler,
+    FixedSampler,
+    ShuffledSampler,
+    DisjointSampler,
+    FullSampler,
+)
 
 
 def make_sampler(
     design: Design, *, size: int | None = None, steps: int | None = None, seed: int | None = None
 ) -> DesignSampler:
     """Returns the sampler of a design; raises UnknownSamplerError for a design that has none."""
-    kind = _SAMPLERS.get(type(design))
-    if kind is None:
-        raise UnknownSamplerError(
-            "no sampling was declared: give n= (Poisson sampling) or design= to the optimizer to get a loader from it"
-        )
-    return kind(design, size=size, steps=steps, seed=seed)
+    for sampler in _KINDS:
+        if isinstance(design, sampler.kind):
+            return sampler(design, size=size, steps=steps, seed=seed)
+    raise UnknownSamplerError(
+        "no sampling was declared: give n= (Poisson sampling) or design= to the optimizer to get a loader from it"
+    )
 
 
-def _empty_like_one(collate: Callable[[list[Any]], Any], dataset: Any) -> Callable[[list[Any]], Any]:
-    def collate_any(items: list[Any]) -> Any:
+@dataclass(frozen=True)
+class _EmptyLikeOne:
+    """Collates items; a batch of none has the shapes and dtypes of the data set's first record, and no rows."""
+
+    collate: Callable[[list[Any]], Any]
+    dataset: Any
+
+    def __call__(self, items: list[Any]) -> Any:
         if items:
-            return collate(items)
-        # only shapes and dtypes of the record are used
-        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, collate([dataset[0]]))
+            return self.collate(items)
+        return tree_map(_without_rows, self.collate([self.dataset[0]]))
 
-    return collate_any
+
+def _without_rows(leaf: Any) -> Any:
+    return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
 class PrivateLoader:
@@ -311,7 +339,8 @@ class PrivateLoader:
                 yield part
 
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
-        if isinstance(self.dataset, TensorDataset) and self.collate_fn is None and not self.num_workers:
+        # a subclass may override __getitem__
+        if type(self.dataset) is TensorDataset and self.collate_fn is None and not self.num_workers:
             tensors = self.dataset.tensors
             for part in parts:
                 index = torch.from_numpy(part)
@@ -321,7 +350,7 @@ class PrivateLoader:
         yield from DataLoader(
             self.dataset,
             batch_sampler=lists,
-            collate_fn=_empty_like_one(self.collate_fn or default_collate, self.dataset),
+            collate_fn=_EmptyLikeOne(self.collate_fn or default_collate, self.dataset),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )

@@ -23,9 +23,9 @@ class Phase:
 
     def __post_init__(self) -> None:
         if self.steps is not None:
-            check.positive_count(steps=self.steps)
+            object.__setattr__(self, "steps", check.positive_count(steps=self.steps))
         if self.lr is not None:
-            check.positive(lr=self.lr)
+            object.__setattr__(self, "lr", check.positive(lr=self.lr))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report import PrivacyReport, make_report
+from torch_dpsco.accounting.report import PrivacyReport, make_report, rounded_up
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
 
 __all__ = ["Accountant"]
@@ -50,7 +50,8 @@ class Accountant:
         self.adjacency: Adjacency = budget.adjacency if budget else check_adjacency(adjacency)
         self.unit = budget.unit if budget else check.choice(("example", "user"), unit=unit)
         self.ledger = Ledger()
-        self._allowance: tuple[Event, int] | None = None  # (event, how many more of it are known to fit)
+        # (event, budget and events charged so far), and how many more of the event are then known to fit
+        self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
 
     def __len__(self) -> int:
         """Number of events charged."""
@@ -69,7 +70,6 @@ class Accountant:
 
     def record(self, event: Event, count: int = 1) -> None:
         """Charges an event that has happened already, even past the budget (truth wins over wishes)."""
-        self._allowance = None
         self.ledger.add(event, count)
 
     def authorize(self, event: Event, count: int = 1) -> None:
@@ -80,19 +80,21 @@ class Accountant:
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
         """
         check.count(count=count)
-        if self.budget is not None and not self._covers(event, count):
-            self._refuse(event, count)
+        if self.budget is None:
+            self.ledger.add(event, count)
+            return
+        left = self._room(self.budget, event, count)
         self.ledger.add(event, count)
+        self._allowance = (event, self.budget, len(self.ledger)), left - count
 
-    def _covers(self, event: Event, count: int) -> bool:
-        # Runs of equal events are decided once: then authorizing is one integer comparison.
+    def _room(self, budget: Budget, event: Event, count: int) -> int:
+        # Runs of equal events are decided once: then authorizing is one comparison.
         known, left = self._allowance or (None, 0)
-        if known != event or left < count:
-            if not self.admits(event, count):
-                return False
-            left = self.max_steps(event) if known == event else count
-        self._allowance = (event, left - count)
-        return True
+        if known == (event, budget, len(self.ledger)) and count <= left:
+            return left
+        if not self.admits(event, count):
+            self._refuse(event, count)
+        return self.max_steps(event) if known is not None and known[0] == event else count
 
     def admits(self, event: Event, count: int = 1) -> bool:
         """Returns whether the budget (always, without one) would admit the event; charges nothing."""
@@ -107,9 +109,10 @@ class Accountant:
         spent = self.ledger.epsilon(budget.delta, budget.adjacency)
         asked = self.ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count).epsilon
         raise BudgetExceeded(
-            f"{count} x {event} would bring epsilon to {asked:.6g}, past the budget of {budget.epsilon:.6g} at "
-            f"delta={budget.delta:g} ({budget.adjacency}); spent {spent:.6g} in {len(self)} events, room for "
-            f"{self.max_steps(event)} more of this event. Smallest epsilon that would admit it: {asked:.6g}"
+            f"{count} x {event} would bring epsilon to {rounded_up(asked, 6)}, past the budget of {budget.epsilon:.6g} "
+            f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(self)} events, room "
+            f"for {self.max_steps(event)} more of this event. Smallest epsilon that would admit it: "
+            f"{rounded_up(asked, 6)}"
         )
 
     def max_steps(self, event: Event) -> int:
@@ -135,14 +138,18 @@ class Accountant:
         return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
 
     def get_mu(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns the exact mu of Gaussian differential privacy; raises ValueError if some event was sampled."""
-        mu_squared = self.ledger.cost(check_adjacency(adjacency or self.adjacency)).mu_squared
-        if mu_squared is None:
-            raise ValueError("mu must be exact: the ledger holds sampled events, ask get_epsilon instead")
-        return math.sqrt(mu_squared)
+        """Returns the exact mu of Gaussian differential privacy.
+
+        Raises:
+            ValueError: some event was sampled or has a failure probability, so that no mu holds.
+        """
+        cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
+        if cost.mu_squared is None or cost.failure:
+            raise ValueError("mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
+        return math.sqrt(cost.mu_squared)
 
     def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns rho of zero-concentrated differential privacy; raises ValueError if some event was sampled."""
+        """Returns rho of zero-concentrated differential privacy; raises ValueError where `get_mu` does."""
         return self.get_mu(adjacency=adjacency) ** 2 / 2.0
 
     def report(self, delta: float | None = None) -> PrivacyReport:
@@ -177,8 +184,8 @@ class Accountant:
                 raise ValueError(
                     f"{field} must be {getattr(self, field)!r}, this accountant's (got {state.get(field)!r})"
                 )
-        loaded = Ledger.from_json(state["ledger"])
-        if loaded.digest() != state["digest"]:
+        loaded = Ledger.from_json(state.get("ledger", ()))
+        if loaded.digest() != state.get("digest"):
             raise ValueError("digest must match the ledger: the state was altered or is damaged")
         known = {(partition, part, event): n for partition, part, event, n in loaded.entries()}
         for partition, part, event, times in self.ledger.entries():

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.designs import Design, Disjoint
 from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import InfeasibleError
 
 __all__ = ["design_epsilon", "max_steps", "noise_multiplier"]
@@ -71,7 +72,7 @@ def noise_multiplier(
         steps: number of releases, >= 1.
         adjacency: neighboring relation of the target.
         method: see `curves.epsilon_of`.
-        rtol: relative accuracy of the result.
+        rtol: relative accuracy of the result, in [1e-12, 1].
 
     Raises:
         InfeasibleError: no noise up to 1e8 meets the target; names the smallest epsilon that can be met.
@@ -80,19 +81,20 @@ def noise_multiplier(
     check.positive(epsilon=epsilon)
     check.open_interval(0.0, 1.0, delta=delta)
     check.positive_count(steps=steps)
+    check.between(1e-12, 1.0, rtol=rtol)
 
     def epsilon_at(noise: float) -> float:
         return design_epsilon(noise, delta, design=design, steps=steps, adjacency=adjacency, method=method)
 
     high = 1.0
     while epsilon_at(high) > epsilon:
-        high *= 2.0
-        if high > _HIGHEST:
-            floor = epsilon_at(_HIGHEST)
+        if high == _HIGHEST:
+            floor = rounded_up(epsilon_at(_HIGHEST))
             raise InfeasibleError(
-                f"epsilon must be >= {floor:.4g}, the smallest that {steps} steps reach at delta={delta:g} with any "
+                f"epsilon must be >= {floor}, the smallest that {steps} steps reach at delta={delta:g} with any "
                 f"noise up to {_HIGHEST:g} (got {epsilon:g}); take fewer steps or a larger delta"
             )
+        high = min(2.0 * high, _HIGHEST)
     low = high / 2.0
     while epsilon_at(low) <= epsilon:
         high, low = low, low / 2.0
@@ -110,18 +112,24 @@ def max_steps(
     adjacency: Adjacency,
     limit: int = 2**40,
 ) -> int:
-    """Returns the largest number of draws that stays within (epsilon, delta), 0 if not even one does."""
+    """Returns the largest number of draws that stays within (epsilon, delta), 0 if not even one does.
+
+    At most `limit`, and at most one pass for a one-pass design. Counts as `design_epsilon` does: for designs that cut
+    the data into parts, a started pass costs as much as a whole one.
+    """
     check.positive(epsilon=epsilon)
-    step = design.event(clipped_gaussian(noise_multiplier), 1)
+    most = check.positive_count(limit=limit)
+    if isinstance(design, Disjoint):
+        most = min(most, design.steps_per_epoch)
 
     def fits(steps: int) -> bool:
-        return Ledger().evaluate(delta, check_adjacency(adjacency), extra=step, count=steps).epsilon <= epsilon
+        spent = design_epsilon(noise_multiplier, delta, design=design, steps=steps, adjacency=adjacency)
+        return spent <= epsilon
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high < limit and fits(high):
+    low, high = 0, 1  # `low` fits, and `high` does not, once the doubling has ended below `most`
+    while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

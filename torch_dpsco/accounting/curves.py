@@ -23,7 +23,6 @@ from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
-    rdp_gaussian,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
@@ -50,10 +49,16 @@ _MAX_LEVEL = 6  # orders up to 2^20
 
 @lru_cache(maxsize=_MAX_LEVEL + 1)
 def orders_at(level: int) -> FloatArray:
-    """Returns the order grid: the default one to 2^14, with one more doubling per level."""
+    """Returns the order grid: the default one to 2^14, made denser, with one more doubling per level.
+
+    The default grid alone costs up to 1 % of epsilon: 0.1 steps below 11 hold the orders that Opacus uses, and ratios
+    of 1.02 above 64 leave 5e-5.
+    """
     base = default_orders()
-    doublings = [base[-1] * 2.0 ** (k + 1) for k in range(level)]
-    grid = np.concatenate([base, doublings])
+    tenths = np.arange(11, 110) / 10.0
+    large = np.round(np.geomspace(64.0, base[-1], 281))
+    beyond = np.round(base[-1] * 2.0 ** (np.arange(1, 8 * level + 1) / 8.0))
+    grid = np.unique(np.concatenate([base, tenths, large, beyond]))
     grid.setflags(write=False)
     return grid
 
@@ -87,6 +92,11 @@ class Cost:
         mu_squared = None if self.mu_squared is None else times * self.mu_squared
         return Cost(times * self.rdp, mu_squared, times * self.log_survival)
 
+    @property
+    def failure(self) -> float:
+        """Probability that some sensitivity was exceeded, rounded up."""
+        return min(1.0, -math.expm1(self.log_survival) * (1.0 + 1e-14))
+
     def maximum(self, other: Cost) -> Cost:
         """Returns the pointwise maximum: a bound whichever of the two parts holds the differing record."""
         mu_squared = None if None in (self.mu_squared, other.mu_squared) else max(self.mu_squared, other.mu_squared)  # type: ignore[type-var]
@@ -113,8 +123,7 @@ def cost_of(event: SimpleEvent, adjacency: Adjacency, level: int = 0) -> Cost:
     if isinstance(event, Gaussian):
         sensitivity = event.sensitivity(adjacency)
         mu = 0.0 if sensitivity == 0 else math.inf if event.sigma == 0 else sensitivity / event.sigma
-        rdp = np.zeros_like(orders) if mu == 0 else rdp_gaussian(orders, 1.0 / mu if math.isfinite(mu) else 0.0)
-        return Cost(rdp, mu * mu, math.log1p(-event.failure))
+        return Cost(mu * mu / 2.0 * orders, mu * mu, math.log1p(-event.failure))
     if isinstance(event, PoissonGaussian):
         if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
             scale = event.q * (2.0 if adjacency == REPLACE_ONE else 1.0)
@@ -160,7 +169,7 @@ def epsilon_of(cost_at: Callable[[int], Cost], delta: float, method: str = "best
     check.open_interval(0.0, 1.0, delta=delta)
     check.choice(METHODS, method=method)
     cost = cost_at(0)
-    delta0 = -math.expm1(cost.log_survival)
+    delta0 = cost.failure
     if delta <= delta0:
         return Evaluation(math.inf, "failure")
     delta = (delta - delta0) / (1.0 - delta0)
@@ -182,5 +191,5 @@ def delta_of(cost: Cost, epsilon: float) -> float:
         delta = rdp_delta(orders_at(0), cost.rdp, epsilon)
     else:
         delta = 1.0 if math.isinf(cost.mu_squared) else gaussian_delta(math.sqrt(cost.mu_squared), epsilon)
-    delta0 = -math.expm1(cost.log_survival)
+    delta0 = cost.failure
     return min(1.0, delta0 + (1.0 - delta0) * delta)

@@ -18,6 +18,7 @@ from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     REPLACE_ONE,
     ZERO_OUT,
+    Adjacency,
     Event,
     Gaussian,
     NonPrivate,
@@ -64,11 +65,19 @@ class Design(ABC):
         """Returns the event of one draw, for the ledger. Its sum over draws never costs more than `event`."""
 
 
-def _check_sizes(batch_size: int, n: int) -> None:
-    check.positive_count(n=n)
-    check.positive_count(batch_size=batch_size)
-    if batch_size > n:
-        raise ValueError(f"batch_size must be <= n={n} (got {batch_size})")
+def _set_sizes(design: Design) -> None:
+    # plain integers: the design's repr enters the digests of checkpoints
+    object.__setattr__(design, "n", check.positive_count(n=design.n))
+    object.__setattr__(design, "batch_size", check.positive_count(batch_size=design.batch_size))
+    if design.batch_size > design.n:
+        raise ValueError(f"batch_size must be <= n={design.n} (got {design.batch_size})")
+
+
+def _noise_ratio(base: Gaussian, adjacency: Adjacency) -> float:
+    if base.failure:
+        # PRIVACY: the events of sampled batches hold no failure (test_sampled_designs_refuse_a_failure)
+        raise ValueError(f"failure must be 0 for a query on sampled batches (got {base.failure})")
+    return base.sigma / base.sensitivity(adjacency)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class Poisson(Design):
     n: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self.batch_size, self.n)
+        _set_sizes(self)
 
     @property
     def sample_rate(self) -> float:
@@ -106,7 +115,7 @@ class Poisson(Design):
             return base
         # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
         # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
-        return PoissonGaussian(base.sigma / base.sensitivity(ADD_REMOVE), self.sample_rate)
+        return PoissonGaussian(_noise_ratio(base, ADD_REMOVE), self.sample_rate)
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ class Fixed(Design):
     n: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self.batch_size, self.n)
+        _set_sizes(self)
 
     def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
@@ -128,7 +137,7 @@ class Fixed(Design):
         if isinstance(base, NonPrivate):
             return base
         # WORGaussian takes the noise per clip norm; a replaced row moves the sum by twice that
-        return WORGaussian(2.0 * base.sigma / base.sensitivity(REPLACE_ONE), self.batch_size, self.n)
+        return WORGaussian(2.0 * _noise_ratio(base, REPLACE_ONE), self.batch_size, self.n)
 
 
 def _positional(base: Gaussian | NonPrivate) -> Gaussian | NonPrivate:
@@ -152,7 +161,7 @@ class Shuffled(Design):
     n: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self.batch_size, self.n)
+        _set_sizes(self)
 
     def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
@@ -171,7 +180,7 @@ class Disjoint(Design):
     n: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self.batch_size, self.n)
+        _set_sizes(self)
 
     def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
@@ -191,7 +200,7 @@ class Full(Design):
     n: int
 
     def __post_init__(self) -> None:
-        check.positive_count(n=self.n)
+        object.__setattr__(self, "n", check.positive_count(n=self.n))
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -217,7 +226,7 @@ class Undeclared(Design):
     batch_size: int
 
     def __post_init__(self) -> None:
-        check.positive_count(batch_size=self.batch_size)
+        object.__setattr__(self, "batch_size", check.positive_count(batch_size=self.batch_size))
 
     @property
     def n(self) -> int:  # type: ignore[override]

@@ -252,17 +252,25 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Event]] = {
 }
 
 
+_CLASSES = (Gaussian, PoissonGaussian, WORGaussian, NonPrivate, Repeat, Sequential, Parallel)
+_FIELDS = {cls.__name__: {field.name for field in dataclasses.fields(cls)} for cls in _CLASSES}
+
+
 def event_from_json(data: dict[str, Any]) -> Event:
     """Returns the event of a JSON object made by `event_to_json` (a "count" key becomes a `Repeat`).
 
     Raises:
-        ValueError: unknown type or a bad field.
+        ValueError: unknown type, or a bad, missing or unknown field.
     """
     if data.get("count", 1) != 1:
         return _counted(data)
     decoder = _DECODERS.get(data.get("type", ""))
     if decoder is None:
         raise ValueError(f"event type must be one of {', '.join(_DECODERS)} (got {data.get('type')!r})")
+    # PRIVACY: a field from elsewhere may raise the cost or restrict the event (test_an_unknown_field_is_refused)
+    unknown = data.keys() - _FIELDS[data["type"]] - {"type", "count"}
+    if unknown:
+        raise ValueError(f"event {data['type']} must have no field but its own (got {', '.join(sorted(unknown))})")
     try:
         return decoder(data)
     except KeyError as error:

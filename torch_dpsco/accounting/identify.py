@@ -19,15 +19,19 @@ __all__ = ["identify"]
 def identify(loader: Any) -> Design:
     """Returns the design of a loader, of its batch sampler, or of a sampler itself.
 
+    A sampler of torch_dpsco given as `sampler=` is not believed: the loader would join several draws into a batch.
+
     Raises:
         UnknownSamplerError: the sampler is not one of torch_dpsco.
     """
-    for source in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+    # PRIVACY: (test_a_design_sampler_under_another_batch_sampler_is_refused)
+    for source in (loader, getattr(loader, "batch_sampler", None)):
         design = getattr(source, "design", None)
         if isinstance(design, Design):
             return design
     names = [type(loader).__name__]
-    names += [type(getattr(loader, a)).__name__ for a in ("batch_sampler", "sampler") if getattr(loader, a, None)]
+    parts = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    names += [type(part).__name__ for part in parts if part is not None]
     raise UnknownSamplerError(
         f"loader must draw by a sampler of torch_dpsco (got {' > '.join(names)}). Ways out: optimizer.loader(dataset) "
         f"draws Poisson batches; DataLoader(dataset, batch_sampler=PoissonSampler(...)) keeps your own loader; or "

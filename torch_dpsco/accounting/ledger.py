@@ -45,6 +45,8 @@ def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, in
                     if place != _BASE:
                         raise ValueError(f"partition {event.partition!r} must not contain another (got {place[0]!r})")
                     yield (event.partition, part), simple, times
+    elif not isinstance(event, SimpleEvent):
+        raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
     elif count:
         yield _BASE, event, count
 
@@ -68,6 +70,7 @@ class Ledger:
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
+        self._length = 0
         self._counts: dict[_Place, _Counts] = {}
         self._parts: dict[str, list[_Place]] = {}
         self._costs: dict[tuple[Adjacency, int], dict[str, Cost]] = {}  # per partition: the largest part
@@ -76,7 +79,7 @@ class Ledger:
 
     def __len__(self) -> int:
         """Number of events, counting repetitions."""
-        return sum(times for counts in self._counts.values() for times in counts.values())
+        return self._length
 
     def entries(self) -> Iterator[tuple[str, str, SimpleEvent, int]]:
         """Yields (partition, part, event, count); both names are empty for events that touch all records."""
@@ -92,6 +95,7 @@ class Ledger:
                 self._parts.setdefault(place[0], []).append(place)
             counts = self._counts[place]
             counts[simple] = counts.get(simple, 0) + times
+            self._length += times
             self._invalidate(place)
 
     def _invalidate(self, place: _Place) -> None:
@@ -143,8 +147,8 @@ class Ledger:
             known = costs.get(place[0])
             costs[place[0]] = cost if known is None or place == _BASE else known.maximum(cost)
         total = Cost.zero(level)
-        for cost in costs.values():
-            total = total + cost
+        for partition in sorted(costs):  # in one order, so that the same events always give the same bits
+            total = total + costs[partition]
         return total
 
     def evaluate(

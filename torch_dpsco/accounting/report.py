@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -17,13 +18,25 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["PrivacyReport", "make_report"]
+__all__ = ["PrivacyReport", "make_report", "rounded_up"]
 
 _MEANING = {
     ADD_REMOVE: "the data set has one {unit} more or less",
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
+
+
+def rounded_up(value: float, digits: int = 4) -> str:
+    """Returns the value >= 0 with that many significant digits, never less than it is.
+
+    Example:
+        >>> rounded_up(0.99991), rounded_up(1e-5), rounded_up(float("inf"))
+        ('1', '1e-05', 'inf')
+    """
+    # PRIVACY: printed figures are quoted, and typed in again as a budget (test_no_printed_epsilon_is_rounded_down)
+    exact = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(exact):.{digits}g}"
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,12 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         lines = [
-            f"({self.epsilon:.4g}, {self.delta:g})-differential privacy, {self.adjacency}: "
+            f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy, {self.adjacency}: "
             f"{_MEANING[self.adjacency].format(unit=self.unit)} ({self.method})"
         ]
         if self.budget is not None:
             lines.append(f"  budget: epsilon {self.budget.epsilon:g} at delta {self.budget.delta:g}")
-        lines += [f"  {name}: epsilon {eps:.4g}" for name, eps in self.epsilons.items() if name != self.adjacency]
+        lines += [f"  {name}: epsilon {rounded_up(e)}" for name, e in self.epsilons.items() if name != self.adjacency]
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
         return "\n".join(lines)

@@ -106,8 +106,8 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
     two neighboring sums differ by twice that from their exact difference. In tiles of t rows k = t + 3 (weight,
     product, t - 1 additions, rounding of the tile), plus m/t + 9 where tiles are added in float32 too. The bound holds
-    whatever size a batch turns out to have: past `rows` everything is summed in float64. The cap max_rows = 2 batch_size + 65536
-    is passed by a Poisson batch with probability below exp(-20000).
+    whatever size a batch turns out to have: past `rows` everything is summed in float64. The cap max_rows =
+    2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
 
     Args:
         batch_size: expected rows of a logical batch (public).

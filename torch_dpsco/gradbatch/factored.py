@@ -45,7 +45,7 @@ class FactoredBlock(Block):
             return backprops
         acts = row_norms(self.acts)
         if self.bias:
-            acts = torch.hypot(acts, acts.new_ones(()))
+            acts = acts.square_().add_(1.0).sqrt_()
         # the roundings in float64 are far inside the slack that row_norms adds
         return backprops.mul_(acts)
 

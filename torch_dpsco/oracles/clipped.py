@@ -56,7 +56,8 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
 
 def joint_norm(tensors: Sequence[Tensor]) -> float:
     """Returns an upper bound of the L2 norm of the concatenated tensors; inf if it is not finite."""
-    norm = float(row_norms(torch.cat([t.detach().reshape(-1) for t in tensors])[None]))
+    with torch.no_grad():
+        norm = float(row_norms(torch.cat([t.reshape(-1) for t in tensors])[None]))
     return norm if math.isfinite(norm) else math.inf
 
 

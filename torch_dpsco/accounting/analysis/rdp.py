@@ -57,17 +57,17 @@ Direction = Literal["remove", "add"]
 
 
 def default_orders() -> FloatArray:
-    """Returns the default grid: 173 ascending orders from 1.001 to 2^14, integers from 11 on.
+    """Returns the default grid: 174 ascending orders from 1.001 to 2^14, integers from 11 on.
 
     Source: accounting spec, section 4.8.
 
     Example:
         >>> orders = default_orders()
         >>> len(orders), float(orders[0]), float(orders[-1])
-        (173, 1.001, 16384.0)
+        (174, 1.001, 16384.0)
     """
     near_one = 1 + np.logspace(-3, 0, 25)
-    large = np.round(np.geomspace(64, 2**14, 60))
+    large = np.round(np.geomspace(66, 2**14, 60))
     return np.unique(np.concatenate([near_one, np.arange(2, 11, 0.25), np.arange(11, 65), large]))
 
 

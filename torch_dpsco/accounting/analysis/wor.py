@@ -141,8 +141,8 @@ def rdp_wor_gaussian_closed_form(sample_rate: float, noise_ratio: float, order: 
     Source: accounting spec, section 4.4; holder spec, section 3.3 (Lemma 3 of the paper).
 
     Example:
-        >>> round(rdp_wor_gaussian_closed_form(sample_rate=0.001, noise_ratio=2.0, order=1.5), 9)
-        1.312e-06
+        >>> round(rdp_wor_gaussian_closed_form(sample_rate=0.001, noise_ratio=2.0, order=1.5), 12)
+        1.3125e-06
     """
     rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
     noise = _validate.nonnegative(noise_ratio=noise_ratio)

@@ -87,7 +87,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
 
     Example:
         >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
-        0.03055
+        0.03056
     """
     epsilon = _validate.nonnegative(epsilon=epsilon)
     log_inverse = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
