@@ -87,6 +87,11 @@ class Ledger:
             for event, times in counts.items():
                 yield partition, part, event, times
 
+    def includes(self, other: Ledger) -> bool:
+        """Returns whether every event of another ledger is here, at least as often."""
+        mine = {(partition, part, event): times for partition, part, event, times in self.entries()}
+        return all(mine.get((place, part, event), 0) >= times for place, part, event, times in other.entries())
+
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
         for place, simple, times in list(_flatten(event, check.count(count=count))):

@@ -29,11 +29,11 @@ from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.report import PrivacyReport
-from torch_dpsco.errors import AdjacencyError, SequenceError, UnitError
+from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, clear_rows, has_rows
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.checks import agreed_adjacency, one_device, require_one_step
-from torch_dpsco.optim.state import add_private_state, split_private_state
+from torch_dpsco.optim.checks import agreed_adjacency, one_device, require_one_step, require_universe, warn_of_other_lrs
+from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
@@ -100,13 +100,16 @@ class PrivateOptimizer(Optimizer):
             raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
         self._noise = noise_generator(device, generator)
         self._steps = 0
-        self._finalized = False
-        self._batch = LogicalBatch(declared=not isinstance(design, Undeclared))
+        self._finalized = self._shown = False
+        self._batch = self._new_batch()
+        self._lrs = [float(group["lr"]) for group in self.param_groups]
         require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
-        with torch.no_grad():
-            self._apply_prox()
+        self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
 
     # -- construction -------------------------------------------------------------------------------------------------
+
+    def _new_batch(self) -> LogicalBatch:
+        return LogicalBatch(declared=not isinstance(self.design, Undeclared), batch_size=self.design.batch_size)
 
     def _all_params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -141,11 +144,7 @@ class PrivateOptimizer(Optimizer):
             UnknownSamplerError: no sampling was declared.
         """
         size = len(dataset)  # type: ignore[arg-type]
-        if not isinstance(self.design, Undeclared) and self.adjacency != "add_remove" and size != self.design.n:
-            raise UnitError(
-                f"n must be the number of records under {self.adjacency} (declared {self.design.n}, the data set has "
-                f"{size}); declare the right one, or use adjacency='add_remove', where n is a public reference"
-            )
+        require_universe(self.design, self.adjacency, size)
         sampler = make_sampler(self.design, size=size, steps=steps)
         loader = PrivateLoader(
             dataset,
@@ -188,18 +187,21 @@ class PrivateOptimizer(Optimizer):
             with torch.no_grad():
                 self._observe(users, partial=True)
         except BaseException:
-            self.discard()
+            self._abort()
             raise
 
     def discard(self) -> None:
         """Drops the current logical batch: rows, oracle sum and draw. Nothing is charged."""
+        self._abort(outstanding=True)
+
+    def _abort(self, *, outstanding: bool = False) -> None:
         clear_rows(self._all_params())
         for p in self._all_params():
             reset = getattr(p, "dpsco_reset", None)
             if reset is not None:
                 reset()
         self.oracle.discard()
-        self._batch.drop()
+        self._batch.drop(outstanding=outstanding)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients and per-sample gradients that no step has taken yet."""
@@ -242,14 +244,17 @@ class PrivateOptimizer(Optimizer):
                 release = self.oracle.release(self._noise)
             except BaseException:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
-                self.discard()
+                self._abort()
                 raise
+            self._batch.finish()
             self._apply(release)
         return loss
 
     def _require_open(self) -> None:
         if self._finalized:
             raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
+        if self._shown:
+            raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
         planned = self.schedule.steps
         if planned is not None and self._steps >= planned:
             self.discard()
@@ -276,6 +281,7 @@ class PrivateOptimizer(Optimizer):
             for p in params:
                 assert p.grad is not None
                 p.grad.add_(p, alpha=self.reg)
+        self._lrs = warn_of_other_lrs(self.param_groups, self._lrs)
         index, k = self.schedule.locate(self._steps)
         phase = self.schedule.phases[index]
         self.rule.update(self.param_groups, self.state, k, phase.lr)
@@ -284,7 +290,7 @@ class PrivateOptimizer(Optimizer):
         if phase.steps is not None and k + 1 == phase.steps and index + 1 < len(self.schedule.phases):
             self._install_answer()
 
-    def _apply_prox(self, lr: float | None = None) -> None:
+    def _apply_prox(self, lr: float | None) -> None:
         if isinstance(self.prox, Identity):
             return
         steps = [lr or group["lr"] for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -304,17 +310,19 @@ class PrivateOptimizer(Optimizer):
             queries = [p.detach().clone() for p in params]
             if not self._finalized:
                 self._install_answer()
+        self._shown = True
         try:
             yield
         finally:
+            self._shown = False
             with torch.no_grad():
                 for p, query in zip(params, queries, strict=True):
                     p.copy_(query)
 
     def finalize(self) -> None:
         """Installs the private answer into the parameters; later steps raise."""
-        if self._finalized:
-            raise SequenceError("the optimizer is finalized already")
+        if self._finalized or self._shown:
+            raise SequenceError("finalize() must be called once, and not inside of released()")
         self.discard()
         with torch.no_grad():
             self._install_answer()
@@ -343,12 +351,8 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Public numbers about the last step: step, clip, noise_std, norm of the private mean."""
-        grads = [p.grad for p in self._trained() if p.grad is not None]
-        public = {"step": self._steps, **self.oracle.metrics()}
-        if grads:
-            public["private_mean_norm"] = float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt())
-        return public
+        """Public numbers: steps made, and clip and noise_std of the last one."""
+        return {"step": self._steps, **self.oracle.metrics()}
 
     def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
         """Returns what the accountant's ledger holds; delta defaults to the budget's."""
@@ -378,15 +382,19 @@ class PrivateOptimizer(Optimizer):
         self.discard()
         self.accountant.load_state_dict(private["ledger"])
         super().load_state_dict(public)
+        restore_averages(self.state, public, self._all_params())
         self.rule.load_state_dict(private["rule"])
         self._steps, self._finalized = private["t"], private["finalized"]
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
-        return {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch")}
+        # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
+        return {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
+            return
         self._noise = noise_generator(one_device(self._all_params()))
-        self._batch = LogicalBatch(declared=not isinstance(self.design, Undeclared))
+        self._batch = self._new_batch()
         self.oracle.discard()

@@ -20,10 +20,11 @@ class LogicalBatch:
 
     Args:
         declared: whether batches come from a loader of a declared design.
+        batch_size: expected rows; without a declared design the most that a step may use.
     """
 
-    def __init__(self, *, declared: bool) -> None:
-        self.declared = declared
+    def __init__(self, *, declared: bool, batch_size: int) -> None:
+        self.declared, self.batch_size = declared, batch_size
         self.opened = False
         self._log = DrawLog()
         self._chunk: Chunk | None = None  # taken from the log, not finished
@@ -67,6 +68,9 @@ class LogicalBatch:
                     "several backward passes per step need a declared sampling, since a record could be in two of "
                     "them: give n= or design= to the optimizer and use optimizer.loader(dataset)"
                 )
+            if rows > self.batch_size:
+                # PRIVACY: e.g. a model that folds time into the batch has several rows per record
+                raise SequenceError(f"a step must use at most batch_size={self.batch_size} rows, and got more")
             return True
         assert self._chunk is not None
         self._rows += rows
@@ -82,16 +86,25 @@ class LogicalBatch:
         return True
 
     def close(self, chunk: Chunk) -> Draw | None:
-        """Ends the chunk; returns its draw if that is complete, else None."""
+        """Ends a chunk; returns its draw if that is complete (until `finish` it is still in progress), else None."""
+        if chunk.last:
+            return chunk.draw
         self._chunk, self._rows = None, 0
-        if not chunk.last:
-            return None
-        self.opened = False
-        return chunk.draw
+        return None
 
-    def drop(self) -> None:
-        """Gives the draw in progress up, with the chunks of it that are still to come."""
-        chunk = self._chunk or (self._log.waiting.popleft() if self._log.waiting else None)
+    def finish(self) -> None:
+        """Ends the logical batch: its release is made."""
+        self._chunk, self._rows, self.opened = None, 0, False
+
+    def drop(self, *, outstanding: bool = True) -> None:
+        """Gives the draw in progress up, with the chunks of it that are still to come.
+
+        Args:
+            outstanding: without a draw in progress, give up the one that the next step would use.
+        """
+        chunk = self._chunk
+        if chunk is None and outstanding and self._log.waiting:
+            chunk = self._log.waiting.popleft()
         if chunk is not None:
             self._log.abandon(chunk.draw)
-        self._chunk, self._rows, self.opened = None, 0, False
+        self.finish()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
-from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
 
-__all__ = ["agreed_adjacency", "one_device", "require_one_step"]
+__all__ = ["agreed_adjacency", "one_device", "require_one_step", "require_universe", "warn_of_other_lrs"]
 
 
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:
@@ -50,3 +53,24 @@ def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) 
         f"epsilon must be >= {needed:.6g} for one step with this noise at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
     )
+
+
+def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
+    """Raises UnitError if a data set does not have the declared number of records although that number is public."""
+    if not isinstance(design, Undeclared) and adjacency != ADD_REMOVE and size != design.n:
+        raise UnitError(
+            f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); declare "
+            f"the right one, or use adjacency='add_remove', where n is a public reference"
+        )
+
+
+def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: Sequence[float]) -> list[float]:
+    """Returns the step sizes of the groups, and warns if they are not the known ones."""
+    lrs = [float(group["lr"]) for group in groups]
+    if lrs != known:
+        warnings.warn(
+            "lr was changed after construction: privacy is unchanged, but the plan's utility theorem does not apply",
+            UtilityWarning,
+            stacklevel=5,
+        )
+    return lrs

@@ -34,7 +34,7 @@ from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.holder import HolderPlan, average_risk_bound, balanced_lr
-from torch_dpsco.theory.holder_paper import search_gradient_noise_paper
+from torch_dpsco.theory.holder_paper import search_split_paper
 
 __all__ = ["HolderSGD"]
 
@@ -312,8 +312,8 @@ def _noise(design: Poisson | Fixed, steps: int, budget: Budget, paper: bool) -> 
     epsilon, delta = budget.epsilon, budget.delta
     if not paper:
         return calibrate_noise(epsilon, delta, design=design, steps=steps, adjacency=budget.adjacency), None
-    ratio_squared = search_gradient_noise_paper(design.n, design.batch_size, steps, epsilon, delta)
-    return 2.0 * math.sqrt(ratio_squared), None  # s is relative to the sensitivity 2 G
+    found = search_split_paper(design.n, design.batch_size, steps, epsilon, delta)
+    return 2.0 * math.sqrt(found.ratio_squared), found.split  # s is relative to the sensitivity 2 G
 
 
 def _balanced_batch(n: int, budget: Budget, sampling: str, epochs: float) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-__all__ = ["add_private_state", "split_private_state"]
+from torch import Tensor
+
+__all__ = ["add_private_state", "restore_averages", "split_private_state"]
 
 _KEY = "dpsco"
 _VERSION = 1
@@ -39,3 +42,11 @@ def split_private_state(state: dict[str, Any], settings: list[Any]) -> tuple[dic
     if private["digest"] != _digest(settings):
         raise ValueError("state_dict must be of the same plan: noise, clip, sampling, rule or schedule differ")
     return {key: value for key, value in state.items() if key != _KEY}, private
+
+
+def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], params: Sequence[Tensor]) -> None:
+    """Puts the averages back in float64: torch casts what it loads to the dtype of the parameters."""
+    for p, index in zip(params, (i for group in saved["param_groups"] for i in group["params"]), strict=True):
+        average = saved["state"].get(index, {}).get("average")
+        if average is not None:
+            state[p]["average"] = average.to(p.device, copy=True)

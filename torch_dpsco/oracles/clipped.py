@@ -259,4 +259,5 @@ class HolderClipped(ClippedMean):
             "noise_multiplier": self.noise_multiplier,
             "radius": self.radius,
             "problem": repr(self.problem),
+            "grad_bound": self.problem.grad_bound(min(1.0, self._reach)),  # repr leaves exact_grad_bound out
         }

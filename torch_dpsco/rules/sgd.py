@@ -25,7 +25,9 @@ class SGD(UpdateRule):
         for group in groups:
             params = [p for p in group["params"] if p.requires_grad]
             absorb(params, state, k, self.average)
-            torch._foreach_add_(params, [p.grad for p in params], alpha=-float(lr if lr is not None else group["lr"]))
+            if params:
+                step = float(group["lr"] if lr is None else lr)
+                torch._foreach_add_(params, [p.grad for p in params], alpha=-step)
 
     def settings(self) -> dict[str, Any]:
         """Returns name and average."""
