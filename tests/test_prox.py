@@ -107,6 +107,12 @@ def test_points_of_the_ball_come_back_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(image(Ball(5.0), values, dtype=dtype), torch.tensor(values, dtype=dtype))
 
 
+def test_points_hardly_outside_of_the_ball_are_projected_too() -> None:
+    point = torch.tensor([3.0, 4.0], dtype=torch.float64) * (1 + 1e-12)
+    Ball(5.0).apply_([point], [1.0])
+    assert norm64([point]) <= 5.0
+
+
 def test_a_ball_too_small_for_the_dtype_holds_only_zero() -> None:
     point = torch.tensor([1.0, -1.0])
     Ball(1e-46).apply_([point], [1.0])

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
@@ -96,10 +96,10 @@ def make_private(
         reg=reg,
         accountant=accountant,
     )
-    custom_collate = data_loader.collate_fn is not DataLoader(data_loader.dataset).collate_fn
+    collate = data_loader.collate_fn
     loader = private.loader(
         data_loader.dataset,
-        collate_fn=data_loader.collate_fn if custom_collate else None,
+        collate_fn=None if collate is default_collate else collate,
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,
     )

@@ -50,17 +50,18 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class LogCosh(Loss):
-    """log cosh(s - y - offset): a user's own loss; L = B^2, Lipschitz constant B."""
+    """h log cosh((s - y - offset)/h): a user's own loss; L = B^2/h, Lipschitz constant B."""
 
     offset: float = 0.0
     sign: float = 1.0
+    width: float = 1.0
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
-        size = (score - target - self.offset).abs()
-        return size + torch.log1p(torch.exp(-2 * size)) - math.log(2)
+        size = (score - target - self.offset).abs() / self.width
+        return self.width * (size + torch.log1p(torch.exp(-2 * size)) - math.log(2))
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
-        return self.sign * torch.tanh(score - target - self.offset)
+        return self.sign * torch.tanh((score - target - self.offset) / self.width)
 
 
 @pytest.mark.parametrize(("loss", "exponent"), ROWS, ids=repr)
@@ -112,6 +113,13 @@ def test_a_loss_of_the_user_is_checked_wherever_its_kinks_are() -> None:
     for name in ("holder_constant", "smoothness", "lipschitz", "grad_at_zero"):
         with pytest.raises(NotCertifiedError, match=name):
             check_holder(loss, scaled(true, name, 0.98), **bounds)
+
+
+def test_a_steep_place_that_is_narrow_and_off_center_is_found_by_halving() -> None:
+    loss = LogCosh(offset=0.377, width=1e-4)
+    check_holder(loss, Problem(smoothness=1e4), bound_x=1.0)
+    with pytest.raises(NotCertifiedError, match="smoothness"):
+        check_holder(loss, Problem(smoothness=0.98e4), bound_x=1.0)
 
 
 def test_a_derivative_that_is_no_subgradient_is_refuted() -> None:

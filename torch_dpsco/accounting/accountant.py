@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
@@ -50,6 +51,9 @@ class Accountant:
         self.adjacency: Adjacency = budget.adjacency if budget else check_adjacency(adjacency)
         self.unit = budget.unit if budget else check.choice(("example", "user"), unit=unit)
         self.ledger = Ledger()
+        # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
+        self._history: list[tuple[str, int]] = []
+        self._charging = False
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
 
@@ -70,6 +74,12 @@ class Accountant:
 
     def record(self, event: Event, count: int = 1) -> None:
         """Charges an event that has happened already, even past the budget (truth wins over wishes)."""
+        self._charge(event, count)
+
+    def _charge(self, event: Event, count: int) -> None:
+        if not self._charging and count:
+            self._history.append((secrets.token_hex(16), len(self.ledger)))
+            self._charging = True
         self.ledger.add(event, count)
 
     def authorize(self, event: Event, count: int = 1) -> None:
@@ -81,10 +91,10 @@ class Accountant:
         """
         check.count(count=count)
         if self.budget is None:
-            self.ledger.add(event, count)
+            self._charge(event, count)
             return
         left = self._room(self.budget, event, count)
-        self.ledger.add(event, count)
+        self._charge(event, count)
         self._allowance = (event, self.budget, len(self.ledger)), left - count
 
     def _room(self, budget: Budget, event: Event, count: int) -> int:
@@ -167,15 +177,17 @@ class Accountant:
             "adjacency": self.adjacency,
             "unit": self.unit,
             "ledger": self.ledger.to_json(),
+            "history": [list(entry) for entry in self._history],
             "digest": self.ledger.digest(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a ledger. Of two ledgers the one that includes the other wins: nothing charged is ever forgotten.
+        """Restores a ledger; of two states of one history the later one wins, so that nothing charged is forgotten.
 
         Raises:
             ValueError: wrong version, adjacency, unit or digest.
-            PrivacyError: neither ledger includes the other.
+            PrivacyError: the two states are of different histories, so that neither knows all charges; equal counts are
+                no proof of a common history.
         """
         if state.get("version") != _VERSION:
             raise ValueError(f"version must be {_VERSION} (got {state.get('version')!r})")
@@ -187,9 +199,20 @@ class Accountant:
         loaded = Ledger.from_json(state.get("ledger", ()))
         if loaded.digest() != state.get("digest"):
             raise ValueError("digest must match the ledger: the state was altered or is damaged")
-        if self.ledger.includes(loaded):
+        history = [(str(token), check.count(start=start)) for token, start in state.get("history", ())]
+        # PRIVACY: two runs with equal counts are two runs (test_two_continuations_of_one_checkpoint_are_two_histories)
+        if _is_past(history, len(loaded), self._history, len(self.ledger)) and self.ledger.includes(loaded):
             return  # a rolled-back run: what was charged since stays charged
-        if not loaded.includes(self.ledger):
-            raise PrivacyError("loading would forget events charged here: the two ledgers have different histories")
-        self.ledger = loaded
+        if not (_is_past(self._history, len(self.ledger), history, len(loaded)) and loaded.includes(self.ledger)):
+            raise PrivacyError(
+                "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
+                "before the accountant is charged for anything else"
+            )
+        self.ledger, self._history, self._charging = loaded, history, False
         self._allowance = None
+
+
+def _is_past(first: list[tuple[str, int]], size: int, second: list[tuple[str, int]], total: int) -> bool:
+    """Returns whether a ledger of `size` events is an earlier state of one of `total`: it ends before they part."""
+    shared = len(first)
+    return second[:shared] == first and size <= (second[shared][1] if len(second) > shared else total)

@@ -88,6 +88,8 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
         lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
     if WORGaussian in events:
         lines.append("batches drawn by the optimizer's own fixed-size loader, kept secret; public data set size")
+    if any(partition for partition, _, _, _ in ledger.entries()):
+        lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
     lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
     return tuple(lines)
 

@@ -89,6 +89,7 @@ class PrivateOptimizer(Optimizer):
         if distributed and torch.distributed.get_world_size() > 1:
             raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
         device = one_device(self._all_params())
+        rule.check_groups(self.param_groups)
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
@@ -99,8 +100,7 @@ class PrivateOptimizer(Optimizer):
         if oracle.batch_size != design.batch_size:
             raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
         self._noise = noise_generator(device, generator)
-        self._steps = 0
-        self._finalized = self._shown = False
+        self._steps, self._finalized, self._shown = 0, False, False
         self._batch = self._new_batch()
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
@@ -383,7 +383,7 @@ class PrivateOptimizer(Optimizer):
         self.accountant.load_state_dict(private["ledger"])
         super().load_state_dict(public)
         restore_averages(self.state, public, self._all_params())
-        self.rule.load_state_dict(private["rule"])
+        self.rule.load_state_dict(private["rule"], self.param_groups)
         self._steps, self._finalized = private["t"], private["finalized"]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
 
 __all__ = ["agreed_adjacency", "one_device", "require_one_step", "require_universe", "warn_of_other_lrs"]
@@ -19,7 +20,11 @@ __all__ = ["agreed_adjacency", "one_device", "require_one_step", "require_univer
 
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:
     """Returns the device of the parameters; raises ValueError if they are on several, or not real floating tensors."""
+    if not any(p.requires_grad for p in params):
+        raise ValueError("params must hold a parameter that requires a gradient (got none)")
     for p in params:
+        if p.is_meta:
+            raise ValueError("params must hold values (got one on the meta device): give the model a device first")
         if not p.is_floating_point():
             raise ValueError(f"params must be real floating tensors (got {p.dtype})")
     devices = {p.device for p in params}
@@ -50,7 +55,7 @@ def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) 
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     raise InfeasibleError(
-        f"epsilon must be >= {needed:.6g} for one step with this noise at delta={budget.delta:g} "
+        f"epsilon must be >= {rounded_up(needed, 6)} for one step with this noise at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
     )
 
@@ -59,8 +64,8 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
     """Raises UnitError if a data set does not have the declared number of records although that number is public."""
     if not isinstance(design, Undeclared) and adjacency != ADD_REMOVE and size != design.n:
         raise UnitError(
-            f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); declare "
-            f"the right one, or use adjacency='add_remove', where n is a public reference"
+            f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); "
+            f"declare the right one, or use adjacency='add_remove', where n is a public reference"
         )
 
 

@@ -114,7 +114,7 @@ class HolderSGD(PrivateOptimizer):
             raise ValueError(f"prox must have a feasible set that contains 0 (got {prox})")
         if rule is not None and average != "last":
             raise ValueError(f"average must be given to the rule when there is one (got {average!r})")
-        if problem.smoothness is not None and lr > 2.0 / problem.smoothness:
+        if problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
             warnings.warn(
                 f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge",
                 UtilityWarning,
@@ -248,7 +248,8 @@ class HolderSGD(PrivateOptimizer):
         """Returns an optimizer that spends the budget in exactly the planned steps; arguments as in `plan`.
 
         Raises:
-            UnitError: the given accountant has another budget than `budget`.
+            AdjacencyError: the given accountant has another budget, or another adjacency, than `budget`.
+            ValueError: both `rule` and `average` are given.
         """
         params = list(params)
         dim = sum(p.numel() for g in params for p in (g["params"] if isinstance(g, dict) else [g]))
@@ -268,6 +269,10 @@ class HolderSGD(PrivateOptimizer):
         )
         if accountant is not None and accountant.budget not in (None, budget):
             raise AdjacencyError(f"accountant must have the budget {budget}, or none (got {accountant.budget})")
+        if accountant is not None and accountant.adjacency != budget.adjacency:
+            raise AdjacencyError(
+                f"accountant must have the budget's adjacency {budget.adjacency!r} (got {accountant.adjacency!r})"
+            )
         return cls(
             params,
             plan.lr,
@@ -277,7 +282,7 @@ class HolderSGD(PrivateOptimizer):
             noise=plan.noise,
             design=_DESIGNS[plan.sampling](plan.batch_size, n),
             steps=plan.steps,
-            average="last" if rule is not None else plan.average,
+            average=plan.average if rule is None else average or "last",
             rule=rule,
             prox=prox,
             reg=reg,

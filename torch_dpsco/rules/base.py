@@ -32,6 +32,10 @@ class UpdateRule(ABC):
         self.average = check.choice(AVERAGES, average=average)
 
     @abstractmethod
+    def check_groups(self, groups: Groups) -> None:
+        """Raises ValueError if the rule does not move exactly the parameters of these groups."""
+
+    @abstractmethod
     def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
         """Makes step k = 0, 1, ... of a phase; lr, if given, replaces that of the groups."""
 
@@ -44,8 +48,8 @@ class UpdateRule(ABC):
         """Returns what the rule keeps outside of the optimizer's state."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
+        """Restores what `state_dict` returned; `groups` are the loaded ones of the private optimizer."""
 
 
 def absorb(params: Sequence[nn.Parameter], state: State, k: int, average: str) -> None:

@@ -20,6 +20,9 @@ class SGD(UpdateRule):
         average: see `UpdateRule`.
     """
 
+    def check_groups(self, groups: Groups) -> None:
+        """Accepts all groups."""
+
     def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
         """Makes one step with the lr of each group, or with `lr`."""
         for group in groups:
@@ -37,7 +40,7 @@ class SGD(UpdateRule):
         """Returns nothing: averages live in the optimizer's state."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
         """Accepts the empty state."""
 
 
@@ -71,8 +74,19 @@ class TorchRule(UpdateRule):
             )
         self.optimizer = optimizer
 
+    def check_groups(self, groups: Groups) -> None:
+        """Raises ValueError unless the torch optimizer has these very groups."""
+        # PRIVACY: it would step on whatever p.grad holds for parameters that the private optimizer does not know
+        # (test_a_torch_rule_on_other_parameters_is_refused)
+        if [id(group) for group in groups] != [id(group) for group in self.optimizer.param_groups]:
+            raise ValueError(
+                "params must be the groups of the rule's optimizer: give `optimizer.param_groups` of the torch "
+                "optimizer as params (got other groups)"
+            )
+
     def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
-        """Lets the torch optimizer make one step."""
+        """Lets the torch optimizer make one step; raises ValueError if it was given other groups since."""
+        self.check_groups(groups)
         for group in groups:
             absorb([p for p in group["params"] if p.requires_grad], state, k, self.average)
             if lr is not None:
@@ -87,6 +101,7 @@ class TorchRule(UpdateRule):
         """Returns the torch optimizer's state."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the torch optimizer's state."""
+    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
+        """Restores the torch optimizer's state, and shares the groups again: loading makes copies of them."""
         self.optimizer.load_state_dict(state)
+        self.optimizer.param_groups = groups

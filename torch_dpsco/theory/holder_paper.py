@@ -19,6 +19,7 @@ Source: holder spec, section 3.3 and errata E8-E11; Wang, Lei, Ying and Zhang, A
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 _GRID = 20001  # points of x = log(beta / (1 - beta)) on [-40, 40]
 _MARGIN = 1e-12  # relative: a split that the search accepts still passes when its conditions are evaluated again
@@ -163,7 +165,7 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
     """
     rate, steps, epsilon, log_inverse = _checked(n, batch_size, steps, epsilon, delta)
 
-    def numbers(x: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def numbers(x: FloatArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """Returns the order, s, and whether both conditions hold (with a margin); 1 - beta is never a difference."""
         order = 1 + log_inverse / epsilon * (1 + np.exp(x))
         s = 3.5 * steps * rate**2 / epsilon * order * (1 + np.exp(-x))
@@ -179,13 +181,7 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
             f"no split satisfies the paper's conditions at n={n}, batch_size={batch_size}, steps={steps}, "
             f'epsilon={epsilon:g}, delta={delta:g}; mode="tight" has no such condition'
         )
-    edge = np.flatnonzero(satisfied[:-1] != satisfied[1:])
-    inner = np.where(satisfied[edge], grid[edge], grid[edge + 1])
-    outer = np.where(satisfied[edge], grid[edge + 1], grid[edge])
-    for _ in range(60):
-        middle = (inner + outer) / 2
-        good = numbers(middle)[2]
-        inner, outer = np.where(good, middle, inner), np.where(good, outer, middle)
+    inner = _boundaries(lambda x: numbers(x)[2], grid, satisfied)
     candidates = np.concatenate([grid[satisfied], inner])
     order, s, _ = numbers(candidates)
     best = int(np.argmin(s))
@@ -239,6 +235,18 @@ def feasibility_threshold_paper(n: int) -> float:
         raise ValueError(f"n must be an integer >= 2 (got {n})")
     root = math.pow(n, 1 / 3) - 1
     return (7 * root + 4 * n * math.log(n) + 7) / (2 * n * root)
+
+
+def _boundaries(good: Callable[[FloatArray], BoolArray], grid: FloatArray, satisfied: BoolArray) -> FloatArray:
+    """Returns, for neighboring grid points of which one is good, the boundary between them, on the good side."""
+    edge = np.flatnonzero(satisfied[:-1] != satisfied[1:])
+    inner = np.where(satisfied[edge], grid[edge], grid[edge + 1])
+    outer = np.where(satisfied[edge], grid[edge + 1], grid[edge])
+    for _ in range(60):
+        middle = (inner + outer) / 2
+        ok = good(middle)
+        inner, outer = np.where(ok, middle, inner), np.where(ok, outer, middle)
+    return inner
 
 
 def _checked(n: int, batch_size: int, steps: int, epsilon: float, delta: float) -> tuple[float, int, float, float]:

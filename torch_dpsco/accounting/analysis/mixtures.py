@@ -118,7 +118,7 @@ class PoissonMixture:
             gauss = (order - 1) * gaussian_divergence(order, self.noise, shift)
             exponent = np.zeros((self.size + 1, order.size))
             exponent[1:] = self._counts[1:] ** 2 * gauss
-            return _log_mean_exp(self._log_weights, exponent) / (order - 1)
+            return quad.rounded_up(_log_mean_exp(self._log_weights, exponent) / (order - 1))
 
     def _in_parts(self, curve: Callable[[FloatArray], FloatArray], x: FloatArray) -> FloatArray:
         """Applies a function that needs memory for every pair of a component and a node."""
@@ -175,6 +175,7 @@ def sampled_divergence(
         if rate == 1:
             return gaussian_divergence(block, noise, size * shift)
         proper = PoissonMixture(rate, min(noise, MAX_NOISE), size)
+        # PRIVACY: rounds up (test_the_bound_outside_the_numerical_range_exceeds_the_curve_inside)
         if noise < _MIN_NOISE * size**1.5 or block[-1] > quad.MAX_ORDER:
             return proper.convexity_bound(block, shift)
         return quad.divergence(block, log_excess(proper, block))

@@ -1,0 +1,152 @@
+"""The exact Gaussian curve: against 60-digit arithmetic, dp-accounting, and on the safe side of every inverse."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import mpmath as mp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_log_delta,
+    gaussian_mu,
+    gaussian_sigma,
+    log_delta_curve,
+)
+
+mus = st.floats(1e-8, 1e3)
+epsilons = st.one_of(st.just(0.0), st.floats(1e-8, 1e3))
+deltas = st.one_of(st.floats(1e-300, 1e-3), st.floats(1e-3, 1 - 1e-9))
+
+
+def exact_log_delta(epsilon: float, mu: float) -> mp.mpf:
+    """log(Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)) with digits to spare for the cancellation."""
+    lost = max(epsilon / mu, mu / 2) ** 2 / 4.6 - 2 * math.log10(min(mu, 1.0))
+    with mp.workdps(60 + int(lost)):
+        epsilon, mu = mp.mpf(epsilon), mp.mpf(mu)
+        upper = mp.erfc((epsilon / mu - mu / 2) / mp.sqrt(2)) / 2
+        lower = mp.exp(epsilon) * mp.erfc((epsilon / mu + mu / 2) / mp.sqrt(2)) / 2
+        return mp.log(upper - lower)
+
+
+@pytest.mark.parametrize("mu", [1e-9, 1e-6, 1e-3, 0.02, 0.3, 1.0, 3.0, 12.0, 80.0])
+@pytest.mark.parametrize("depth", [0.0, 1e-6, 0.1, 0.999, 1.0, 5.0, 11.9, 12.1, 30.0])
+def test_log_delta_agrees_with_exact_arithmetic(mu, depth):
+    epsilon = mu * depth
+    exact = exact_log_delta(epsilon, mu)
+    # relative to log(delta) where delta is near 1, absolute elsewhere
+    assert abs(gaussian_log_delta(epsilon, mu) - exact) <= 1e-12 * min(1, abs(exact)) + 1e-13 * abs(exact) + 1e-300
+
+
+@pytest.mark.parametrize(("epsilon", "mu"), [(0.5, 0.02), (8.0, 0.9), (400.0, 30.0), (5000.0, 100.0), (0.5, 1e-2)])
+def test_log_delta_survives_where_delta_underflows_or_is_one(epsilon, mu):
+    assert gaussian_log_delta(epsilon, mu) == pytest.approx(float(exact_log_delta(epsilon, mu)), rel=1e-12)
+
+
+def test_delta_at_the_ends_of_its_range():
+    assert gaussian_delta(mu=0.0, epsilon=0.0) == 0.0
+    assert gaussian_log_delta(epsilon=1.0, mu=0.0) == -math.inf
+    assert gaussian_delta(mu=math.inf, epsilon=3.0) == 1.0
+    assert gaussian_delta(mu=1e-300, epsilon=1e300) == 0.0
+    assert gaussian_delta(mu=1e200, epsilon=1.0) == 1.0
+    assert gaussian_epsilon(mu=0.0, delta=1e-9) == 0.0
+    assert gaussian_epsilon(mu=math.inf, delta=0.5) == math.inf
+
+
+def test_delta_at_epsilon_zero_is_the_total_variation_distance():
+    for mu in (1e-9, 1e-4, 0.1, 2.0, 20.0):
+        assert gaussian_delta(mu, 0.0) == pytest.approx(math.erf(mu / math.sqrt(8)), rel=1e-12)
+
+
+def test_the_array_kernel_agrees_with_the_scalar_one():
+    grid = np.geomspace(1e-6, 100, 50)
+    assert log_delta_curve(grid, 0.7).tolist() == [gaussian_log_delta(epsilon, 0.7) for epsilon in grid]
+
+
+@given(mus, mus, epsilons, epsilons)
+def test_delta_increases_with_mu_and_decreases_with_epsilon(mu, other_mu, epsilon, other_epsilon):
+    mu, other_mu = sorted((mu, other_mu))
+    epsilon, other_epsilon = sorted((epsilon, other_epsilon))
+    slack = 1e-11 + 1e-12 * abs(gaussian_log_delta(epsilon, mu))
+    assert gaussian_log_delta(epsilon, mu) <= gaussian_log_delta(epsilon, other_mu) + slack
+    assert gaussian_log_delta(other_epsilon, mu) <= gaussian_log_delta(epsilon, mu) + slack
+
+
+@given(epsilons, deltas)
+@example(0.0, 1e-300)
+@example(1000.0, 1 - 1e-9)
+def test_the_inverses_are_on_the_safe_side(epsilon, delta):
+    mu = gaussian_mu(epsilon, delta)
+    assert gaussian_delta(mu, epsilon) <= delta
+    assert gaussian_delta(mu * (1 + 1e-6), epsilon) > delta
+    again = gaussian_epsilon(mu, delta)
+    assert gaussian_delta(mu, again) <= delta
+    assert again <= epsilon * (1 + 1e-9) + 1e-9 * mu
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6, 0.1, 1.0, 8.0, 100.0])
+@pytest.mark.parametrize("delta", [1e-100, 1e-10, 1e-5, 0.1, 0.9])
+def test_the_exact_delta_at_the_inverse_is_at_most_delta(epsilon, delta):
+    mu = gaussian_mu(epsilon, delta)
+    exact = exact_log_delta(epsilon, mu)
+    assert mp.log(delta) * (1 + mp.mpf("1e-10")) <= exact <= mp.log(delta)
+    epsilon = gaussian_epsilon(2 * mu, delta)
+    assert exact_log_delta(epsilon, 2 * mu) <= mp.log(delta)
+
+
+@given(st.floats(0.0, 100.0), deltas, st.floats(1e-6, 1e6))
+def test_sigma_never_falls_short_of_the_exact_noise(epsilon, delta, sensitivity):
+    sigma = gaussian_sigma(epsilon, delta, sensitivity)
+    assert gaussian_delta(sensitivity / sigma, epsilon) <= delta
+    assert sensitivity / sigma <= gaussian_mu(epsilon, delta)
+
+
+@given(mus, deltas, deltas)
+def test_epsilon_is_monotone_in_delta(mu, delta, other):
+    delta, other = sorted((delta, other))
+    assert gaussian_epsilon(mu, delta) >= gaussian_epsilon(mu, other) * (1 - 1e-12)
+
+
+def test_agrees_with_dp_accounting():
+    for sigma in (0.3, 1.0, 5.0, 40.0):
+        for delta in (1e-3, 1e-5, 1e-9):
+            theirs = dp_accounting.get_epsilon_gaussian(sigma, delta)
+            assert gaussian_epsilon(1 / sigma, delta) == pytest.approx(theirs, rel=1e-6)
+    for epsilon in (0.1, 1.0, 8.0):
+        theirs = dp_accounting.get_sigma_gaussian(epsilon, 1e-6)
+        assert gaussian_sigma(epsilon, 1e-6, 1.0) == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("delta", "last"), [(1e-3, 7.463), (1e-5, 8.419), (1e-6, 8.782), (1e-8, 9.374), (1e-10, 9.849)]
+)
+def test_the_textbook_noise_fails_above_a_known_epsilon(delta, last):
+    def textbook(epsilon: float) -> float:
+        return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+
+    assert textbook(last - 0.002) > gaussian_sigma(last - 0.002, delta, 1.0)
+    assert textbook(last + 0.002) < gaussian_sigma(last + 0.002, delta, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gaussian_delta(-1.0, 1.0), "mu must be >= 0"),
+        (lambda: gaussian_delta(1.0, -1.0), "epsilon must be >= 0"),
+        (lambda: gaussian_log_delta(math.inf, 1.0), "epsilon must be finite"),
+        (lambda: gaussian_epsilon(1.0, 0.0), "delta must be in"),
+        (lambda: gaussian_mu(1.0, 1.0), "delta must be in"),
+        (lambda: gaussian_mu(-0.1, 1e-5), "epsilon must be >= 0"),
+        (lambda: gaussian_sigma(1.0, 1e-5, 0.0), "sensitivity must be > 0"),
+        (lambda: gaussian_sigma(math.nan, 1e-5, 1.0), "epsilon must be >= 0"),
+    ],
+)
+def test_arguments_out_of_range_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,112 @@
+"""Conversions of zCDP: against a brute-force minimum, and on the safe side."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath as mp
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
+from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
+from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon, zcdp_rho
+
+rhos = st.floats(1e-12, 1e6)
+epsilons = st.one_of(st.just(0.0), st.floats(1e-9, 1e4))
+deltas = st.one_of(st.floats(1e-300, 1e-3), st.floats(1e-3, 1 - 1e-9))
+
+
+def epsilon_at(b: mp.mpf, rho: float, delta: float) -> mp.mpf:
+    return (1 + b) * rho - mp.log1p(1 / b) - (mp.log(delta) + mp.log1p(b)) / b
+
+
+@pytest.mark.parametrize("rho", [1e-12, 1e-3, 1.0, 1e5])
+@pytest.mark.parametrize("delta", [1e-200, 1e-5, 0.9])
+def test_epsilon_is_the_brute_force_minimum(rho, delta):
+    grid = [mp.exp(mp.mpf(i) / 10) for i in range(-150, 450)]
+    near = min(grid, key=lambda b: epsilon_at(b, rho, delta))
+    brute = max(mp.mpf(0), epsilon_at(near, rho, delta))
+    fine = max(mp.mpf(0), min(epsilon_at(near * mp.exp(mp.mpf(i) / 1000), rho, delta) for i in range(-100, 101)))
+    found = zcdp_epsilon(rho, delta)
+    assert found <= brute
+    assert found == pytest.approx(float(fine), rel=1e-6, abs=1e-12)
+
+
+@given(rhos, deltas)
+@example(0.1, 1e-5)
+def test_no_order_of_the_exact_curve_beats_epsilon_by_rounding(rho, delta):
+    """The value returned is at least the exact minimum: the formula at its own optimal order, in 40 digits."""
+    with mp.workdps(40):
+        target = -mp.log(delta)
+        # rho b^2 + log(1 + b) is at most target on the left and at least target on the right
+        left, right = mp.mpf(0), min(mp.expm1(target), mp.sqrt(target / rho))
+        for _ in range(140):
+            middle = (left + right) / 2
+            left, right = (middle, right) if rho * middle**2 + mp.log1p(middle) < target else (left, middle)
+        assert zcdp_epsilon(rho, delta) >= epsilon_at(right, rho, delta) * (1 - mp.mpf("1e-30"))
+
+
+@given(epsilons, deltas)
+@example(0.0, 1e-300)
+@example(1e4, 1 - 1e-9)
+def test_zcdp_conversions_are_on_the_safe_side(epsilon, delta):
+    rho = zcdp_rho(epsilon, delta)
+    assert rho >= 0
+    assert zcdp_epsilon(rho, delta) <= epsilon
+    assert zcdp_epsilon(rho * (1 + 1e-6) + 1e-290, delta) >= epsilon * (1 - 1e-9)
+
+
+@given(rhos, rhos, deltas, deltas)
+def test_epsilon_is_monotone_in_rho_and_delta(rho, other_rho, delta, other_delta):
+    rho, other_rho = sorted((rho, other_rho))
+    delta, other_delta = sorted((delta, other_delta))
+    epsilon = zcdp_epsilon(rho, delta)
+    assert epsilon <= zcdp_epsilon(other_rho, delta) * (1 + 1e-13)
+    assert epsilon >= zcdp_epsilon(rho, other_delta) * (1 - 1e-13)
+
+
+@given(st.floats(1e-6, 100.0), st.floats(1e-12, 0.1))
+def test_the_exact_gaussian_is_below_zcdp_and_zcdp_below_the_textbook_bound(rho, delta):
+    epsilon = zcdp_epsilon(rho, delta)
+    assert gaussian_epsilon(math.sqrt(2 * rho), delta) <= epsilon * (1 + 1e-9)
+    assert epsilon <= rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+@given(st.floats(1e-4, 10.0), st.floats(1e-12, 0.01))
+def test_the_optimal_order_beats_a_grid_of_orders(rho, delta):
+    orders = [1.05, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0, 1000.0]
+    assert zcdp_epsilon(rho, delta) <= rdp_epsilon(orders, [rho * a for a in orders], delta).epsilon * (1 + 1e-12)
+
+
+def test_measured_values_of_one_release():
+    assert zcdp_epsilon(0.1, 1e-5) == pytest.approx(1.914, abs=5e-4)
+    assert gaussian_epsilon(math.sqrt(0.2), 1e-5) == pytest.approx(1.760, abs=5e-4)
+    assert 0.1 + 2 * math.sqrt(0.1 * math.log(1e5)) == pytest.approx(2.246, abs=5e-4)
+
+
+def test_nothing_released_costs_nothing():
+    assert zcdp_epsilon(0.0, 1e-9) == 0.0
+
+
+def test_tiny_deltas_do_not_overflow():
+    for delta in (5e-324, 1e-310):
+        assert 0 < zcdp_epsilon(1.0, delta) < 60
+        assert 0 < zcdp_rho(1.0, delta) < 1e-3
+        assert zcdp_rho(0.0, delta) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: zcdp_epsilon(-1.0, 1e-5), "rho must be >= 0"),
+        (lambda: zcdp_epsilon(math.inf, 1e-5), "rho must be finite"),
+        (lambda: zcdp_epsilon(1.0, 0.0), "delta must be in"),
+        (lambda: zcdp_rho(-1.0, 1e-5), "epsilon must be >= 0"),
+        (lambda: zcdp_rho(1.0, 1.0), "delta must be in"),
+    ],
+)
+def test_arguments_out_of_range_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,306 @@
+"""The contract of every private optimizer: rows are the optimizers of `registry.ROWS`, columns the tests below."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torch_dpsco as dp
+from tests.contract.registry import ROWS, STEPS, N, Row, Run, records, same, zeros
+from torch_dpsco.accounting.events import ADJACENCIES
+from torch_dpsco.accounting.ledger import Ledger
+
+# Seeds, momentum and Adam warn about utility in every test here.
+pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+DELTA = 1e-3
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: row.name)
+def row(request: pytest.FixtureRequest) -> Row:
+    return request.param
+
+
+def epsilon(ledger: Ledger, adjacency: str) -> float | str:
+    try:
+        return ledger.epsilon(DELTA, adjacency)
+    except dp.AdjacencyError:
+        return "refused"
+
+
+def assert_unchanged(run: Run, before: tuple[list[torch.Tensor], str, int], *, trained: bool = True) -> None:
+    """The parameters, the ledger and the step count are those of `before`, and no row is left anywhere."""
+    assert same(run.parameters(), before[0])
+    assert (run.ledger(), run.opt.steps) == before[1:]
+    if trained:
+        assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in run.model.parameters())
+        assert not run.model.tape.pairs
+
+
+def snapshot(run: Run) -> tuple[list[torch.Tensor], str, int]:
+    return run.parameters(), run.ledger(), run.opt.steps
+
+
+def test_every_public_optimizer_has_a_row() -> None:
+    public = {v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)}
+    assert public == {type(row.make().opt) for row in ROWS}
+
+
+# -- the mechanism ----------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> None:
+    run = row.make()
+    for k, batch in enumerate(run.loader(), start=1):
+        run.backward(batch)
+        run.opt.step()
+        planned = Ledger([run.opt.design.event(run.opt.oracle.event(), k)])
+        spent = run.opt.accountant.ledger
+        assert len(spent) == k == run.opt.steps
+        assert [epsilon(spent, a) for a in ADJACENCIES] == pytest.approx([epsilon(planned, a) for a in ADJACENCIES])
+    assert run.opt.privacy_spent(DELTA).adjacency == row.adjacency
+
+
+def test_the_planned_steps_can_be_made_and_no_more(row: Row) -> None:
+    run = row.make().train()
+    before = snapshot(run)
+    with pytest.raises(dp.SequenceError, match="all 4 planned steps are made: call finalize"):
+        run.train(1, seed=2)
+    assert_unchanged(run, before)
+    run.opt.finalize()
+
+
+def test_the_clip_is_the_bound_at_the_public_iterate(row: Row) -> None:
+    run = row.make(scale=2.0)
+    for batch in run.loader():
+        norm = math.sqrt(sum(float(p.double().square().sum()) for p in run.parameters()))
+        run.backward(batch)
+        run.opt.step()
+        assert run.opt.oracle.clip == pytest.approx(row.clip(norm, 2.0), rel=1e-3)
+        assert run.opt.oracle.clip >= row.clip(norm, 2.0) * (1 - 1e-12)
+
+
+def test_metrics_are_public_numbers_and_the_same_before_and_after_a_backward(row: Row) -> None:
+    run = row.make()
+    for batch in run.loader():
+        before = run.opt.metrics
+        run.backward(batch)
+        for p in run.model.parameters():
+            p.grad = torch.full_like(p, 1234.5)  # what a backward without dp.attach would leave there
+        assert run.opt.metrics == before
+        run.opt.step()
+        public = run.opt.metrics
+        assert set(public) == {"step", "clip", "noise_std"}
+        assert (public["step"], public["clip"]) == (run.opt.steps, run.opt.oracle.clip)
+        assert public["noise_std"] == pytest.approx(public["clip"] / run.opt.oracle.batch_size, rel=0.01)
+        assert all(type(value) in (int, float) for value in public.values())
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.poisson], ids=lambda row: row.name)  # others have none
+def test_an_empty_batch_is_a_charged_step_of_noise_only(row: Row) -> None:
+    for forward in (True, False):
+        run, silent = row.make(), row.make(noise=0.0)
+        for each in (run, silent):
+            for batch in each.loader(size=0, steps=1):
+                if forward:
+                    each.backward(batch)
+                each.opt.step()
+            assert each.opt.steps == 1 == len(each.opt.accountant)
+        assert all(bool((p != 0).any()) and bool(p.isfinite().all()) for p in run.parameters())
+        assert not any(bool(p.any()) for p in silent.parameters())
+
+
+def test_physical_chunks_make_the_step_of_the_whole_batch(row: Row) -> None:
+    whole = row.make(noise=0.0, model=dp.attach(zeros(torch.float64))).train()
+    chunked = row.make(noise=0.0, model=dp.attach(zeros(torch.float64))).train(physical=2)
+    for a, b in zip(whole.parameters() + whole.answer(), chunked.parameters() + chunked.answer(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert (whole.ledger(), whole.opt.steps) == (chunked.ledger(), chunked.opt.steps)
+
+
+def test_accumulated_parts_make_the_step_of_the_whole_batch(row: Row) -> None:
+    whole = row.make(noise=0.0).train()
+    parted = row.make(noise=0.0)
+    for features, labels in parted.loader():
+        for part in range(0, len(features), 2):
+            parted.backward((features[part : part + 2], labels[part : part + 2]))
+            parted.opt.accumulate()
+        parted.opt.step()
+    for a, b in zip(whole.parameters(), parted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert whole.ledger() == parted.ledger()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
+    run = row.make(model=dp.attach(zeros(dtype))).train()
+    assert run.opt.steps == STEPS
+    for p, answer in zip(run.parameters(), run.answer(), strict=True):
+        assert p.dtype == answer.dtype == dtype
+        assert bool(p.isfinite().all())
+        assert bool((answer != 0).any())
+    averages = [state["average"].dtype for state in run.opt.state.values() if "average" in state]
+    assert averages == ([torch.float64] * 2 if run.opt.rule.average != "last" else [])
+
+
+# -- refused calls ----------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_refuses_a_step_and_leaves_everything_as_it_was(row: Row) -> None:
+    one = Ledger([row.make(steps=None).opt.design.event(row.make().opt.oracle.event(), 1)])
+    target = 1.05 * one.epsilon(DELTA, row.adjacency)
+    run = row.make(steps=None, accountant=dp.Accountant(dp.Budget(target, DELTA, adjacency=row.adjacency)))
+    for seed in range(20):
+        if not run.opt.accountant.admits(run.opt.design.event(run.opt.oracle.event(), 1)):
+            break
+        run.train(1, seed=seed)
+    before = snapshot(run)
+    for batch in run.loader(seed=99, steps=1):
+        run.backward(batch)
+        with pytest.raises(dp.BudgetExceeded, match="past the budget"):
+            run.opt.step()
+    assert run.opt.steps >= 1
+    assert_unchanged(run, before)
+    assert run.opt.privacy_spent().epsilon <= target
+    run.opt.finalize()
+
+
+def test_a_second_step_on_one_batch_is_refused(row: Row) -> None:
+    run = row.make()
+    for batch in run.loader(steps=1):
+        run.backward(batch)
+        run.opt.step()
+        before = snapshot(run)
+        run.backward(batch)
+        with pytest.raises(dp.SequenceError, match="no batch is outstanding"):
+            run.opt.step()
+    assert_unchanged(run, before)
+
+
+def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
+    run = row.make()
+    before = snapshot(run)
+    for batch in DataLoader(records(), batch_size=6):
+        run.backward(batch)
+        with pytest.raises(dp.SequenceError, match=r"optimizer.loader\(dataset\)"):
+            run.opt.step()
+    with pytest.raises(dp.UnknownSamplerError, match="RandomSampler"):
+        run.opt.bind(DataLoader(records(), batch_size=6, shuffle=True))
+    assert_unchanged(run, before)
+
+
+def test_a_loader_of_another_design_is_refused(row: Row) -> None:
+    other = next(r for r in ROWS if r.make().opt.design != row.make().opt.design).make()
+    with pytest.raises(dp.AdjacencyError, match="this optimizer's design"):
+        row.make().opt.bind(other.loader())
+
+
+def test_a_skipped_batch_is_refused(row: Row) -> None:
+    run = row.make()
+    batches = iter(run.loader())
+    next(batches)
+    with pytest.raises(dp.SequenceError, match="previous batch was not used"):
+        next(batches)
+    assert len(run.opt.accountant) == 0
+
+
+def test_more_rows_than_drawn_are_refused(row: Row) -> None:
+    run = row.make()
+    before = snapshot(run)
+    for features, labels in run.loader(steps=1):
+        run.backward((torch.cat([features, features[:1] + 1]), torch.cat([labels, labels.new_ones(1, 1)])))
+        with pytest.raises(dp.SequenceError, match="at most the rows of one draw"):
+            run.opt.step()
+    assert_unchanged(run, before)
+
+
+def test_a_second_backward_on_one_batch_is_refused(row: Row) -> None:
+    run = row.make()
+    before = snapshot(run)
+    for batch in run.loader(steps=1):
+        run.backward(batch)
+        run.backward(batch)
+        with pytest.raises(dp.SequenceError, match="one backward for each"):
+            run.opt.step()
+    assert_unchanged(run, before)
+
+
+def test_a_step_without_rows_is_refused_and_the_next_batch_is_usable(row: Row) -> None:
+    run = row.make()
+    batches = iter(run.loader(steps=2))
+    next(batches)
+    with pytest.raises(dp.SequenceError, match=r"per-sample gradients are missing.*dp.attach"):
+        run.opt.step()
+    assert len(run.opt.accountant) == 0
+    run.backward(next(batches))
+    run.opt.step()
+    assert len(run.opt.accountant) == run.opt.steps == 1
+
+
+def test_a_finalized_optimizer_refuses_steps(row: Row) -> None:
+    run = row.make().train(2)
+    run.opt.finalize()
+    before = snapshot(run)
+    for batch in run.loader(steps=1):
+        run.backward(batch)
+        for call in (run.opt.step, run.opt.accumulate, run.opt.finalize):
+            with pytest.raises(dp.SequenceError, match="finalize"):
+                call()
+    assert_unchanged(run, before, trained=False)
+
+
+def test_the_public_size_is_that_of_the_data_set_unless_records_may_be_added(row: Row) -> None:
+    run = row.make()
+    if row.adjacency == "add_remove":
+        assert len(run.opt.loader(records(N + 1))) == math.ceil(N / run.opt.design.batch_size)
+        return
+    with pytest.raises(dp.UnitError, match=str(N + 1)):
+        run.opt.loader(records(N + 1))
+
+
+# -- the answer -------------------------------------------------------------------------------------------------------
+
+
+def test_released_shows_the_answer_that_finalize_installs(row: Row) -> None:
+    run = row.make().train(2)
+    query, answer = run.parameters(), run.answer()
+    assert same(run.parameters(), query)
+    if run.opt.rule.average != "last":
+        assert not same(query, answer)
+    with pytest.raises(KeyError), run.opt.released():  # the query comes back after an error as well
+        raise KeyError
+    assert same(run.parameters(), query)
+    run.opt.finalize()
+    assert same(run.parameters(), answer)
+    assert same(run.answer(), answer)
+
+
+def test_the_shown_answer_can_be_neither_trained_nor_finalized(row: Row) -> None:
+    run = row.make().train(2)
+    for batch in run.loader(seed=2, steps=1):
+        before = snapshot(run)
+        with run.opt.released():
+            run.backward(batch)
+            for call in (run.opt.step, run.opt.accumulate, run.opt.finalize):
+                with pytest.raises(dp.SequenceError, match="released"):
+                    call()
+        assert same(run.parameters(), before[0])
+        assert run.ledger() == before[1]
+    assert not run.opt.finalized
+
+
+def test_the_context_finalizes_unless_it_fails(row: Row) -> None:
+    run, failed = row.make(), row.make()
+    with run.opt as same_optimizer:
+        run.train(2)
+        answer = run.answer()
+    assert same_optimizer is run.opt
+    assert run.opt.finalized
+    assert same(run.parameters(), answer)
+    failed.train(2)
+    with pytest.raises(KeyboardInterrupt), failed.opt:
+        raise KeyboardInterrupt
+    assert not failed.opt.finalized
+    failed.train(2, seed=2).opt.finalize()

@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
+from torch_dpsco.sampling import (
+    Chunk,
+    DesignSampler,
+    DisjointSampler,
+    DrawLog,
+    FixedSampler,
+    FullSampler,
+    PoissonSampler,
+    PrivateLoader,
+    ShuffledSampler,
+    make_sampler,
+    poisson_positions,
+)
+
+N = 20
+X = torch.arange(N, dtype=torch.float64).unsqueeze(1).repeat(1, 3)
+Y = torch.arange(N)
+TENSORS = TensorDataset(X, Y)
+DESIGNS = [Poisson(4, N), Fixed(4, N), Shuffled(4, N), Disjoint(4, N), Full(N)]
+SAMPLERS = [PoissonSampler, FixedSampler, ShuffledSampler, DisjointSampler, FullSampler]
+RARE = Poisson(1, N)  # most draws of it are small, and a third of them empty
+multiprocess = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Tuples(Dataset):
+    """The records of TENSORS, not as tensors in memory."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+
+class Dicts(Tuples):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": X[index].float(), "pair": (Y[index], float(index)), "flag": bool(index % 2)}
+
+
+def seeded(design: Design, **options: Any) -> DesignSampler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UtilityWarning)
+        return make_sampler(design, seed=1, **options)
+
+
+def used(loader: Any, sampler: DesignSampler) -> Iterator[tuple[Any, Chunk]]:
+    """Every batch of a loader with its chunk, as a step would take it."""
+    for batch in loader:
+        yield batch, sampler.log.take()
+
+
+def positions(sampler: DesignSampler) -> list[list[int]]:
+    return [indices.tolist() for _, indices in sampler.draws()]
+
+
+# -- draws ------------------------------------------------------------------------------------------------------------
+
+
+class FixedUniform:
+    """A generator whose uniform numbers are all the same."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self, size: int) -> np.ndarray:
+        return np.full(size, self.value)
+
+
+@given(st.integers(0, 3000), st.floats(1e-6, 1))
+def test_the_gap_method_reaches_the_first_and_the_last_position(size, rate):
+    """Uniform numbers of 0 are gaps of 0: every position is drawn, over as many chunks as it takes."""
+    assert poisson_positions(size, rate, FixedUniform(0.0)).tolist() == list(range(size))
+
+
+@given(st.integers(0, 10**5), st.floats(1e-12, 0.999))
+def test_the_longest_gap_that_a_generator_can_draw_leads_where_it_should(size, rate):
+    """The largest float64 uniform is 1 - 2^-53."""
+    drawn = poisson_positions(size, rate, FixedUniform(1 - 2.0**-53))
+    gap = math.floor(53 * math.log(2) / -math.log1p(-rate))
+    assert len(drawn) == 0 or abs(drawn[0] - gap) <= 1
+    assert len(drawn) <= size / max(gap, 1) + 1
+
+
+@pytest.mark.parametrize(("size", "rate"), [(0, 0.5), (0, 1.0), (1, 1.0), (7, 1.0), (10**7, 1e-7), (5, 1e-300)])
+def test_drawn_positions_are_distinct_sorted_and_in_range(size, rate):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        drawn = poisson_positions(size, rate, rng)
+        assert drawn.dtype == np.int64
+        assert (np.diff(drawn) > 0).all()
+        assert ((drawn >= 0) & (drawn < size)).all()
+        assert rate < 1 or len(drawn) == size
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+def test_a_sampler_makes_one_epoch_or_the_steps_asked_for(design):
+    sampler, short = make_sampler(design), make_sampler(design, steps=1)
+    assert len(sampler) == len(positions(sampler)) == design.steps_per_epoch
+    assert len(short) == len(positions(short)) == 1
+    for draw, indices in make_sampler(design).draws():
+        assert draw.size == len(indices) == len(set(indices.tolist()))
+
+
+def test_fixed_batches_have_exactly_their_size():
+    assert {len(batch) for batch in positions(make_sampler(Fixed(7, N), steps=50))} == {7}
+    assert positions(make_sampler(Fixed(N, N), steps=1)) == [list(range(N))]
+
+
+@pytest.mark.parametrize("batch_size", [1, 6, N])
+def test_shuffled_epochs_hold_each_record_once_in_parts_of_their_own(batch_size):
+    epoch = math.ceil(N / batch_size)
+    draws = list(make_sampler(Shuffled(batch_size, N), steps=2 * epoch + 1).draws())
+    for start in (0, epoch):
+        chosen = draws[start : start + epoch]
+        assert sorted(i for _, indices in chosen for i in indices) == list(range(N))
+        assert len({(draw.partition, draw.part) for draw, _ in chosen}) == epoch
+        assert len({draw.partition for draw, _ in chosen}) == 1
+    assert len({draw.partition for draw, _ in draws}) == 3  # a started third pass is a pass of its own
+
+
+def test_every_iteration_and_every_sampler_has_a_permutation_of_its_own():
+    sampler = make_sampler(Shuffled(5, N))
+    names = {draw.partition for _ in range(3) for draw, _ in sampler.draws()}
+    names |= {draw.partition for _ in range(3) for draw, _ in make_sampler(Disjoint(5, N)).draws()}
+    assert len(names) == 6
+
+
+def test_partitions_of_different_cuts_have_different_names():
+    """One permutation cut in two ways: part 0 of one overlaps with part 1 of the other."""
+    names = {draw.partition for b in (5, 10) for draw, _ in seeded(Shuffled(b, N)).draws()}
+    again = {draw.partition for kind in (Shuffled, Disjoint) for draw, _ in seeded(kind(5, N)).draws()}
+    assert (len(names), len(again)) == (2, 1)
+
+
+def test_a_one_pass_sampler_is_used_up_by_one_iteration():
+    sampler = make_sampler(Disjoint(6, N))
+    assert sorted(i for batch in positions(sampler) for i in batch) == list(range(N))
+    for spent in (sampler, copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        with pytest.raises(SequenceError, match="each record may be used once"):
+            next(spent.draws())
+    broken_off = make_sampler(Disjoint(6, N))
+    next(iter(PrivateLoader(TENSORS, broken_off)))
+    with pytest.raises(SequenceError):
+        next(iter(PrivateLoader(TENSORS, broken_off)))
+
+
+# -- construction -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_refuses_a_foreign_design(sampler):
+    """Fixed-size batches that say they are Poisson would be under-accounted more than tenfold."""
+    for design in [*DESIGNS, Undeclared(4)]:
+        if type(make_sampler(design) if design in DESIGNS else None) is sampler:
+            assert sampler(design).design is design
+        else:
+            with pytest.raises(UnknownSamplerError, match=rf"design must be \w+ for {sampler.__name__} \(got "):
+                sampler(design)
+
+
+def test_an_undeclared_design_has_no_sampler():
+    with pytest.raises(UnknownSamplerError, match="no sampling was declared: give n="):
+        make_sampler(Undeclared(4))
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+def test_another_number_of_records_is_refused_where_batches_depend_on_it(design):
+    if isinstance(design, (Poisson, Full)):  # their n is a reference and a divisor
+        assert make_sampler(design, size=N + 1).size == N + 1
+    else:
+        with pytest.raises(UnitError, match=rf"size must be n={N}, .* \(got {N + 1}\)"):
+            make_sampler(design, size=N + 1)
+    with pytest.raises(UnitError, match=rf"dataset must have {N} records, .* \(got 10\)"):
+        PrivateLoader(TensorDataset(X[:10]), make_sampler(design))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: make_sampler(RARE, steps=0), r"steps must be an integer >= 1 \(got 0\)"),
+        (lambda: make_sampler(RARE, size=-1), r"size must be an integer >= 0 \(got -1\)"),
+        (lambda: make_sampler(Disjoint(6, N), steps=5), r"steps must be <= 4, one pass over the data \(got 5\)"),
+        (lambda: PrivateLoader(TENSORS, make_sampler(RARE), physical_batch_size=0), r"physical_batch_size must be"),
+        (lambda: PrivateLoader(TENSORS, make_sampler(RARE), num_workers=-1), r"num_workers must be an integer >= 0"),
+    ],
+)
+def test_a_bad_number_is_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# -- secrecy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_draws_other_batches_and_logs_for_itself(duplicate):
+    sampler = seeded(Poisson(50, 1000))
+    sampler.log.deliver(Chunk(Draw(1), 1, last=True))
+    twin = duplicate(sampler)
+    assert not twin.log.waiting
+    assert (twin.design, twin.size, twin.steps) == (sampler.design, sampler.size, sampler.steps)
+    assert positions(twin) != positions(sampler)
+
+
+def test_a_seed_repeats_the_batches_and_warns():
+    drawn = []
+    for _ in range(2):
+        with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
+            drawn.append(positions(make_sampler(Poisson(50, 1000), seed=3)))
+    assert drawn[0] == drawn[1]
+    assert positions(make_sampler(Poisson(50, 1000))) != positions(make_sampler(Poisson(50, 1000)))
+
+
+# -- log --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_admits_one_use_of_each_batch_in_order():
+    log, chunks = DrawLog(), [Chunk(Draw(k), k, last=True) for k in range(3)]
+    with pytest.raises(SequenceError, match="no batch is outstanding"):
+        log.take()
+    log.deliver(chunks[0])
+    with pytest.raises(SequenceError, match="the previous batch was not used"):
+        log.deliver(chunks[1])
+    assert log.take() is chunks[0]
+    with pytest.raises(SequenceError, match="no batch is outstanding"):
+        log.take()
+    for chunk in chunks:
+        log.deliver(chunk, prefetched=True)
+    assert [log.take() for _ in chunks] == chunks
+
+
+def test_a_restart_forgets_what_was_delivered_and_says_so():
+    log, restarts = DrawLog(), []
+    log.on_restart = lambda: restarts.append(len(log.waiting))
+    chunk = Chunk(Draw(1), 1, last=True)
+    log.deliver(chunk)
+    log.abandon(chunk.draw)
+    assert log.is_abandoned(chunk)
+    assert not log.is_abandoned(Chunk(Draw(1), 1, last=True))  # an equal draw is another draw
+    log.restart()
+    assert restarts == [0]
+    assert not log.is_abandoned(chunk)
+    with pytest.raises(SequenceError):
+        log.take()
+
+
+# -- loaders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("physical", [None, 1, 3, 100])
+@pytest.mark.parametrize("design", [RARE, *DESIGNS], ids=lambda d: type(d).__name__)
+def test_chunks_cover_each_draw_with_one_last_flag(design, physical):
+    expected = positions(seeded(design))
+    sampler = seeded(design)
+    covered: list[list[int]] = [[]]
+    chunks = []
+    for (x, y), chunk in used(PrivateLoader(TENSORS, sampler, physical_batch_size=physical), sampler):
+        assert len(x) == len(y) == chunk.rows <= (physical or N)
+        assert x[:, 0].tolist() == y.tolist()
+        covered[-1] += y.tolist()
+        chunks.append(chunk)
+        if chunk.last:
+            assert chunk.draw.size == len(covered[-1])
+            covered.append([])
+    assert covered == [*expected, []]
+    assert len({id(chunk.draw) for chunk in chunks}) == len(expected) == len(sampler)
+
+
+@multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("physical", [None, 2])
+def test_tensors_in_memory_give_the_batches_of_the_data_loader(physical, workers):
+    runs = []
+    for dataset, count in ((TENSORS, 0), (Tuples(), workers)):
+        sampler = seeded(RARE, steps=30)
+        loader = PrivateLoader(dataset, sampler, physical_batch_size=physical, num_workers=count)
+        runs.append([(x.tolist(), y.tolist(), x.dtype, y.dtype, c.rows, c.last) for (x, y), c in used(loader, sampler)])
+    assert runs[0] == runs[1]
+    assert min(rows for *_, rows, _ in runs[0]) == 0
+
+
+@pytest.mark.parametrize("dataset", [TENSORS, Tuples()])
+def test_an_empty_draw_is_a_batch_without_rows(dataset):
+    sampler = seeded(RARE, steps=40)
+    empty = [batch for batch, chunk in used(PrivateLoader(dataset, sampler), sampler) if not chunk.rows]
+    assert empty
+    for x, y in empty:
+        assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 3), torch.float64, (0,), torch.int64)
+
+
+@multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_draw_has_the_structure_of_the_records(workers):
+    sampler = seeded(RARE, steps=20)
+    seen = {chunk.rows: batch for batch, chunk in used(PrivateLoader(Dicts(), sampler, num_workers=workers), sampler)}
+    for rows, batch in seen.items():
+        first, second = batch["pair"]
+        assert (batch["x"].shape, batch["x"].dtype) == ((rows, 3), torch.float32)
+        assert (first.dtype, second.dtype, batch["flag"].dtype) == (torch.int64, torch.float64, torch.bool)
+        assert len(first) == len(second) == len(batch["flag"]) == rows
+    assert 0 in seen
+
+
+def doubled(items: list[Any]) -> Any:
+    return [2 * default_collate(items)[0], torch.tensor(len(items))]
+
+
+def test_a_collate_function_of_the_users_is_used_also_for_tensors():
+    sampler = seeded(RARE, steps=40)
+    sizes = set()
+    for (x, _), chunk in used(PrivateLoader(TENSORS, sampler, collate_fn=doubled), sampler):
+        assert (x.shape, x.dtype) == ((chunk.rows, 3), torch.float64)
+        assert (x % 2 == 0).all()
+        sizes.add(chunk.rows)
+    assert 0 in sizes
+
+
+def test_a_subclass_of_a_tensor_dataset_keeps_its_own_records():
+    class Negated(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return -x, y
+
+    sampler = make_sampler(Full(N))
+    [((x, _), _)] = used(PrivateLoader(Negated(X, Y), sampler), sampler)
+    assert (x == -X).all()
+
+
+def test_what_is_sent_to_workers_can_be_pickled(monkeypatch):
+    """Where processes are spawned, and not forked, the collate function is pickled."""
+    sent = []
+    monkeypatch.setattr("torch_dpsco.sampling.DataLoader", lambda *_, **options: sent.append(options) or [])
+    list(PrivateLoader(Tuples(), make_sampler(RARE), num_workers=2))
+    collate = pickle.loads(pickle.dumps(sent[0]["collate_fn"]))
+    assert [part.shape for part in collate([])] == [(0, 3), (0,)]
+    assert [part.shape for part in collate([Tuples()[0]])] == [(1, 3), (1,)]
+
+
+def test_a_batch_that_no_step_has_used_stops_the_loader():
+    loader = PrivateLoader(TENSORS, make_sampler(Fixed(4, N)))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(SequenceError, match="use another loader for evaluation"):
+        next(batches)
+
+
+@multiprocess
+@pytest.mark.parametrize(("dataset", "workers"), [(TENSORS, 0), (Tuples(), 0), (Tuples(), 2)])
+def test_an_iteration_broken_off_leaves_nothing_behind(dataset, workers):
+    sampler = make_sampler(Fixed(4, N))
+    loader = PrivateLoader(dataset, sampler, physical_batch_size=3, num_workers=workers)
+    restarts = []
+    sampler.log.on_restart = lambda: restarts.append(True)
+    next(iter(loader))  # delivered, never used; chunk 2 of its draw never delivered
+    flags = []
+    for (_, y), chunk in used(loader, sampler):
+        assert len(y) == chunk.rows
+        flags.append((chunk.rows, chunk.last))
+    assert flags == [(3, False), (1, True)] * 5
+    assert not sampler.log.waiting
+    assert len(restarts) == 2
+
+
+@multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_serves_a_plain_data_loader_as_batch_sampler(workers):
+    sampler, expected = seeded(Poisson(10, N), steps=15), positions(seeded(Poisson(10, N), steps=15))
+    loader = DataLoader(Tuples(), batch_sampler=sampler, num_workers=workers)
+    assert len(loader) == 15
+    got = []
+    for (_, y), chunk in used(loader, sampler):
+        assert (len(y), chunk.last) == (chunk.rows, True)
+        got.append(y.tolist())
+    assert got == expected
+    assert not sampler.log.waiting
