@@ -62,9 +62,10 @@ def seeded(design: Design, **options: Any) -> DesignSampler:
 
 
 def used(loader: Any, sampler: DesignSampler) -> Iterator[tuple[Any, Chunk]]:
-    """Every batch of a loader with its chunk, as a step would take it."""
+    """Every batch of a loader with its chunk, as a step would take and end it."""
     for batch in loader:
         yield batch, sampler.log.take()
+        sampler.log.taken = None
 
 
 def positions(sampler: DesignSampler) -> list[list[int]]:
@@ -239,11 +240,20 @@ def test_the_log_admits_one_use_of_each_batch_in_order():
     log.deliver(chunks[0])
     with pytest.raises(SequenceError, match="the previous batch was not used"):
         log.deliver(chunks[1])
-    assert log.take() is chunks[0]
+    assert log.take() is log.taken is chunks[0]
     with pytest.raises(SequenceError, match="no batch is outstanding"):
         log.take()
+    with pytest.raises(SequenceError, match="the previous batch was not used"):  # taken, but its step has not ended
+        log.deliver(chunks[1])
+    log.taken = None
+    log.deliver(chunks[1])
+
+
+def test_a_log_whose_loader_runs_ahead_keeps_the_order():
+    log, chunks = DrawLog(), [Chunk(Draw(k), k, last=True) for k in range(3)]
+    log.prefetching = True
     for chunk in chunks:
-        log.deliver(chunk, prefetched=True)
+        log.deliver(chunk)
     assert [log.take() for _ in chunks] == chunks
 
 
@@ -252,11 +262,13 @@ def test_a_restart_forgets_what_was_delivered_and_says_so():
     log.on_restart = lambda: restarts.append(len(log.waiting))
     chunk = Chunk(Draw(1), 1, last=True)
     log.deliver(chunk)
+    log.take()
     log.abandon(chunk.draw)
     assert log.is_abandoned(chunk)
     assert not log.is_abandoned(Chunk(Draw(1), 1, last=True))  # an equal draw is another draw
     log.restart()
     assert restarts == [0]
+    assert log.taken is None
     assert not log.is_abandoned(chunk)
     with pytest.raises(SequenceError):
         log.take()
@@ -383,6 +395,7 @@ def test_an_iteration_broken_off_leaves_nothing_behind(dataset, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_serves_a_plain_data_loader_as_batch_sampler(workers):
     sampler, expected = seeded(Poisson(10, N), steps=15), positions(seeded(Poisson(10, N), steps=15))
+    sampler.log.prefetching = workers > 0  # set by an optimizer that the loader is bound to
     loader = DataLoader(Tuples(), batch_sampler=sampler, num_workers=workers)
     assert len(loader) == 15
     got = []

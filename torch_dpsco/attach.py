@@ -27,6 +27,7 @@ from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
 
 __all__ = ["attach", "detach", "is_attached"]
 
+_HALF = (torch.bfloat16, torch.float16)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -58,17 +59,21 @@ class _Attachment:
             model.register_forward_hook(_after_forward, always_call=True),
         ]
         self.buffers: list[tuple[str, int, int]] = []
+        self.values: list[str] | None = _values(self.layers)  # until the first forward
         self.hook_parameters()
 
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
-        self.compared: set[int] = set()
+        self.hooked = True
         for p in self.factored + self.dense:
             p.dpsco_reset = self.reset  # type: ignore[attr-defined]
         for p in self.dense:
-            p.grad_sample, p._forward_counter = None, 0  # type: ignore[attr-defined]
+            p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
         self.handles += [p.register_post_accumulate_grad_hook(_drop_factored) for p in self.factored]
         self.handles += [p.register_post_accumulate_grad_hook(self._drop_dense) for p in self.dense]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
 
     def reset(self) -> None:
         """Forgets forwards that no backward followed."""
@@ -81,8 +86,8 @@ class _Attachment:
             layer.__dict__.pop("max_batch_len", None)
 
     def _drop_dense(self, p: Tensor) -> None:
-        if p.grad is not None and id(p) not in self.compared:
-            self.compared.add(id(p))
+        p.dpsco_passes.append(self.passes.number)  # type: ignore[attr-defined]
+        if p.grad is not None and not hasattr(p, "dpsco_compared"):
             p.dpsco_first_backward = (p.grad.detach(), self.mean)  # type: ignore[attr-defined]
         p.grad = None
 
@@ -97,9 +102,34 @@ def _drop_factored(p: Tensor) -> None:
         )
 
 
+def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Returns what no optimizer privatizes: buffers and frozen parameters, with their names."""
+    return [
+        (f"{type(m).__name__}.{name}", t)
+        for m in layers
+        for tensors in (m._buffers, m._parameters)
+        for name, t in tensors.items()
+        if t is not None and not t.requires_grad
+    ]
+
+
 def _buffer_states(layers: Iterable[nn.Module]) -> list[tuple[str, int, int]]:
-    states = ((f"{type(m).__name__}.{name}", b) for m in layers if m._buffers for name, b in m._buffers.items())
-    return [(name, id(buffer), buffer._version) for name, buffer in states if buffer is not None]
+    return [(name, id(t), t._version) for name, t in _unreleased(layers)]
+
+
+def _values(layers: Iterable[nn.Module]) -> list[str]:
+    """Returns a fingerprint per tensor: sum and sum of squares (text, so that NaN equals NaN)."""
+    doubles = (t.detach().abs().double() for _, t in _unreleased(layers))
+    return [f"{float(t.sum())!r} {float(t.square().sum())!r}" for t in doubles]
+
+
+def _changed_values(attachment: _Attachment) -> set[str]:
+    """Compares values once: a write through `.data` leaves no trace in the version."""
+    before, attachment.values = attachment.values, None
+    if before is None:
+        return set()
+    names = [name for name, _ in _unreleased(attachment.layers)]
+    return {name for name, old, new in zip(names, before, _values(attachment.layers), strict=False) if old != new}
 
 
 def _training(model: nn.Module) -> bool:
@@ -110,7 +140,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     if not _training(model):
         return
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    if not hasattr((attachment.factored + attachment.dense)[0], "dpsco_reset"):
+    if not attachment.hooked:
         attachment.hook_parameters()
     # Opacus sums two forwards into one row per position, which would clip two records as one.
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
@@ -127,12 +157,13 @@ def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     if not attachment.passes.active:
         return
     attachment.passes.close()
-    changed = set(_buffer_states(attachment.layers)) ^ set(attachment.buffers)
+    changed = {name for name, _, _ in set(_buffer_states(attachment.layers)) ^ set(attachment.buffers)}
+    changed |= _changed_values(attachment)
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
         raise PrivacyError(
             f"a training forward must not change buffers, they would carry private data out of the model (changed: "
-            f"{sorted({name for name, _, _ in changed})}); use layers without running statistics, e.g. GroupNorm"
+            f"{sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
         )
 
 
@@ -195,11 +226,18 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
     """
     check.choice(("auto", "dense", "factored"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
-    if is_attached(model):
+    if any(is_attached(module) for module in model.modules()):
         raise SequenceError("model is attached already: call dp.detach(model) first to attach it in another way")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter (got none with requires_grad)")
     _refuse_coupling_layers(model)
+    if loss_reduction == "mean" and any(p.requires_grad and p.dtype in _HALF for p in model.parameters()):
+        # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
+        # (test_one_record_more_moves_the_mean_by_at_most_one_clip)
+        raise ValueError(
+            "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss that sums over the "
+            "batch"
+        )
     factored = _factorable(model) if rows != "dense" and batch_first else []
     if rows == "factored":
         others = [f"{type(m).__name__} {name!r}" for name, m in _trainable_layers(model) if m not in factored]
@@ -224,7 +262,7 @@ def detach(model: _Model) -> _Model:
             del module.tape, module.passes
             object.__setattr__(module, "__class__", nn.Linear)
     for p in model.parameters():
-        for name in ("grad_factors", "dpsco_first_backward", "dpsco_reset"):
+        for name in ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco_reset"):
             p.__dict__.pop(name, None)
     del model._dpsco
     return model

@@ -57,23 +57,27 @@ class DrawLog:
 
     def __init__(self) -> None:
         self.waiting: deque[Chunk] = deque()
+        self.taken: Chunk | None = None  # by a step that has not ended it
+        self.prefetching = False  # whether delivery may run ahead of use
         self._abandoned: Draw | None = None
         self.on_restart: Callable[[], None] = lambda: None
 
     def restart(self) -> None:
         """Forgets everything delivered and not used: a new iteration has begun."""
         self.waiting.clear()
-        self._abandoned = None
+        self.taken = self._abandoned = None
         self.on_restart()
 
-    def deliver(self, chunk: Chunk, *, prefetched: bool = False) -> None:
+    def deliver(self, chunk: Chunk) -> None:
         """Notes a delivered batch.
 
         Raises:
-            SequenceError: the batch before it was never used by a step (skipping batches voids the sampling design);
-                with `prefetched`, delivery runs ahead of use and this cannot be seen.
+            SequenceError: the batch before it was not used up by a step (skipping batches voids the sampling design);
+                while `prefetching`, delivery runs ahead of use and this cannot be seen.
         """
-        if self.waiting and not prefetched:
+        # PRIVACY: else a release could join parts of two draws, and a record of both would count twice
+        # (test_a_release_never_joins_parts_of_two_draws)
+        if (self.waiting or self.taken is not None) and not self.prefetching:
             raise SequenceError(
                 "the previous batch was not used: call optimizer.step() for every batch of a private loader, also an "
                 "empty one, or optimizer.discard() to give a draw up; use another loader for evaluation"
@@ -87,7 +91,8 @@ class DrawLog:
                 "no batch is outstanding: each step needs one batch of this optimizer's own loader (made by "
                 "optimizer.loader(dataset) or optimizer.bind(loader)) and can use it once"
             )
-        return self.waiting.popleft()
+        self.taken = self.waiting.popleft()
+        return self.taken
 
     def abandon(self, draw: Draw) -> None:
         """Gives a draw up: its later chunks must not be used."""
@@ -149,7 +154,7 @@ class DesignSampler(Sampler[list[int]], ABC):
     def __iter__(self) -> Iterator[list[int]]:
         self.log.restart()
         for draw, indices in self.draws():
-            self.log.deliver(Chunk(draw, draw.size, last=True), prefetched=True)
+            self.log.deliver(Chunk(draw, draw.size, last=True))
             yield indices.tolist()
 
 

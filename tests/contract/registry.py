@@ -68,6 +68,11 @@ def zeros(dtype: torch.dtype = torch.float32) -> nn.Linear:
     return model
 
 
+def attached(dtype: torch.dtype) -> nn.Linear:
+    """Returns an attached model; a half-precision one needs a sum loss."""
+    return dp.attach(zeros(dtype), loss_reduction="sum" if dtype == torch.bfloat16 else "mean")
+
+
 def records(n: int = N, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """Returns n records with |x| <= 3 and labels +-1."""
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +100,7 @@ class Run:
     def backward(self, batch: Iterable[Tensor]) -> Tensor:
         """Leaves per-sample gradients on the parameters and returns the loss."""
         features, labels = batch
-        loss = LOSS(self.model(features), labels)
+        loss = LOSS(self.model(features), labels, reduction="mean" if self.model._dpsco.mean else "sum")
         loss.backward()
         return loss
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_dpsco as dp
-from tests.contract.registry import DIM, ROWS, STEPS, Row, Run, Settings, same, zeros
+from tests.contract.registry import DIM, ROWS, STEPS, Row, Run, Settings, attached, same, zeros
 
 # Seeds, momentum and Adam warn about utility in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
@@ -46,8 +46,8 @@ def reloaded(run: Run, row: Row, file: Path, **changes: Any) -> Run:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
-    run = row.make(model=dp.attach(zeros(dtype))).train(2)
-    other = reloaded(run, row, tmp_path / "run.pt", model=dp.attach(zeros(dtype)))
+    run = row.make(model=attached(dtype)).train(2)
+    other = reloaded(run, row, tmp_path / "run.pt", model=attached(dtype))
     for each in (run, other):
         each.train(1, seed=7, noise_seed=9)
     assert same(run.parameters(), other.parameters())

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
-from tests.contract.registry import ROWS, STEPS, N, Row, Run, records, same, zeros
+from tests.contract.registry import ROWS, STEPS, N, Row, Run, attached, records, same, zeros
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.accounting.ledger import Ledger
 
@@ -135,7 +135,7 @@ def test_accumulated_parts_make_the_step_of_the_whole_batch(row: Row) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
-    run = row.make(model=dp.attach(zeros(dtype))).train()
+    run = row.make(model=attached(dtype)).train()
     assert run.opt.steps == STEPS
     for p, answer in zip(run.parameters(), run.answer(), strict=True):
         assert p.dtype == answer.dtype == dtype

@@ -35,6 +35,9 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
             tape.clear()
         if getattr(p, "grad_sample", None) is not None:
             p.grad_sample = None  # type: ignore[attr-defined]
+        if hasattr(p, "dpsco_passes"):
+            p.dpsco_passes = []
+        p.__dict__.pop("dpsco_first_backward", None)
         p.grad = None
 
 
@@ -44,6 +47,7 @@ def _check_backward(p: nn.Parameter, place: int, rows: Tensor) -> None:
     grad, mean = p.__dict__.pop("dpsco_first_backward", (None, True))
     if grad is None or len(rows) == 0:
         return
+    p.dpsco_compared = True  # type: ignore[attr-defined]
     total, scale = rows.double().sum(0), len(rows) if mean else 1
     error = torch.linalg.vector_norm(grad.double() - total / scale)
     size = torch.linalg.vector_norm(rows.double().flatten(1), dim=1).sum() / scale
@@ -76,14 +80,27 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
 
 
 def _passes(params: Sequence[nn.Parameter]) -> int:
-    counts = [1]
+    """Returns the number of backward passes; raises SequenceError if a parameter was not in all of them."""
+    attached: set[tuple[int, ...]] = set()
+    sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
     for p in params:
         tape, rows = _tape(p), getattr(p, "grad_sample", None)
         if tape is not None:
-            counts.append(len({tag for tag, _, _ in tape.pairs}))
-        elif isinstance(rows, list):
-            counts.append(len(rows))
-    return max(counts)
+            tags = {tag for tag, _, _ in tape.pairs}
+            if tags != {None}:  # parts of the model that were called on their own have no number, and one pass
+                attached.add(tuple(sorted(tag or 0 for tag in tags)))
+        elif hasattr(p, "dpsco_passes"):
+            attached.add(tuple(p.dpsco_passes))
+        else:
+            chunks = rows if isinstance(rows, list) else [rows]
+            sizes.add(tuple(len(chunk) for chunk in chunks if chunk is not None))
+    if len(attached) > 1 or len(sizes) > 1:
+        # PRIVACY: else row i of one layer and row i of another could be of different records, and one record in two
+        # rows (test_rows_of_different_passes_are_never_joined)
+        raise SequenceError(
+            "every backward pass of a step must reach all parameters, so that their rows belong together"
+        )
+    return max(map(len, attached | sizes), default=1)
 
 
 class GradBatch:

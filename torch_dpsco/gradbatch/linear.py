@@ -66,6 +66,8 @@ class Tape:
                 "a layer was used twice outside of a forward of the attached model, so that its rows cannot be told "
                 "apart; call the attached model itself, or attach the module that you call"
             )
+        if self.scale_by_batch and backprops.dtype in (torch.bfloat16, torch.float16):
+            raise SequenceError("half-precision backward passes need attach(model, loss_reduction='sum')")
         if self.scale_by_batch:
             backprops = backprops * len(acts)
         self.pairs.append((tag, acts, backprops))

@@ -25,14 +25,21 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, clear_rows, has_rows
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.checks import agreed_adjacency, one_device, require_one_step, require_universe, warn_of_other_lrs
+from torch_dpsco.optim.checks import (
+    agreed_adjacency,
+    one_device,
+    require_known_order,
+    require_one_step,
+    require_universe,
+    warn_of_other_lrs,
+)
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.prox import Identity, Prox
@@ -101,15 +108,12 @@ class PrivateOptimizer(Optimizer):
             raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
         self._noise = noise_generator(device, generator)
         self._steps, self._finalized, self._shown = 0, False, False
-        self._batch = self._new_batch()
+        self._batch = LogicalBatch(self.design)
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _new_batch(self) -> LogicalBatch:
-        return LogicalBatch(declared=not isinstance(self.design, Undeclared), batch_size=self.design.batch_size)
 
     def _all_params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -168,6 +172,8 @@ class PrivateOptimizer(Optimizer):
         if design != self.design:
             raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
         sampler = getattr(loader, "batch_sampler", None) or loader
+        sampler.log.prefetching = not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0
+        require_known_order(sampler.log.prefetching, design)
         self._batch.bind(sampler.log, self.discard)
         return loader
 
@@ -396,5 +402,5 @@ class PrivateOptimizer(Optimizer):
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
         self._noise = noise_generator(one_device(self._all_params()))
-        self._batch = self._new_batch()
+        self._batch = LogicalBatch(self.design)
         self.oracle.discard()

@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design, Disjoint, Shuffled, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, UtilityWarning
 
-__all__ = ["agreed_adjacency", "one_device", "require_one_step", "require_universe", "warn_of_other_lrs"]
+__all__ = [
+    "agreed_adjacency",
+    "one_device",
+    "require_known_order",
+    "require_one_step",
+    "require_universe",
+    "warn_of_other_lrs",
+]
 
 
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:
@@ -66,6 +73,16 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
         raise UnitError(
             f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); "
             f"declare the right one, or use adjacency='add_remove', where n is a public reference"
+        )
+
+
+def require_known_order(prefetching: bool, design: Design) -> None:
+    """Raises SequenceError where a skipped batch would shift the parts that later steps are charged for."""
+    if prefetching and isinstance(design, (Shuffled, Disjoint)):
+        # PRIVACY: test_a_skipped_batch_is_charged_or_refused
+        raise SequenceError(
+            f"{type(design).__name__} batches must come from a loader that does not run ahead of the steps: use "
+            f"optimizer.loader(dataset, num_workers=...), or num_workers=0"
         )
 
 

@@ -120,9 +120,13 @@ class ClippedMean(MeanOracle):
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         weights = clip_weights(rows.norms(), self.clip) / self.batch_size
-        in_range = 1e-20 < self.clip < 1e20  # the error bound of float32 leaves out overflow and underflow
+        in_range = 2.0**-40 < self.clip < 2.0**40  # the error bound of float32 leaves out overflow and underflow
         precision = self._summation.for_rows(self._n_rows) if in_range else FLOAT64
         means = rows.weighted_sum(weights, precision)
+        if [m.shape for m in means] != self._shapes:
+            raise ValueError(
+                f"rows must be of shapes {self._shapes}, those of the query (got {[m.shape for m in means]})"
+            )
         if self._means is None:
             self._means = means
         else:
