@@ -31,15 +31,8 @@ from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, clear_rows, has_rows
+from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.checks import (
-    agreed_adjacency,
-    one_device,
-    require_known_order,
-    require_one_step,
-    require_universe,
-    warn_of_other_lrs,
-)
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.prox import Identity, Prox
@@ -95,12 +88,12 @@ class PrivateOptimizer(Optimizer):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1:
             raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
-        device = one_device(self._all_params())
+        device = checks.one_device(self._all_params())
         rule.check_groups(self.param_groups)
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
-        self.adjacency = agreed_adjacency(adjacency, accountant)
+        self.adjacency = checks.agreed_adjacency(adjacency, accountant)
         # "is None": an empty accountant has length 0 and would count as false
         self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
         self.accountant.require_unit("example")
@@ -110,7 +103,7 @@ class PrivateOptimizer(Optimizer):
         self._steps, self._finalized, self._shown = 0, False, False
         self._batch = LogicalBatch(self.design)
         self._lrs = [float(group["lr"]) for group in self.param_groups]
-        require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
+        checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -148,7 +141,7 @@ class PrivateOptimizer(Optimizer):
             UnknownSamplerError: no sampling was declared.
         """
         size = len(dataset)  # type: ignore[arg-type]
-        require_universe(self.design, self.adjacency, size)
+        checks.require_universe(self.design, self.adjacency, size)
         sampler = make_sampler(self.design, size=size, steps=steps)
         loader = PrivateLoader(
             dataset,
@@ -173,7 +166,7 @@ class PrivateOptimizer(Optimizer):
             raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
         sampler = getattr(loader, "batch_sampler", None) or loader
         sampler.log.prefetching = not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0
-        require_known_order(sampler.log.prefetching, design)
+        checks.require_known_order(sampler.log.prefetching, design)
         self._batch.bind(sampler.log, self.discard)
         return loader
 
@@ -287,7 +280,7 @@ class PrivateOptimizer(Optimizer):
             for p in params:
                 assert p.grad is not None
                 p.grad.add_(p, alpha=self.reg)
-        self._lrs = warn_of_other_lrs(self.param_groups, self._lrs)
+        self._lrs = checks.warn_of_other_lrs(self.param_groups, self._lrs)
         index, k = self.schedule.locate(self._steps)
         phase = self.schedule.phases[index]
         self.rule.update(self.param_groups, self.state, k, phase.lr)
@@ -401,6 +394,6 @@ class PrivateOptimizer(Optimizer):
         super().__setstate__(state)
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
-        self._noise = noise_generator(one_device(self._all_params()))
+        self._noise = noise_generator(checks.one_device(self._all_params()))
         self._batch = LogicalBatch(self.design)
         self.oracle.discard()
