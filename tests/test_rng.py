@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,14 @@ def test_cpu_noise_generator_uses_every_state_word():
     twister.state = {"bit_generator": "MT19937", "state": {"key": words.astype(np.uint32), "pos": WORDS}}
     expected = twister.random_raw(3 * WORDS) % 2**16
     assert torch.randint(2**16, (3 * WORDS,), generator=generator).tolist() == expected.tolist()
+
+
+def test_every_state_word_is_the_operating_systems(monkeypatch):
+    drawn: list[bytes] = []
+    monkeypatch.setattr(os, "urandom", lambda size: drawn.append(np.random.default_rng(size).bytes(size)) or drawn[-1])
+    generator = noise_generator()
+    [words] = [block for block in drawn if len(block) == 4 * WORDS]
+    assert words_of(generator).tolist() == np.frombuffer(words, dtype=np.uint32).tolist()
 
 
 def test_every_bit_of_the_state_is_drawn_anew():

@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 
+import dp_accounting
 import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.accountants import RDPAccountant
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.calibrate import design_epsilon, max_steps, noise_multiplier
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, PoissonGaussian, Repeat
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 DELTA = 1e-5
@@ -73,7 +79,8 @@ def test_a_target_out_of_reach_is_refused_with_the_least_that_is_in_reach(design
     with pytest.raises(InfeasibleError, match=r"epsilon must be >= .* \(got 1e-09\); take fewer steps") as caught:
         noise_multiplier(1e-9, 1e-12, **query)
     least = float(re.search(r">= (\S+),", str(caught.value)).group(1))
-    assert 1e-9 < least < 1e-4
+    exact = design_epsilon(1e8, 1e-12, **query)
+    assert 1e-9 < exact <= least <= exact * 1.001
     assert design_epsilon(noise_multiplier(least, 1e-12, **query), 1e-12, **query) <= least
 
 
@@ -133,6 +140,50 @@ def test_no_steps_fit_without_noise():
         assert max_steps(1e6, 0.5, noise_multiplier=0.0, design=design, adjacency=REPLACE_ONE) == 0
         assert design_epsilon(0.0, 0.5, design=design, steps=1, adjacency=REPLACE_ONE) == math.inf
         assert design_epsilon(0.0, 0.5, design=design, steps=0, adjacency=REPLACE_ONE) == 0.0
+
+
+# -- other accountants ------------------------------------------------------------------------------------------------
+
+SETTINGS = [
+    (0.6, 256 / 60000, 235),
+    (1.0, 0.01, 10**4),
+    (2.0, 0.001, 10**4),
+    (0.5, 0.1, 10),
+    (5.0, 0.2, 500),
+    (1.0, 1.0, 3),
+]
+
+
+@pytest.mark.parametrize(("noise", "rate", "steps"), SETTINGS)
+def test_renyi_epsilon_is_at_most_that_of_opacus_and_dp_accounting_and_above_the_tight_one(noise, rate, steps):
+    ours = Ledger([Repeat(PoissonGaussian(noise, rate), steps)])
+    renyi = ours.epsilon(DELTA, ADD_REMOVE, "rdp")
+    opacus = RDPAccountant()
+    opacus.history = [(noise, rate, steps)]
+    assert renyi <= opacus.get_epsilon(DELTA) + 1e-9
+    event = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise)), steps
+    )
+    assert renyi <= RdpAccountant().compose(event).get_epsilon(DELTA) + 1e-9
+    assert ours.epsilon(DELTA, ADD_REMOVE) >= PLDAccountant().compose(event).get_epsilon(DELTA) * 0.999
+
+
+def test_high_orders_are_tried_where_opacus_stops_at_63():
+    """Opacus #670: one step with sigma 30 at rate 0.01 is reported as 0.103."""
+    opacus = RDPAccountant()
+    opacus.history = [(30.0, 0.01, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Opacus says that its largest order was the best
+        assert opacus.get_epsilon(DELTA) > 0.1
+    assert Ledger([PoissonGaussian(30.0, 0.01)]).epsilon(DELTA, ADD_REMOVE) <= 6.57e-4
+
+
+def test_many_different_noises_are_bounded_by_their_extremes():
+    mixed = [Repeat(PoissonGaussian(1.0 + k / 30, 0.01), 10) for k in range(30)]
+    low, high = ([Repeat(PoissonGaussian(noise, 0.01), 300)] for noise in (2.0, 1.0))
+    spent = [Ledger(events).epsilon(DELTA, ADD_REMOVE) for events in (low, mixed, high)]
+    assert spent == sorted(spent)
+    assert len(set(spent)) == 3
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import secrets
 from typing import Any, NoReturn
@@ -52,7 +54,7 @@ class Accountant:
         self.unit = budget.unit if budget else check.choice(("example", "user"), unit=unit)
         self.ledger = Ledger()
         # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
-        self._history: list[tuple[str, int]] = []
+        self._runs: list[tuple[str, int]] = []
         self._charging = False
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
@@ -77,10 +79,11 @@ class Accountant:
         self._charge(event, count)
 
     def _charge(self, event: Event, count: int) -> None:
-        if not self._charging and count:
-            self._history.append((secrets.token_hex(16), len(self.ledger)))
-            self._charging = True
+        start = len(self.ledger)
         self.ledger.add(event, count)
+        if not self._charging and len(self.ledger) > start:
+            self._runs.append((secrets.token_hex(16), start))
+            self._charging = True
 
     def authorize(self, event: Event, count: int = 1) -> None:
         """Charges an event that is about to happen, or refuses it.
@@ -177,8 +180,8 @@ class Accountant:
             "adjacency": self.adjacency,
             "unit": self.unit,
             "ledger": self.ledger.to_json(),
-            "history": [list(entry) for entry in self._history],
-            "digest": self.ledger.digest(),
+            "runs": [list(run) for run in self._runs],
+            "digest": _digest(self.ledger, self._runs),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,19 +200,23 @@ class Accountant:
                     f"{field} must be {getattr(self, field)!r}, this accountant's (got {state.get(field)!r})"
                 )
         loaded = Ledger.from_json(state.get("ledger", ()))
-        if loaded.digest() != state.get("digest"):
+        runs = [(str(token), check.count(start=start)) for token, start in state.get("runs", ())]
+        if _digest(loaded, runs) != state.get("digest"):
             raise ValueError("digest must match the ledger: the state was altered or is damaged")
-        history = [(str(token), check.count(start=start)) for token, start in state.get("history", ())]
         # PRIVACY: two runs with equal counts are two runs (test_two_continuations_of_one_checkpoint_are_two_histories)
-        if _is_past(history, len(loaded), self._history, len(self.ledger)) and self.ledger.includes(loaded):
+        if _is_past(runs, len(loaded), self._runs, len(self.ledger)) and self.ledger.includes(loaded):
             return  # a rolled-back run: what was charged since stays charged
-        if not (_is_past(self._history, len(self.ledger), history, len(loaded)) and loaded.includes(self.ledger)):
+        if not (_is_past(self._runs, len(self.ledger), runs, len(loaded)) and loaded.includes(self.ledger)):
             raise PrivacyError(
                 "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
                 "before the accountant is charged for anything else"
             )
-        self.ledger, self._history, self._charging = loaded, history, False
+        self.ledger, self._runs, self._charging = loaded, runs, False
         self._allowance = None
+
+
+def _digest(ledger: Ledger, runs: list[tuple[str, int]]) -> str:
+    return hashlib.sha256(json.dumps([ledger.digest(), runs]).encode()).hexdigest()
 
 
 def _is_past(first: list[tuple[str, int]], size: int, second: list[tuple[str, int]], total: int) -> bool:

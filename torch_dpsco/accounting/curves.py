@@ -50,9 +50,14 @@ _MAX_LEVEL = 6  # orders up to 2^20
 
 @lru_cache(maxsize=_MAX_LEVEL + 1)
 def orders_at(level: int) -> FloatArray:
-    """Returns the order grid: the default one to 2^14, with one more doubling per level, to 2^20."""
+    """Returns the order grid: the default one to 2^14, made denser, with one more doubling per level, to 2^20.
+
+    The default orders alone cost up to 1 % of epsilon. Steps of 0.1 below 11 are those of Opacus, so that our figure is
+    never larger than its; ratios of 1.02 above 64 leave 5e-5.
+    """
     if level == 0:
-        grid = default_orders().copy()
+        dense = np.concatenate([np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281))])
+        grid = np.union1d(default_orders(), dense)
     else:
         grid = orders_at(level - 1)
         grid = np.concatenate([grid, extended_orders(grid, best=float(grid[-1]))])

@@ -28,7 +28,7 @@ _MEANING = {
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """Returns the value >= 0 with that many significant digits, never less than it is.
+    """Returns the value >= 0 with that many significant digits (1 to 15), never less than it is.
 
     Example:
         >>> rounded_up(0.99991), rounded_up(1e-5), rounded_up(float("inf"))
