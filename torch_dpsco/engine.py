@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
@@ -19,7 +19,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import PrivateLoader
 
-__all__ = ["make_private"]
+__all__ = ["make_private", "require_same_parameters"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -66,8 +66,8 @@ def make_private(
         (model, private optimizer, private loader).
 
     Raises:
-        SequenceError: the optimizer is private already.
-        ValueError: the loader has no fixed batch size.
+        SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
+        ValueError: the loader has no fixed batch size, or its data set is a stream.
 
     Example:
         >>> import torch, torch_dpsco as dp
@@ -81,14 +81,21 @@ def make_private(
     """
     if isinstance(optimizer, PrivateOptimizer):
         raise SequenceError("optimizer is private already: pass it a loader by optimizer.loader(dataset)")
-    if data_loader.batch_size is None:
-        raise ValueError("data_loader must have a fixed batch_size (got None); give optimizer.loader(dataset) instead")
+    require_same_parameters(model, optimizer)
+    batch_size = getattr(data_loader, "batch_size", None)  # a PrivateLoader has none
+    if batch_size is None:
+        raise ValueError(
+            "data_loader must be a torch DataLoader with a fixed batch_size (got None); use HolderSGD.calibrated and "
+            "optimizer.loader(dataset) instead"
+        )
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
     private = HolderSGD.calibrated(
         optimizer.param_groups,
         problem=problem,
         n=n,
         budget=budget,
-        batch_size=data_loader.batch_size,
+        batch_size=batch_size,
         epochs=epochs,
         lr=optimizer.param_groups[0]["lr"],
         rule=TorchRule(optimizer, average),
@@ -104,3 +111,14 @@ def make_private(
         pin_memory=data_loader.pin_memory,
     )
     return attach(model, rows=rows, loss_reduction=loss_reduction), private, loader
+
+
+def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises SequenceError unless the optimizer trains exactly the model's trainable parameters."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if trained != owned:
+        raise SequenceError(
+            f"the optimizer must train exactly the model's trainable parameters (model {len(trained)}, optimizer "
+            f"{len(owned)}, in common {len(trained & owned)}); freeze the others with requires_grad_(False)"
+        )

@@ -3,131 +3,193 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from tqdm.auto import tqdm
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import attach, is_attached
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.engine import require_same_parameters
+from torch_dpsco.errors import InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
 
 __all__ = ["fit"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_REFRESH = 20  # steps between two updates of epsilon in the bar
+_LossFn = Callable[[Any, Any], Any]
 
 
 def fit(
     model: _Model,
     optimizer: PrivateOptimizer,
     dataset: Dataset[Any],
-    loss_fn: Callable[[Any, Tensor], Tensor],
+    loss_fn: _LossFn,
     *,
     steps: int | None = None,
     delta: float | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     physical_batch_size: int | None = None,
     num_workers: int = 0,
     progress: bool = True,
 ) -> _Model:
-    """Trains a model privately and returns it with the private answer installed.
+    """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 
-    The progress bar shows steps and epsilon, never the training loss, which is private.
+    Everything is checked before anything is spent: steps against plan and budget, model, records, loss. The progress
+    bar shows steps, epsilon (rounded up) and steps left, never the training loss, which is private. A run that is
+    interrupted keeps its steps and its ledger; another `fit` makes the steps that are left.
 
     Args:
         model: attached, or it is attached here.
         optimizer: private optimizer on the model's parameters.
-        dataset: of (input, target) records; the model's device is used.
+        dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor.
-        steps: number of steps; default all that are planned.
+        steps: number of steps; default all that are left of the plan.
         delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
-        loss_reduction: "mean" or "sum": how loss_fn reduces; checked on two records before anything is spent.
+        loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean". Checked on
+            a made-up batch of the first record's shapes.
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
         progress: whether to show the bar.
 
     Raises:
-        ValueError: no number of steps is known, or loss_fn reduces in another way.
-        SequenceError: the optimizer is finalized, or not on this model's parameters.
+        ValueError: no number of steps is known, or more than are planned; records are no pairs; loss_fn reduces in
+            another way.
+        InfeasibleError: the budget admits fewer steps; says how many.
+        SequenceError: the optimizer is finalized or its plan is made, or it is not on this model's parameters.
+
+    Guarantee:
+        That of the optimizer; nothing but the private answer leaves.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = dp.HolderSGD.calibrated(
+        ...     model.parameters(), problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
+        ...     budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
+        (False, 10)
     """
-    if optimizer.finalized:
-        raise SequenceError("the optimizer is finalized: make a new one to train again")
-    check.choice(("mean", "sum"), loss_reduction=loss_reduction)
-    planned = optimizer.schedule.steps
-    if steps is None and planned is None:
-        raise ValueError("steps must be given: the optimizer has no planned number of steps (got None)")
-    left = check.positive_count(steps=steps if steps is not None else (planned or 0) - optimizer.steps)
-    _require_same_parameters(model, optimizer)
-    _check_reduction(model, dataset, loss_fn, loss_reduction)
-    if not is_attached(model):
-        attach(model, loss_reduction=loss_reduction)
+    goal = _steps_to_make(optimizer, steps) + optimizer.steps
+    require_same_parameters(model, optimizer)
+    reduction = _agreed_reduction(model, loss_reduction)
+    device = next(model.parameters()).device
+    _check_loss(model, device, dataset, loss_fn, reduction)
     if delta is None and optimizer.accountant.budget is not None:
         delta = optimizer.accountant.budget.delta
-    device = next(model.parameters()).device
+    elif delta is not None:
+        check.open_interval(0.0, 1.0, delta=delta)
+    left = goal - optimizer.steps
     loader = optimizer.loader(dataset, steps=left, physical_batch_size=physical_batch_size, num_workers=num_workers)
-    goal = optimizer.steps + left
+    if not is_attached(model):
+        attach(model, loss_reduction=reduction)
     model.train()
     with optimizer, tqdm(total=left, disable=not progress, unit="step") as bar:
-        for inputs, targets in loader:
+        for batch in loader:
             optimizer.zero_grad()
             if optimizer.outstanding_rows:  # an empty draw is a step of noise only
-                loss_fn(model(_to(inputs, device)), _to(targets, device)).backward()
-            before = optimizer.steps
+                inputs, targets = _to(batch, device)
+                loss_fn(model(inputs), targets).backward()
             optimizer.step()
-            bar.update(optimizer.steps - before)
-            if delta is not None and (optimizer.steps % _REFRESH == 0 or optimizer.steps == goal):
-                bar.set_postfix(epsilon=f"{optimizer.accountant.get_epsilon(delta):.3f}", left=goal - optimizer.steps)
-    return model
+            _show(bar, optimizer, delta, goal - optimizer.steps)
+    return model.eval()
 
 
-def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_to(item, device) for item in batch)
-    if isinstance(batch, dict):
-        return {key: _to(item, device) for key, item in batch.items()}
-    return batch
-
-
-def _require_same_parameters(model: nn.Module, optimizer: PrivateOptimizer) -> None:
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if trained != owned:
-        raise SequenceError(
-            f"the optimizer must train exactly the model's trainable parameters (model {len(trained)}, optimizer "
-            f"{len(owned)}, in common {len(trained & owned)}); freeze the others with requires_grad_(False)"
+def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
+    """Returns the number of steps, after making sure that plan and budget admit them all."""
+    planned = optimizer.schedule.steps
+    left = None if planned is None else planned - optimizer.steps
+    if optimizer.finalized:
+        raise SequenceError("the optimizer is finalized: make a new one to train again")
+    if left is None and steps is None:
+        raise ValueError("steps must be given: the optimizer has no planned number of steps (got None)")
+    if left == 0:
+        raise SequenceError(f"all {planned} planned steps are made: call optimizer.finalize(), or make a new optimizer")
+    wanted = check.positive_count(steps=left if steps is None else steps)
+    if left is not None and wanted > left:
+        raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
+    accountant, design, base = optimizer.accountant, optimizer.design, optimizer.oracle.event()
+    admitted = bisect_left(
+        range(1, wanted + 1), True, key=lambda count: not accountant.admits(design.event(base, count))
+    )
+    if admitted < wanted:
+        raise InfeasibleError(
+            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}); give steps=, or "
+            f"make an optimizer with a larger budget or more noise"
         )
+    return wanted
 
 
-def _check_reduction(
-    model: nn.Module, dataset: Dataset[Any], loss_fn: Callable[[Any, Tensor], Tensor], reduction: str
+def _agreed_reduction(model: nn.Module, asked: str | None) -> str:
+    """Returns the loss reduction by which rows are scaled: that of `attach`, if it was called."""
+    if not is_attached(model):
+        return check.choice(("mean", "sum"), loss_reduction=asked or "mean")
+    attached = "mean" if model._dpsco.mean else "sum"
+    if asked not in (None, attached):
+        raise ValueError(
+            f"loss_reduction must be {attached!r}, as the model was attached (got {asked!r}); "
+            f"dp.detach(model) first to attach it in another way"
+        )
+    return attached
+
+
+def _check_loss(
+    model: nn.Module, device: torch.device, dataset: Dataset[Any], loss_fn: _LossFn, reduction: str
 ) -> None:
-    """Compares the loss of two records with that of the two records doubled; only the verdict leaves."""
-    device = next(model.parameters()).device
-    records = [dataset[i] for i in range(min(2, len(dataset)))]  # type: ignore[arg-type]
+    """Compares the loss of a made-up batch with that of its double: no value in the data set has a say."""
+    if isinstance(dataset, IterableDataset):
+        raise ValueError("dataset must be map-style, to be sampled from (got a stream, IterableDataset)")
+    if not len(dataset):  # type: ignore[arg-type]
+        return  # legal under add_remove; nothing shows what a record is like
+    record = dataset[0]
+    if not isinstance(record, (tuple, list)) or len(record) != 2:
+        size = f" of {len(record)}" if isinstance(record, (tuple, list)) else ""
+        raise ValueError(
+            f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): wrap it in one that does, "
+            f"or write the loop yourself with optimizer.loader(dataset)"
+        )
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            single, double = (
-                loss_fn(model(_to(inputs, device)), _to(targets, device))
-                for inputs, targets in (default_collate(records), default_collate(records * 2))
-            )
+            batches = (_to(tree_map(_made_up, default_collate([record] * size)), device) for size in (2, 4))
+            single, double = (loss_fn(model(inputs), targets) for inputs, targets in batches)
     finally:
         model.train(training)
-    if single.dim() or double.dim():
-        raise ValueError(f"loss_fn must return a scalar (got shape {tuple(single.shape)}); reduce by mean or sum")
-    factor = {"mean": 1.0, "sum": 2.0}[reduction]
-    if math.isfinite(float(single)) and not math.isclose(
-        float(double), factor * float(single), rel_tol=1e-2, abs_tol=1e-6
-    ):
+    if not isinstance(single, Tensor) or single.dim():
+        kind = f"shape {tuple(single.shape)}" if isinstance(single, Tensor) else type(single).__name__
+        raise ValueError(f"loss_fn must return a scalar tensor (got {kind}); reduce by mean or sum")
+    once, twice, factor = float(single), float(double), {"mean": 1.0, "sum": 2.0}[reduction]
+    if math.isfinite(once) and not math.isclose(twice, factor * once, rel_tol=1e-2, abs_tol=1e-6):
         raise ValueError(
             f"loss_reduction must be how loss_fn reduces over the batch (got {reduction!r}, but doubling the batch "
             f"does not {'keep' if factor == 1 else 'double'} the loss)"
         )
+
+
+def _made_up(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.ones_like(leaf) if leaf.is_floating_point() else torch.zeros_like(leaf)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _show(bar: Any, optimizer: PrivateOptimizer, delta: float | None, left: int) -> None:
+    if bar.disable:
+        return
+    figures: dict[str, Any] = {}
+    if delta is not None:
+        # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
+        figures["epsilon"] = rounded_up(optimizer.accountant.get_epsilon(delta))
+    bar.set_postfix(figures | {"left": left}, refresh=False)
+    bar.update(bar.total - left - bar.n)
