@@ -37,6 +37,14 @@ class _DenseHooks(GradSampleHooks):  # type: ignore[misc]
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         return (layer for layer in super().iterate_submodules(module) if not isinstance(layer, FactoredLinear))
 
+    def capture_backprops_hook(
+        self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
+    ) -> None:
+        """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
+        if self.hooks_enabled and not getattr(module, "activations", None):
+            raise SequenceError("a backward must follow a forward in training mode: call model.train() before it")
+        super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
+
 
 class _Attachment:
     """What attach added to a model, so that hooks can work and detach can undo it."""
@@ -204,6 +212,12 @@ def is_attached(model: nn.Module) -> bool:
     return hasattr(model, "_dpsco")
 
 
+def _is_part_of_attached(model: nn.Module) -> bool:
+    # PRIVACY: a part would keep the loss_reduction of the whole (test_a_part_of_an_attached_model_is_refused)
+    traces = any(isinstance(m, FactoredLinear) or is_attached(m) for m in model.modules())
+    return traces or any(hasattr(p, "dpsco_reset") for p in model.parameters())
+
+
 def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", batch_first: bool = True) -> _Model:
     """Makes the model record per-sample gradients in every training backward, and returns the model itself.
 
@@ -226,8 +240,11 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
     """
     check.choice(("auto", "dense", "factored"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
-    if any(is_attached(module) for module in model.modules()):
-        raise SequenceError("model is attached already: call dp.detach(model) first to attach it in another way")
+    if _is_part_of_attached(model):
+        raise SequenceError(
+            "model is attached already: call dp.detach(model) first to attach it in another way; a part of an attached "
+            "model must be detached with the whole"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter (got none with requires_grad)")
     _refuse_coupling_layers(model)
@@ -252,6 +269,8 @@ def detach(model: _Model) -> _Model:
     if not is_attached(model):
         raise SequenceError("model is not attached: nothing to detach")
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    # PRIVACY: inputs that a forward left would be saved with the model (test_a_detached_model_holds_no_data)
+    attachment.reset()
     clear_rows(list(model.parameters()))
     for handle in attachment.handles:
         handle.remove()

@@ -283,6 +283,8 @@ class _EmptyLikeOne:
     def __call__(self, items: list[Any]) -> Any:
         if items:
             return self.collate(items)
+        if not len(self.dataset):  # legal under add_remove; nothing shows what a record is like
+            return []
         return tree_map(_without_rows, self.collate([self.dataset[0]]))
 
 

@@ -55,8 +55,7 @@ def _check_backward(p: nn.Parameter, place: int, rows: Tensor) -> None:
     if bool(torch.isfinite(error)) and bool(error > slack * size + 1e-12):
         raise SequenceError(
             f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on the "
-            f"weights (give reg= or prox= to the optimizer instead), uses a weight outside of its layer, or its "
-            f"reduction is not the loss_reduction given to attach"
+            f"weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"
         )
 
 

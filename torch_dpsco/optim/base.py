@@ -140,7 +140,7 @@ class PrivateOptimizer(Optimizer):
             UnitError: the data set does not have the declared number of records although that is public.
             UnknownSamplerError: no sampling was declared.
         """
-        size = len(dataset)  # type: ignore[arg-type]
+        size = checks.number_of_records(dataset)
         checks.require_universe(self.design, self.adjacency, size)
         sampler = make_sampler(self.design, size=size, steps=steps)
         loader = PrivateLoader(

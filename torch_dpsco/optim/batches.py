@@ -69,6 +69,7 @@ class LogicalBatch:
                 )
             if rows > self.batch_size:
                 # PRIVACY: e.g. a model that folds time into the batch has several rows per record
+                # (test_a_record_with_several_rows_is_refused_without_a_declared_sampling)
                 raise SequenceError(f"a step must use at most batch_size={self.batch_size} rows, and got more")
             return True
         if self._log.prefetching and (partial or passes > 1):

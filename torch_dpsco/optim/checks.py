@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Disjoint, Shuffled, Undeclared
@@ -17,12 +18,22 @@ from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, U
 
 __all__ = [
     "agreed_adjacency",
+    "number_of_records",
     "one_device",
     "require_known_order",
     "require_one_step",
     "require_universe",
     "warn_of_other_lrs",
 ]
+
+
+def number_of_records(dataset: Dataset[Any]) -> int:
+    """Returns len(dataset); raises ValueError for a stream, from which no batch can be sampled."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length)"
+        )
+    return len(dataset)
 
 
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:
@@ -34,6 +45,8 @@ def one_device(params: Sequence[nn.Parameter]) -> torch.device:
             raise ValueError("params must hold values (got one on the meta device): give the model a device first")
         if not p.is_floating_point():
             raise ValueError(f"params must be real floating tensors (got {p.dtype})")
+    if len({id(p) for p in params}) < len(params):
+        raise ValueError("params must hold each parameter once (got one twice)")
     devices = {p.device for p in params}
     if len(devices) != 1:
         raise ValueError(f"params must be on one device (got {sorted(map(str, devices))})")
@@ -56,7 +69,12 @@ def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) 
         AdjacencyError: the step has no guarantee under this adjacency.
         InfeasibleError: it does not fit; names the smallest epsilon that would admit it.
     """
-    accountant.ledger.cost(adjacency, extra=step)
+    try:
+        accountant.ledger.cost(adjacency, extra=step)
+    except AdjacencyError as error:
+        raise AdjacencyError(
+            f"{error}; give n= (Poisson batches, every adjacency), another design=, or adjacency='replace_one'"
+        ) from error
     budget = accountant.budget
     if budget is None or accountant.admits(step):
         return

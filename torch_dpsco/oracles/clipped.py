@@ -93,7 +93,7 @@ class ClippedMean(MeanOracle):
     def clip(self) -> float:
         """Clip of the open, or else the last, logical batch."""
         if self._clip is None:
-            raise SequenceError("no logical batch was opened yet: the clip is known once a batch was observed")
+            raise SequenceError("no logical batch was opened: call open(query) first, which fixes the clip")
         return self._clip
 
     @property
@@ -115,12 +115,13 @@ class ClippedMean(MeanOracle):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
+        clip = self.clip  # raises before open
         self._n_rows += len(rows)
         if self._n_rows > self._summation.max_rows:
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
-        weights = clip_weights(rows.norms(), self.clip) / self.batch_size
-        in_range = 2.0**-40 < self.clip < 2.0**40  # the error bound of float32 leaves out overflow and underflow
+        weights = clip_weights(rows.norms(), clip) / self.batch_size
+        in_range = 2.0**-40 < clip < 2.0**40  # the error bound of float32 leaves out overflow and underflow
         precision = self._summation.for_rows(self._n_rows) if in_range else FLOAT64
         means = rows.weighted_sum(weights, precision)
         if [m.shape for m in means] != self._shapes:
@@ -147,13 +148,14 @@ class ClippedMean(MeanOracle):
 
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
+        noise_std = self.noise_std  # raises before open
         sizes = [shape.numel() for shape in self._shapes]
         flat = self._answer
         if flat is None or flat.numel() != sum(sizes) or flat.dtype != self._dtype or flat.device != self._device:
             # kept for the next release: fresh memory costs as much as the arithmetic
             self._answer = flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         if self.noise_multiplier > 0:
-            flat.normal_(generator=generator).mul_(self.noise_std)
+            flat.normal_(generator=generator).mul_(noise_std)
         else:
             flat.zero_()
         answer = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]

@@ -1,0 +1,274 @@
+"""The examples as a newcomer runs them, and the README that quotes them: printed figures are recomputed here."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+from sklearn.metrics import accuracy_score, roc_auc_score
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.accounting.report import rounded_up
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "adult")
+N, EPSILON, DELTA = 32_561, 1.0, 1e-5
+
+
+def load(name: str) -> ModuleType:
+    """Imports a script by its path; it finds `adult` beside itself, as it does when it is run."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        spec.loader.exec_module(module)
+        sys.modules.pop("adult", None)
+    return module
+
+
+class Run(NamedTuple):
+    """One quick run: what it returned and printed, and the models that it trained, the private one last."""
+
+    figures: dict[str, float]
+    text: str
+    models: list[nn.Module]
+
+
+def run_quick(name: str) -> Run:
+    module, models = load(name), []
+
+    def spied(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            models.append(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        return call
+
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        if name == "logistic_regression":
+            patch.setattr(module, "fit_baseline", spied(module.fit_baseline))
+            patch.setattr(module.dp, "fit", spied(module.dp.fit))
+        else:
+            patch.setattr(module, "before", spied(module.before))
+            patch.setattr(module, "after", spied(module.after))
+        figures = module.main(["--quick"])
+    if name == "logistic_regression":
+        models.reverse()
+    return Run(figures, text.getvalue(), models)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Run]:
+    return {name: run_quick(name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def adult() -> ModuleType:
+    return load("adult")
+
+
+@pytest.fixture(scope="module")
+def data(adult: ModuleType) -> Any:
+    return adult.load_adult()
+
+
+def blocks(kind: str) -> list[str]:
+    """Returns the README's code blocks of a kind ("" for those without one)."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    found = [text for name, text in fenced if name == kind]
+    assert found, f"README.md has no block of kind {kind!r}"
+    return found
+
+
+def spent(text: str) -> tuple[str, dict[str, str], int, PoissonGaussian]:
+    """Returns the quoted epsilon, those of other adjacencies, the number of steps and their event."""
+    assert "-differential privacy, add_remove: the data set has one example more or less" in text
+    quoted = re.search(r"^spent: \((\S+), 1e-05\)-diff", text, flags=re.MULTILINE)[1]
+    others = dict(re.findall(r"^  (zero_out|replace_one): epsilon (\S+)$", text, flags=re.MULTILINE))
+    events = re.findall(r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$", text, re.MULTILINE)
+    assert len(events) == 1
+    steps, noise, rate = events[0]
+    return quoted, others, int(steps), PoissonGaussian(float(noise), float(rate))
+
+
+def assert_spent_is_true(text: str, slack: float = 1e-3) -> None:
+    """Recomputes all epsilons from the printed event, and bounds the quoted one by the privacy loss distribution."""
+    quoted, others, steps, event = spent(text)
+    accountant = dp.Accountant(adjacency="add_remove")
+    accountant.record(event, steps)
+    assert set(others) == {"zero_out", "replace_one"}
+    for adjacency, shown in {"add_remove": quoted, **others}.items():
+        true = accountant.get_epsilon(DELTA, adjacency=adjacency)
+        assert true <= float(shown) <= (1 + slack) * true
+    judge = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+    judge.compose(dp_accounting.PoissonSampledDpEvent(event.q, gaussian), steps)
+    assert judge.get_epsilon(DELTA) <= float(quoted) <= EPSILON
+
+
+# -- the scripts ------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_examples() -> None:
+    assert {"logistic_regression", "existing_loop"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_one_page_that_says_how_to_run_it(name: str) -> None:
+    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 120
+    docstring = ast.get_docstring(ast.parse(source))
+    for command in (f"python examples/{name}.py ", f"python examples/{name}.py --quick"):
+        assert command in docstring
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_spends_what_it_prints_and_no_more_than_its_budget(name: str, runs: dict[str, Run]) -> None:
+    figures, text, _ = runs[name]
+    assert_spent_is_true(text)
+    quoted, others, _, _ = spent(text)
+    assert rounded_up(figures["epsilon"]) == quoted
+    assert 0.99 * EPSILON < figures["epsilon"] <= EPSILON
+    if "epsilon_replace_one" in figures:
+        assert rounded_up(figures["epsilon_replace_one"]) == others["replace_one"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_printed_scores_are_those_returned_and_those_of_the_trained_models(
+    name: str, runs: dict[str, Run], data: Any
+) -> None:
+    figures, text, models = runs[name]
+    labels = data.test_labels.numpy()
+    for line, prefix, model in zip(("not private", "private"), ("baseline_", ""), models, strict=True):
+        printed = re.search(rf"^{line}\s+(?:accuracy )?(0\.\d{{4}})\s+(?:AUC )?(0\.\d{{4}})$", text, re.MULTILINE)
+        with torch.no_grad():
+            scores = model(data.test_features).squeeze(1).numpy()
+        recomputed = {"accuracy": accuracy_score(labels, scores > 0), "auc": roc_auc_score(labels, scores)}
+        for kind, shown in zip(("accuracy", "auc"), printed.groups(), strict=True):
+            assert float(shown) == pytest.approx(recomputed[kind], abs=5.1e-5)
+            assert figures.get(f"{prefix}{kind}", recomputed[kind]) == pytest.approx(recomputed[kind], abs=1e-9)
+
+
+def test_the_private_model_has_learned_and_the_other_is_better(runs: dict[str, Run]) -> None:
+    for run in runs.values():
+        assert 0.7 < run.figures["auc"] < run.figures["baseline_auc"] + 0.01
+    loop = runs["existing_loop"].figures
+    assert loop["auc"] > loop["baseline_auc"] - 0.03  # equal steps and rates: the noise costs little
+
+
+def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(runs: dict[str, Run]) -> None:
+    problem = dp.losses.Logistic().problem(bound_x=3.61)
+    budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
+    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=budget, epochs=0.1)
+    _, _, steps, event = spent(runs["logistic_regression"].text)
+    assert (steps, event) == (plan.steps, PoissonGaussian(plan.noise_multiplier, 512 / N))
+    assert f"\n{steps} steps in " in runs["logistic_regression"].text
+
+
+def test_the_options_of_the_logistic_example_reach_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    main = load("logistic_regression").main
+    figures = main(["--quick", "--epsilon", "0.5", "--delta", "1e-6", "--adjacency", "replace_one", "--epochs", "3"])
+    shown = capsys.readouterr().out
+    assert 0.495 < figures["epsilon"] == figures["epsilon_replace_one"] <= 0.5
+    assert f"spent: ({rounded_up(figures['epsilon'])}, 1e-06)-differential privacy, replace_one" in shown
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+
+def source_lines(module: ModuleType, name: str) -> list[str]:
+    return inspect.getsource(getattr(module, name)).splitlines()
+
+
+def test_the_diff_of_the_readme_is_that_of_the_example() -> None:
+    lines = blocks("diff")[0].splitlines()
+    module = load("existing_loop")
+    before, after = source_lines(module, "before"), source_lines(module, "after")
+    removed, added, common = ([line[1:] for line in lines if line[0] == sign] for sign in "-+ ")
+    assert len(removed) == 3
+    assert len(added) > 0
+    assert len(common) > 0
+    assert len(removed) + len(added) + len(common) == len(lines)
+    assert [line for line in before if line in removed] == removed
+    assert [line for line in after if line in added] == added
+    for line in common:
+        assert line in before
+        assert line in after
+    assert not set(removed) & set(after)
+    assert not set(added) & set(before)
+    # ... and nothing else is different but the promises of the private run and what it returns
+    rest = [line for line in after if line not in added and line not in before]
+    allowed = ("def after", '"""', "budget = dp.Budget(", "problem = dp.losses.", "return model, optimizer")
+    assert [line for line in rest if not line.strip().startswith(allowed)] == []
+
+
+def names_of_dp(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("dp."):
+            yield re.match(r"[\w.]+", ast.unparse(node))[0]
+
+
+def test_the_readme_names_only_what_exists() -> None:
+    source = "\n".join(blocks("python"))
+    found = set(names_of_dp(ast.parse(source)))
+    assert {"dp.Budget", "dp.HolderSGD.calibrated", "dp.fit", "dp.make_private"} <= found
+    for name in found:
+        thing: Any = dp
+        for part in name.split(".")[1:]:
+            assert hasattr(thing, part), f"{name} does not exist"
+            thing = getattr(thing, part)
+
+
+def test_the_tour_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.rand(N, 65, generator=generator) / 3
+    scope: dict[str, Any] = {"dataset": TensorDataset(features, (features[:, :1] > 0.16).float())}
+    for statement in ast.parse(blocks("python")[0]).body:
+        if "make_private" in ast.unparse(statement):  # the other way, for those who have the three objects already
+            trained = scope["optimizer"]
+            scope["model"] = nn.Linear(65, 1)
+            scope["torch_optimizer"] = torch.optim.SGD(scope["model"].parameters(), lr=0.1)
+            scope["data_loader"] = DataLoader(scope["dataset"], batch_size=512, shuffle=True)
+        exec(compile(ast.unparse(statement), "README.md", "exec"), scope)
+    plan = dp.HolderSGD.plan(problem=scope["problem"], n=N, budget=scope["budget"])
+    assert trained.steps == plan.steps == scope["optimizer"].schedule.steps
+    assert trained.privacy_spent().epsilon <= 1.0
+    shown = capsys.readouterr().out
+    assert str(plan) in shown
+    assert str(scope["optimizer"].privacy_spent()) in shown
+
+
+def test_the_figures_of_the_readme_are_those_of_a_run(adult: ModuleType, data: Any) -> None:
+    # It was printed once: later accounting may be up to 2 % tighter, but the README must never say less than is true.
+    shown = next(block for block in blocks("") if block.startswith("test set of"))
+    assert_spent_is_true(shown, slack=0.02)
+    _, _, steps, event = spent(shown)
+    problem = dp.losses.Logistic().problem(bound_x=adult.ROW_NORM_BOUND)
+    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=dp.Budget(EPSILON, DELTA, adjacency="add_remove"))
+    assert (steps, event.q) == (plan.steps, plan.batch_size / N)
+    assert event.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=0.02)
+    model = adult.fit_baseline(data.train_features, data.train_labels)
+    scores = model(data.test_features)
+    baseline = (adult.accuracy(scores, data.test_labels), adult.auc(scores, data.test_labels))
+    line = re.search(r"^not private +(\S+) +(\S+)$", shown, flags=re.MULTILINE)
+    assert tuple(map(float, line.groups())) == pytest.approx(baseline, abs=3e-4)

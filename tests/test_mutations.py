@@ -1,0 +1,229 @@
+"""The checks of the privacy core can fail: each passes on the package and fails on a package with one line spoiled.
+
+Also: every test that a comment of the package names is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_dpsco as dp
+from tests import checks
+from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.gradbatch import batch
+from torch_dpsco.optim import base
+from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.oracles import clipped
+
+ROOT = Path(__file__).parent.parent
+Patch = pytest.MonkeyPatch
+Oracle = clipped.ClippedMean
+
+
+def assert_caught(check: Callable[[], None], mutate: Callable[[Patch], None]) -> None:
+    check()
+    with Patch.context() as patch:
+        mutate(patch)
+        with pytest.raises(AssertionError):
+            check()
+    check()
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    """What a removed call does."""
+
+
+def test_removed_clip_is_caught():
+    def mutate(patch: Patch) -> None:
+        patch.setattr(clipped, "clip_weights", lambda norms, clip: torch.ones_like(norms))
+
+    assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
+
+
+def test_a_clip_of_parts_instead_of_rows_is_caught():
+    def mutate(patch: Patch) -> None:
+        clip_weights = clipped.clip_weights
+        patch.setattr(clipped, "clip_weights", lambda norms, clip: clip_weights(norms.sqrt(), clip))
+
+    assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.95, 1.05])
+def test_halved_noise_is_caught(factor):
+    def mutate(patch: Patch) -> None:
+        noise_std = Oracle.noise_std.fget
+        patch.setattr(Oracle, "noise_std", property(lambda self: factor * noise_std(self)))
+
+    assert_caught(checks.check_that_the_noise_is_what_the_ledger_says, mutate)
+
+
+def test_skipped_charge_is_caught():
+    assert_caught(
+        checks.check_that_every_release_is_charged, lambda patch: patch.setattr(dp.Accountant, "authorize", nothing)
+    )
+
+
+def test_kept_refused_batch_is_caught():
+    def discards_nothing(patch: Patch) -> None:
+        patch.setattr(Oracle, "discard", nothing)
+        patch.setattr(LogicalBatch, "drop", nothing)
+
+    for mutate in (discards_nothing, lambda patch: patch.setattr(dp.PrivateOptimizer, "_abort", nothing)):
+        assert_caught(checks.check_that_a_refused_batch_is_forgotten, mutate)
+
+
+def test_copies_draw_fresh_noise():
+    def mutate(patch: Patch) -> None:
+        get_state, set_state = dp.PrivateOptimizer.__getstate__, dp.PrivateOptimizer.__setstate__
+
+        def with_stream(self):
+            return get_state(self) | {"stream": self._noise.get_state()}
+
+        def from_stream(self, state):
+            set_state(self, state)
+            self._noise.set_state(state["stream"])
+
+        patch.setattr(dp.PrivateOptimizer, "__getstate__", with_stream)
+        patch.setattr(dp.PrivateOptimizer, "__setstate__", from_stream)
+
+    assert_caught(checks.check_that_copies_draw_noise_of_their_own, mutate)
+
+
+def test_noise_before_the_charge_is_caught():
+    def charges_afterwards(patch: Patch) -> None:
+        authorize, release = dp.Accountant.authorize, Oracle.release
+        owed = []
+
+        def charge_last(self, generator):
+            answer = release(self, generator)
+            authorize(*owed.pop())
+            return answer
+
+        patch.setattr(dp.Accountant, "authorize", lambda *args: owed.append(args))
+        patch.setattr(Oracle, "release", charge_last)
+
+    def draws_first(patch: Patch) -> None:
+        observe = dp.PrivateOptimizer._observe
+
+        def with_noise(self, users, *, partial):
+            torch.empty(1).normal_(generator=self._noise)
+            return observe(self, users, partial=partial)
+
+        patch.setattr(dp.PrivateOptimizer, "_observe", with_noise)
+
+    for mutate in (charges_afterwards, draws_first):
+        assert_caught(checks.check_that_the_charge_precedes_the_noise, mutate)
+
+
+def test_unmasked_rows_are_caught():
+    assert_caught(checks.check_that_dropped_rows_are_masked, lambda patch: patch.setattr(batch, "_LEAST_NORMAL", -1.0))
+
+
+def test_realized_batch_size_as_divisor_is_caught():
+    def mutate(patch: Patch) -> None:
+        observe = Oracle.observe
+
+        def with_realized_size(self, rows, users=None):
+            self.batch_size = len(rows)
+            observe(self, rows, users)
+
+        patch.setattr(Oracle, "observe", with_realized_size)
+
+    assert_caught(checks.check_that_the_divisor_is_public, mutate)
+
+
+def _without_step(patch: Patch) -> None:
+    close = LogicalBatch.close
+    patch.setattr(LogicalBatch, "close", lambda self, chunk: close(self, chunk) if chunk.rows else self.finish())
+
+
+def _without_charge(patch: Patch) -> None:
+    authorize, draw_event = dp.Accountant.authorize, Poisson.draw_event
+    last = []
+    patch.setattr(Poisson, "draw_event", lambda self, base, draw: last.append(draw) or draw_event(self, base, draw))
+    patch.setattr(dp.Accountant, "authorize", lambda self, event: authorize(self, event, min(last[-1].size, 1)))
+
+
+def _without_noise(patch: Patch) -> None:
+    release = Oracle.release
+
+    def quiet(self, generator):
+        answer = release(self, generator) if self._means else None
+        return answer or clipped.Release([torch.zeros(shape) for shape in self._shapes])
+
+    patch.setattr(Oracle, "release", quiet)
+
+
+@pytest.mark.parametrize("mutate", [_without_step, _without_charge, _without_noise])
+def test_a_free_empty_batch_is_caught(mutate):
+    assert_caught(checks.check_that_an_empty_batch_is_like_any_other, mutate)
+
+
+def test_rows_kept_by_zero_grad_are_caught():
+    assert_caught(checks.check_that_zero_grad_forgets_rows, lambda patch: patch.setattr(base, "clear_rows", nothing))
+
+
+def test_rows_kept_by_a_step_are_caught():
+    assert_caught(checks.check_that_a_step_uses_up_its_rows, lambda patch: patch.setattr(batch, "clear_rows", nothing))
+
+
+# -- comments that name tests -----------------------------------------------------------------------------------------
+
+
+def comment_blocks(path: Path) -> Iterator[str]:
+    """Yields the comments of a file, those on lines of their own joined with the ones right below."""
+    block, last = "", -1
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            row, text = token.start[0], token.string.lstrip("# ")
+            alone = token.line.strip().startswith("#")
+            if alone and row == last + 1 and not text.startswith("PRIVACY:"):
+                block += " " + text
+            else:
+                yield block
+                block = text
+            last = row if alone else -1
+    yield block
+
+
+COMMENTS = [
+    (f"{path.relative_to(ROOT)}", block)
+    for path in sorted((ROOT / "torch_dpsco").rglob("*.py"))
+    for block in comment_blocks(path)
+]
+PRIVACY = [(where, block) for where, block in COMMENTS if block.startswith("PRIVACY:")]
+
+
+def names_of_tests() -> set[str]:
+    """Test functions, and test files without their ending."""
+    paths = list((ROOT / "tests").rglob("test_*.py"))
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return {path.stem for path in paths} | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_a_comment_names_exists():
+    named = {(where, name) for where, block in COMMENTS for name in re.findall(r"\btest_\w+", block)}
+    assert len(named) >= 30
+    existing = names_of_tests()
+    assert not sorted((where, name) for where, name in named if name not in existing)
+
+
+def test_every_privacy_comment_names_its_test():
+    assert len(PRIVACY) >= 30
+    assert not [(where, block) for where, block in PRIVACY if not re.search(r"\btest_\w+", block)]
+
+
+def test_comments_are_joined_over_lines(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text("x = 1\n# PRIVACY: one\n# two (test_a)\n# PRIVACY: three\ny = 2  # PRIVACY: (test_b)\n# four\n")
+    found = [block for block in comment_blocks(path) if block]
+    assert found == ["PRIVACY: one two (test_a)", "PRIVACY: three", "PRIVACY: (test_b)", "four"]
