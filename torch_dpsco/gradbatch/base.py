@@ -158,10 +158,11 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
             total.addmv_(part.t(), weights[index])
         return total
     rows, small = rows.float(), weights.float()
-    whole = len(rows) - len(rows) % tile
+    n_rows = rows.shape[0]
+    whole = n_rows - n_rows % tile
     parts = torch.bmm(small[:whole].view(-1, 1, tile), rows[:whole].view(-1, tile, rows.shape[1]))
     total = parts.sum(dim=(0, 1), dtype=torch.float64)
-    return total if whole == len(rows) else total.add_(small[whole:] @ rows[whole:])
+    return total if whole == n_rows else total.add_(small[whole:] @ rows[whole:])
 
 
 def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -187,7 +187,7 @@ class GradBatch:
             float64 or float32 tensors of the parameters' shapes.
         """
         blocks = self.blocks
-        if len(weights) and float(weights.min()) < _LEAST_NORMAL:
+        if weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             index = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
             weights, blocks = weights[index], [block.select(index) for block in blocks]

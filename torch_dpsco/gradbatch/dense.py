@@ -28,10 +28,10 @@ class DenseBlock(Block):
         return [self.rows.shape[1:]]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.rows.shape[0]
 
     def _flat(self) -> Tensor:
-        return self.rows.reshape(len(self.rows), self.shapes[0].numel())
+        return self.rows.reshape(len(self), self.shapes[0].numel())
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the rows' norms: (B,) float64."""

@@ -25,7 +25,7 @@ class FactoredBlock(Block):
     """
 
     def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool = True, bias: bool = True) -> None:
-        if acts.dim() != 2 or backprops.dim() != 2 or len(acts) != len(backprops):
+        if acts.dim() != 2 or backprops.dim() != 2 or acts.shape[0] != backprops.shape[0]:
             raise ValueError(f"acts and backprops must be (B, in) and (B, out) (got {acts.shape}, {backprops.shape})")
         self.acts, self.backprops, self.weight, self.bias = acts, backprops, weight, bias
 
@@ -36,7 +36,7 @@ class FactoredBlock(Block):
         return [torch.Size([out, width])] * self.weight + [torch.Size([out])] * self.bias
 
     def __len__(self) -> int:
-        return len(self.acts)
+        return self.acts.shape[0]
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""

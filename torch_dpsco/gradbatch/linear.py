@@ -69,7 +69,7 @@ class Tape:
         if self.scale_by_batch and backprops.dtype in (torch.bfloat16, torch.float16):
             raise SequenceError("half-precision backward passes need attach(model, loss_reduction='sum')")
         if self.scale_by_batch:
-            backprops = backprops * len(acts)
+            backprops = backprops * acts.shape[0]
         self.pairs.append((tag, acts, backprops))
 
     def clear(self) -> None:
