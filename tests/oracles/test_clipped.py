@@ -112,7 +112,7 @@ def test_an_empty_batch_releases_noise_only(observed):
         flat = torch.cat([part.flatten() for part in answer.mean])
         assert [part.shape for part in answer.mean] == [(3, 2), ()]
         assert not answer.halted
-        expected = torch.empty(7).normal_(generator=torch.Generator().manual_seed(1)).mul_(oracle.noise_std)
+        expected = torch.empty(7).normal_(std=oracle.noise_std, generator=torch.Generator().manual_seed(1))
         assert torch.equal(flat, expected)
         assert bool(flat.any()) is (noise > 0)
 

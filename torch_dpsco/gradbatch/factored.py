@@ -51,27 +51,28 @@ class FactoredBlock(Block):
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
-        scaled = self.backprops.double() * weights[:, None]
+        matrix32 = self.backprops.shape[1] > 1 and precision.matrix_tile and self.acts.dtype != torch.float64
+        dtype = torch.float32 if matrix32 else torch.float64
+        scaled = self.backprops.to(dtype) * weights.to(dtype)[:, None]
         out = []
         if self.weight:
             out.append(self._weight_sum(scaled, precision))
         if self.bias:
-            out.append(scaled.sum(dim=0))
+            out.append(scaled.sum(dim=0, dtype=torch.float64))
         return out
 
     def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
         if scaled.shape[1] == 1:  # one output: a matrix-vector product is several times faster
             return weighted_rows(self.acts, scaled[:, 0], precision)[None]
-        tile = precision.matrix_tile
-        if not tile or self.acts.dtype == torch.float64:
+        if scaled.dtype == torch.float64:
             total = scaled.new_zeros(self.backprops.shape[1], self.acts.shape[1])
             for index, acts in float64_tiles(self.acts):
                 total.addmm_(scaled[index].t(), acts)
             return total
-        small, acts = scaled.float(), self.acts.float()
-        total = small[:tile].t() @ acts[:tile]
+        tile, acts = precision.matrix_tile, self.acts.float()
+        total = scaled[:tile].t() @ acts[:tile]
         for start in range(tile, len(acts), tile):
-            total.addmm_(small[start : start + tile].t(), acts[start : start + tile])
+            total.addmm_(scaled[start : start + tile].t(), acts[start : start + tile])
         return total
 
     def select(self, index: Tensor) -> FactoredBlock:

@@ -155,7 +155,7 @@ class ClippedMean(MeanOracle):
             # kept for the next release: fresh memory costs as much as the arithmetic
             self._answer = flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         if self.noise_multiplier > 0:
-            flat.normal_(generator=generator).mul_(noise_std)
+            flat.normal_(std=noise_std, generator=generator)
         else:
             flat.zero_()
         answer = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
