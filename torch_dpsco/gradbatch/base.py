@@ -60,6 +60,8 @@ def row_norms(rows: Tensor) -> Tensor:
     """
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
+    if width == 1:
+        return rows[:, 0].abs().double()  # exact
     if width <= PIECE:
         norms = torch.linalg.vector_norm(rows, dim=1).double()
     else:
@@ -152,7 +154,9 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
         precision: of the sum; few numbers are summed in float64 anyway.
     """
     tile = precision.vector_tile
-    if not tile or rows.numel() <= _FEW or rows.dtype == torch.float64:
+    if rows.numel() <= _FEW:
+        return rows.double().t() @ weights
+    if not tile or rows.dtype == torch.float64:
         total = rows.new_zeros(rows.shape[1], dtype=torch.float64)
         for index, part in float64_tiles(rows):
             total.addmv_(part.t(), weights[index])
