@@ -61,8 +61,8 @@ def row_norms(rows: Tensor) -> Tensor:
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
     if width == 1:
-        return rows[:, 0].abs().double()  # exact
-    if width <= PIECE:
+        norms = rows[:, 0].abs().double()
+    elif width <= PIECE:
         norms = torch.linalg.vector_norm(rows, dim=1).double()
     else:
         whole = width - width % PIECE
