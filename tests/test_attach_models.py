@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 import torch_dpsco as dp
@@ -371,3 +372,12 @@ def test_a_head_without_a_backward_is_refused():
     model(torch.ones(2, 1), "ab").sum().backward()
     opt.step()
     assert opt.steps == 1
+
+
+def test_attention_over_the_batch_dimension_is_refused():
+    """With times first, "row i" would be time i of all records; the number of rows can agree by chance."""
+    layer = nn.MultiheadAttention(4, 2)  # batch_first=False is torch's default
+    model = ModuleValidator.fix(nn.Sequential(nn.Linear(4, 4), layer))
+    with pytest.raises(ValueError, match="batch_first must be False, that of the attention layer '1'"):
+        dp.attach(model)
+    assert dp.attach(model, batch_first=False) is model

@@ -229,7 +229,7 @@ def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
     plain = DataLoader(records(), batch_size=BATCH, collate_fn=doubled, num_workers=1)
     model, optimizer, loader = private(linear(), loader=plain)
     assert loader.dataset is plain.dataset
-    assert (loader.collate_fn, loader.num_workers, loader.pin_memory) == (doubled, 1, False)
+    assert (loader.collate_fn.collate, loader.num_workers, loader.pin_memory) == (doubled, 1, False)
     known = {tuple(row.tolist()) for row in 2 * plain.dataset.tensors[0]}
     for inputs, targets in loader:
         assert {tuple(row.tolist()) for row in inputs} <= known
@@ -237,7 +237,7 @@ def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
         optimizer.step()
     assert optimizer.steps == 5
     memory = DataLoader(records(), batch_size=BATCH)
-    assert private(linear(), loader=memory)[2].collate_fn is None  # tensors in memory are gathered at once
+    assert private(linear(), loader=memory)[2]._gathers  # tensors in memory are gathered at once
 
 
 def test_any_sampler_of_the_old_loader_is_replaced_by_the_accounted_one() -> None:

@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from tests import checks
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.gradbatch import batch
-from torch_dpsco.optim import base
+from torch_dpsco.optim import assembly
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import clipped
 
@@ -112,9 +112,9 @@ def test_noise_before_the_charge_is_caught():
     def draws_first(patch: Patch) -> None:
         observe = dp.PrivateOptimizer._observe
 
-        def with_noise(self, users, *, partial):
+        def with_noise(self, users, *, partial, scale=None):
             torch.empty(1).normal_(generator=self._noise)
-            return observe(self, users, partial=partial)
+            return observe(self, users, partial=partial, scale=scale)
 
         patch.setattr(dp.PrivateOptimizer, "_observe", with_noise)
 
@@ -131,7 +131,7 @@ def test_realized_batch_size_as_divisor_is_caught():
         observe = Oracle.observe
 
         def with_realized_size(self, rows, users=None):
-            self.batch_size = len(rows)
+            self.__dict__["batch_size"] = len(rows)
             observe(self, rows, users)
 
         patch.setattr(Oracle, "observe", with_realized_size)
@@ -167,7 +167,9 @@ def test_a_free_empty_batch_is_caught(mutate):
 
 
 def test_rows_kept_by_zero_grad_are_caught():
-    assert_caught(checks.check_that_zero_grad_forgets_rows, lambda patch: patch.setattr(base, "clear_rows", nothing))
+    assert_caught(
+        checks.check_that_zero_grad_forgets_rows, lambda patch: patch.setattr(assembly, "clear_rows", nothing)
+    )
 
 
 def test_rows_kept_by_a_step_are_caught():

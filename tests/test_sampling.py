@@ -249,7 +249,8 @@ def test_the_log_admits_one_use_of_each_batch_in_order():
 
 def test_a_log_whose_loader_runs_ahead_keeps_the_order():
     log, chunks = DrawLog(), [Chunk(Draw(k), k, last=True) for k in range(3)]
-    log.prefetching = True
+    log.workers = True
+    log.restart(prefetching=True)
     for chunk in chunks:
         log.deliver(chunk)
     assert [log.take() for _ in chunks] == chunks
@@ -353,7 +354,7 @@ def test_a_subclass_of_a_tensor_dataset_keeps_its_own_records():
 def test_what_is_sent_to_workers_can_be_pickled(monkeypatch):
     """Where processes are spawned, and not forked, the collate function is pickled."""
     sent = []
-    monkeypatch.setattr("torch_dpsco.sampling.DataLoader", lambda *_, **options: sent.append(options) or [])
+    monkeypatch.setattr("torch_dpsco.sampling.loader.DataLoader", lambda *_, **options: sent.append(options) or [])
     list(PrivateLoader(Tuples(), make_sampler(RARE), num_workers=2))
     collate = pickle.loads(pickle.dumps(sent[0]["collate_fn"]))
     assert [part.shape for part in collate([])] == [(0, 3), (0,)]
@@ -389,7 +390,7 @@ def test_an_iteration_broken_off_leaves_nothing_behind(dataset, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_serves_a_plain_data_loader_as_batch_sampler(workers):
     sampler, expected = seeded(Poisson(10, N), steps=15), positions(seeded(Poisson(10, N), steps=15))
-    sampler.log.prefetching = workers > 0  # set by an optimizer that the loader is bound to
+    sampler.log.workers = workers > 0  # set by an optimizer that the loader is bound to
     loader = DataLoader(Tuples(), batch_sampler=sampler, num_workers=workers)
     assert len(loader) == 15
     got = []

@@ -17,17 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch.batch import clear_rows
-from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
+from torch_dpsco.gradbatch.linear import HALF, FactoredLinear, PassCounter, Tape, require_full_precision
+from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = ["attach", "detach", "is_attached"]
 
-_HALF = (torch.bfloat16, torch.float16)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -43,6 +44,9 @@ class _DenseHooks(GradSampleHooks):  # type: ignore[misc]
         """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
         if self.hooks_enabled and not getattr(module, "activations", None):
             raise SequenceError("a backward must follow a forward in training mode: call model.train() before it")
+        if self.hooks_enabled and loss_reduction == "mean":
+            # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
+            require_full_precision(forward_output[0])
         super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
 
 
@@ -73,6 +77,7 @@ class _Attachment:
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
+        forget_wrappers(self.factored + self.dense)
         for p in self.factored + self.dense:
             p.dpsco_reset = self.reset  # type: ignore[attr-defined]
         for p in self.dense:
@@ -150,6 +155,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:
         attachment.hook_parameters()
+    require_unwrapped(attachment.dense + attachment.factored)
     # Opacus sums two forwards into one row per position, which would clip two records as one.
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
         raise SequenceError(
@@ -198,8 +204,14 @@ def _factorable(model: nn.Module) -> list[nn.Linear]:
     ]
 
 
-def _refuse_coupling_layers(model: nn.Module) -> None:
+def _refuse_coupling_layers(model: nn.Module, batch_first: bool) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, DPMultiheadAttention) and module.batch_first != batch_first:
+            # PRIVACY: its rows would be times, not records (test_attention_over_the_batch_dimension_is_refused)
+            raise ValueError(
+                f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got {batch_first}); "
+                f"make the layer with batch_first=True, or attach with batch_first=False"
+            )
         if isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False):
             raise ValueError(
                 f"model must not have layers that mix the rows of a batch (got {type(module).__name__} {name!r}); "
@@ -247,8 +259,8 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter (got none with requires_grad)")
-    _refuse_coupling_layers(model)
-    if loss_reduction == "mean" and any(p.requires_grad and p.dtype in _HALF for p in model.parameters()):
+    _refuse_coupling_layers(model, batch_first)
+    if loss_reduction == "mean" and any(p.requires_grad and p.dtype in HALF for p in model.parameters()):
         # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
         # (test_one_record_more_moves_the_mean_by_at_most_one_clip)
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
@@ -103,10 +103,9 @@ def make_private(
         reg=reg,
         accountant=accountant,
     )
-    collate = data_loader.collate_fn
     loader = private.loader(
         data_loader.dataset,
-        collate_fn=None if collate is default_collate else collate,
+        collate_fn=data_loader.collate_fn,
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,
     )

@@ -61,3 +61,10 @@ class Schedule:
                 return index, k
             k -= phase.steps
         raise ValueError(f"step must be < {self.steps}, the number of planned steps (got {step})")
+
+    def position(self, steps: int) -> tuple[int, int]:
+        """Returns (phase, steps made in it) after that many steps; at the end of all, that of the last phase."""
+        if steps and steps == self.steps:
+            phase, k = self.locate(steps - 1)
+            return phase, k + 1
+        return self.locate(steps)

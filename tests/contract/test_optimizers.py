@@ -304,3 +304,19 @@ def test_the_context_finalizes_unless_it_fails(row: Row) -> None:
         raise KeyboardInterrupt
     assert not failed.opt.finalized
     failed.train(2, seed=2).opt.finalize()
+
+
+@pytest.mark.parametrize("name", ["oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"])
+def test_what_the_ledger_relies_on_cannot_be_reassigned(row: Row, name: str) -> None:
+    run = row.make().train(1)
+    before = snapshot(run)
+    other = getattr(row.make(noise=0.1, accountant=dp.Accountant(adjacency=row.adjacency)).opt, name)
+    with pytest.raises(dp.PrivacyError, match=f"{name} is fixed at construction"):
+        setattr(run.opt, name, other)
+    for number in ("noise_multiplier", "batch_size"):
+        with pytest.raises(dp.PrivacyError, match=f"{number} is fixed at construction"):
+            setattr(run.opt.oracle, number, 1)
+    with pytest.raises(dp.SequenceError, match="params are fixed at construction"):
+        run.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    assert_unchanged(run, before, trained=False)
+    run.train(1, seed=3)

@@ -5,6 +5,7 @@ from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
+from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = [
     "FLOAT64",
@@ -17,7 +18,9 @@ __all__ = [
     "Summation",
     "Tape",
     "clear_rows",
+    "forget_wrappers",
     "has_rows",
     "plan_summation",
+    "require_unwrapped",
     "row_norms",
 ]

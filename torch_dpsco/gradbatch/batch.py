@@ -11,6 +11,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.linear import Tape
+from torch_dpsco.gradbatch.wrapped import require_unprocessed
 
 __all__ = ["GradBatch", "clear_rows", "has_rows"]
 
@@ -68,9 +69,7 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
             f"freeze parameters that the loss does not use with requires_grad_(False)"
         )
     chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
-    if any(hasattr(chunk, "_processed") for chunk in chunks):
-        # Opacus' DPOptimizer has clipped and noised these already: it wraps us, and our step would release raw rows
-        raise SequenceError("per-sample gradients were used by another optimizer; do not wrap this one with Opacus")
+    require_unprocessed(chunks)
     if len(chunks) > 1:
         p.__dict__.pop("dpsco_first_backward", None)  # means over chunks of different sizes do not compare
         return torch.cat(chunks)
@@ -122,6 +121,7 @@ class GradBatch:
             raise ValueError(f"blocks must have the same number of rows (got {sizes})")
         self.blocks = list(blocks)
         self.passes = passes
+        self._scale = 1.0
         n_tensors = sum(len(block.shapes) for block in blocks)
         self.order = list(range(n_tensors)) if order is None else list(order)
 
@@ -163,8 +163,20 @@ class GradBatch:
     def __len__(self) -> int:
         return len(self.blocks[0])
 
+    def unscaled(self, scale: float) -> GradBatch:
+        """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
+        rows = GradBatch(self.blocks, self.order, self.passes)
+        rows._scale = self._scale / scale
+        return rows
+
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
+        norms = self._stored_norms()
+        # the factor's own rounding cancels in weight * norm (weighted_sum has the same), and the clip has room for that
+        # of the products (8 eps, see `clip_weights`)
+        return norms if self._scale == 1.0 else norms.mul_(self._scale)
+
+    def _stored_norms(self) -> Tensor:
         if len(self.blocks) == 1:
             return self.blocks[0].norms()
         squares = self.blocks[0].norms().square_()
@@ -191,6 +203,8 @@ class GradBatch:
             float64 or float32 tensors of the parameters' shapes.
         """
         blocks = self.blocks
+        if self._scale != 1.0:
+            weights = weights * self._scale
         if weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             index = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
@@ -200,7 +214,8 @@ class GradBatch:
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter, (B, *shape), in the order of the parameters."""
-        return self._in_order([rows for block in self.blocks for rows in block.dense()])
+        rows = [rows for block in self.blocks for rows in block.dense()]
+        return self._in_order(rows if self._scale == 1.0 else [r * self._scale for r in rows])
 
     def _in_order(self, tensors: list[Tensor]) -> list[Tensor]:
         out = list(tensors)

@@ -19,7 +19,18 @@ from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 
-__all__ = ["FactoredLinear", "PassCounter", "Tape"]
+__all__ = ["HALF", "FactoredLinear", "PassCounter", "Tape", "require_full_precision"]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def require_full_precision(backprops: Tensor) -> None:
+    """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
+    if backprops.dtype in HALF:
+        raise SequenceError(
+            "a backward in half precision needs a loss that sums over the batch: dp.attach(model, "
+            "loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by the batch size"
+        )
 
 
 class PassCounter:
@@ -66,9 +77,8 @@ class Tape:
                 "a layer was used twice outside of a forward of the attached model, so that its rows cannot be told "
                 "apart; call the attached model itself, or attach the module that you call"
             )
-        if self.scale_by_batch and backprops.dtype in (torch.bfloat16, torch.float16):
-            raise SequenceError("half-precision backward passes need attach(model, loss_reduction='sum')")
         if self.scale_by_batch:
+            require_full_precision(backprops)
             backprops = backprops * acts.shape[0]
         self.pairs.append((tag, acts, backprops))
 

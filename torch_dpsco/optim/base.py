@@ -19,34 +19,26 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
-from torch.utils.data import Dataset
+from torch import Tensor
 
-from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.accounting.identify import identify
-from torch_dpsco.accounting.report import PrivacyReport
-from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.gradbatch import GradBatch, clear_rows, has_rows
-from torch_dpsco.optim import checks
+from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped
+from torch_dpsco.optim import amp, checks
+from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
-from torch_dpsco.oracles.base import MeanOracle, Release
-from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.oracles.base import Release
+from torch_dpsco.prox import Identity
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rules.base import UpdateRule, averaged
-from torch_dpsco.sampling import PrivateLoader, make_sampler
-from torch_dpsco.schedule import Schedule
+from torch_dpsco.rules.base import averaged
 
 __all__ = ["PrivateOptimizer"]
 
 _Self = TypeVar("_Self", bound="PrivateOptimizer")
 
 
-class PrivateOptimizer(Optimizer):
+class PrivateOptimizer(Assembly):
     """Base of all private optimizers; use a subclass, or build your own combination from this one.
 
     Args:
@@ -66,147 +58,6 @@ class PrivateOptimizer(Optimizer):
         AdjacencyError: design and adjacency do not go together, or contradict the accountant's.
         InfeasibleError: the budget is too small for a single step; names the smallest epsilon that works.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        oracle: MeanOracle,
-        rule: UpdateRule,
-        design: Design,
-        schedule: Schedule | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        adjacency: Adjacency | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(params, {"lr": check.positive(lr=lr)})
-        for group in self.param_groups:
-            check.positive(lr=group["lr"])
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1:
-            raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
-        device = checks.one_device(self._all_params())
-        rule.check_groups(self.param_groups)
-        self.oracle, self.rule, self.design = oracle, rule, design
-        self.schedule = schedule or Schedule()
-        self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
-        self.adjacency = checks.agreed_adjacency(adjacency, accountant)
-        # "is None": an empty accountant has length 0 and would count as false
-        self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
-        self.accountant.require_unit("example")
-        if oracle.batch_size != design.batch_size:
-            raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
-        self._noise = noise_generator(device, generator)
-        self._steps, self._finalized, self._shown = 0, False, False
-        self._batch = LogicalBatch(self.design)
-        self._lrs = [float(group["lr"]) for group in self.param_groups]
-        checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
-        self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
-
-    # -- construction -------------------------------------------------------------------------------------------------
-
-    def _all_params(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    # -- batches ------------------------------------------------------------------------------------------------------
-
-    def loader(
-        self,
-        dataset: Dataset[Any],
-        *,
-        steps: int | None = None,
-        physical_batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> PrivateLoader:
-        """Returns a loader that draws batches of `dataset` by this optimizer's design.
-
-        Args:
-            dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest.
-            steps: draws per iteration; default one epoch.
-            physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
-            collate_fn: as in DataLoader.
-            num_workers: as in DataLoader.
-            pin_memory: as in DataLoader.
-
-        Raises:
-            UnitError: the data set does not have the declared number of records although that is public.
-            UnknownSamplerError: no sampling was declared.
-        """
-        size = checks.number_of_records(dataset)
-        checks.require_universe(self.design, self.adjacency, size)
-        sampler = make_sampler(self.design, size=size, steps=steps)
-        loader = PrivateLoader(
-            dataset,
-            sampler,
-            physical_batch_size=physical_batch_size,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-        )
-        self.bind(loader)
-        return loader
-
-    def bind(self, loader: Any) -> Any:
-        """Takes batches from a loader that draws by a sampler of torch_dpsco, and returns the loader.
-
-        Raises:
-            UnknownSamplerError: a foreign sampler.
-            AdjacencyError: the sampler's design is not this optimizer's.
-        """
-        design = identify(loader)
-        if design != self.design:
-            raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
-        sampler = getattr(loader, "batch_sampler", None) or loader
-        sampler.log.prefetching = not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0
-        checks.require_known_order(sampler.log.prefetching, design)
-        self._batch.bind(sampler.log, self.discard)
-        return loader
-
-    @property
-    def outstanding_rows(self) -> int | None:
-        """Rows of the batch that the next step must use (private); None if there is none."""
-        return self._batch.outstanding_rows
-
-    def accumulate(self, *, users: Tensor | None = None) -> None:
-        """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
-
-        Raises:
-            SequenceError: no sampling was declared, no draw is outstanding, or no rows are there.
-        """
-        self._require_open()
-        try:
-            with torch.no_grad():
-                self._observe(users, partial=True)
-        except BaseException:
-            self._abort()
-            raise
-
-    def discard(self) -> None:
-        """Drops the current logical batch: rows, oracle sum and draw. Nothing is charged."""
-        self._abort(outstanding=True)
-
-    def _abort(self, *, outstanding: bool = False) -> None:
-        clear_rows(self._all_params())
-        for p in self._all_params():
-            reset = getattr(p, "dpsco_reset", None)
-            if reset is not None:
-                reset()
-        self.oracle.discard()
-        self._batch.drop(outstanding=outstanding)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients and per-sample gradients that no step has taken yet."""
-        clear_rows(self._all_params())
-        if not set_to_none:
-            super().zero_grad(set_to_none)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -228,6 +79,7 @@ class PrivateOptimizer(Optimizer):
             SequenceError: rows are missing or doubled, no batch is outstanding, the schedule is over, or finalized.
             BudgetExceeded: the step would pass the budget; parameters and ledger are unchanged.
         """
+        scale = amp.take_scale(self, self._grad_scale)
         self._require_open()
         loss: float | None = None
         if closure is not None:
@@ -235,7 +87,7 @@ class PrivateOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             try:
-                draw = self._observe(users, partial=False)
+                draw = self._observe(users, partial=False, scale=scale)
                 if draw is None:
                     return loss
                 # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
@@ -249,7 +101,14 @@ class PrivateOptimizer(Optimizer):
             self._apply(release)
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler, right before its check for infinities: whether step() unscales by itself."""
+        amp.show_zero_gradient(self._trained())
+        return True
+
     def _require_open(self) -> None:
+        require_unwrapped(self._all_params())
         if self._finalized:
             raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
         if self._shown:
@@ -259,7 +118,7 @@ class PrivateOptimizer(Optimizer):
             self.discard()
             raise SequenceError(f"all {planned} planned steps are made: call finalize(), or plan more steps")
 
-    def _observe(self, users: Tensor | None, *, partial: bool) -> Any:
+    def _observe(self, users: Tensor | None, *, partial: bool, scale: float | None = None) -> Draw | None:
         params = self._trained()
         chunk = self._batch.current()
         rows = GradBatch.consume(params) if has_rows(params) or self._batch.needs_rows else None
@@ -269,11 +128,12 @@ class PrivateOptimizer(Optimizer):
             self.oracle.open(params)
             self._batch.opened = True
         if rows is not None and len(rows):
-            self.oracle.observe(rows, users)
+            self.oracle.observe(rows if scale is None else rows.unscaled(scale), users)
+        self._grad_scale = scale
         return self._batch.close(chunk) if not partial else None
 
     def _apply(self, release: Release) -> None:
-        params = self._trained()
+        params, self._halted = self._trained(), release.halted
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean.to(p.dtype)
         if self.reg:
@@ -294,6 +154,20 @@ class PrivateOptimizer(Optimizer):
             return
         steps = [lr or group["lr"] for group in self.param_groups for p in group["params"] if p.requires_grad]
         self.prox.apply_(self._trained(), steps)
+
+    def accumulate(self, *, users: Tensor | None = None) -> None:
+        """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
+
+        Raises:
+            SequenceError: no sampling was declared, no draw is outstanding, or no rows are there.
+        """
+        self._require_open()
+        try:
+            with torch.no_grad():
+                self._observe(users, partial=True)
+        except BaseException:
+            self._abort()
+            raise
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -336,45 +210,26 @@ class PrivateOptimizer(Optimizer):
         if kind is None and not self._finalized:
             self.finalize()
 
-    # -- what is public -----------------------------------------------------------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        """Steps made."""
-        return self._steps
-
-    @property
-    def finalized(self) -> bool:
-        """Whether the answer was installed."""
-        return self._finalized
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Public numbers: steps made, and clip and noise_std of the last one."""
-        return {"step": self._steps, **self.oracle.metrics()}
-
-    def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
-        """Returns what the accountant's ledger holds; delta defaults to the budget's."""
-        return self.accountant.report(delta)
-
     # -- state --------------------------------------------------------------------------------------------------------
-
-    def settings(self) -> list[Any]:
-        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
-        values: list[Any] = [self.oracle.settings(), self.rule.settings(), repr(self.design), repr(self.schedule)]
-        return [*values, repr(self.prox), self.reg, self.adjacency]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress."""
-        private: dict[str, Any] = {"t": self._steps, "finalized": self._finalized, "confidential": False}
-        private |= {"rule": self.rule.state_dict(), "ledger": self.accountant.state_dict()}
+        phase, k = self.schedule.position(self._steps)
+        private: dict[str, Any] = {
+            "t": self._steps,
+            "phase": phase,
+            "k": k,
+            "halted": self._halted,
+            "finalized": self._finalized,
+        }
+        private |= {"rule": self.rule.state_dict(), "ledger": self.accountant.state_dict(), "confidential": False}
         return add_private_state(super().state_dict(), self.settings(), private)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state, ledger included; drops a batch in progress.
 
         Raises:
-            ValueError: the state is of another plan, noise, clip or version.
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
             PrivacyError: the state's ledger would forget events charged here.
         """
         public, private = split_private_state(state_dict, self.settings())
@@ -383,7 +238,7 @@ class PrivateOptimizer(Optimizer):
         super().load_state_dict(public)
         restore_averages(self.state, public, self._all_params())
         self.rule.load_state_dict(private["rule"], self.param_groups)
-        self._steps, self._finalized = private["t"], private["finalized"]
+        self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
@@ -394,6 +249,6 @@ class PrivateOptimizer(Optimizer):
         super().__setstate__(state)
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
-        self._noise = noise_generator(checks.one_device(self._all_params()))
+        self._noise, self._seeded = noise_generator(checks.one_device(self._all_params())), False
         self._batch = LogicalBatch(self.design)
         self.oracle.discard()

@@ -7,12 +7,19 @@ everything that could put a record into a step twice is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch_dpsco.accounting.designs import Design, Draw, Undeclared
-from torch_dpsco.errors import SequenceError
-from torch_dpsco.sampling import Chunk, DrawLog
+from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Shuffled, Undeclared
+from torch_dpsco.accounting.identify import identify
+from torch_dpsco.errors import AdjacencyError, SequenceError
+from torch_dpsco.sampling import Chunk, DrawLog, PrivateLoader
 
 __all__ = ["LogicalBatch"]
+
+_SEVERAL = (
+    "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
+    "design= to the optimizer and use optimizer.loader(dataset)"
+)
 
 
 class LogicalBatch:
@@ -23,16 +30,39 @@ class LogicalBatch:
     """
 
     def __init__(self, design: Design) -> None:
-        self.declared, self.batch_size = not isinstance(design, Undeclared), design.batch_size
+        self.design, self.declared = design, not isinstance(design, Undeclared)
         self.opened = False
         self._log = DrawLog()
-        self._rows = 0  # rows seen of that chunk
+        self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
 
-    def bind(self, log: DrawLog, on_restart: Callable[[], None]) -> None:
-        """Takes draws from a log; a new iteration of its loader drops the batch in progress."""
-        self._log = log
-        log.taken, self._rows, self.opened = None, 0, False
-        log.on_restart = on_restart
+    def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
+        """Takes draws from a loader of this design; a new iteration of it drops the batch in progress.
+
+        Raises:
+            UnknownSamplerError: a foreign sampler.
+            AdjacencyError: the loader draws by another design.
+            SequenceError: the loader runs ahead of the steps, and the design does not allow for a skipped batch.
+        """
+        design = identify(loader)
+        if design != self.design:
+            raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
+        workers = not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0
+        if workers and isinstance(design, (Shuffled, Disjoint)):
+            # PRIVACY: a skipped batch would shift the parts that later steps are charged for
+            # (test_a_skipped_batch_is_charged_or_refused)
+            raise SequenceError(
+                f"{type(design).__name__} batches must come from a loader that does not run ahead of the steps: use "
+                f"optimizer.loader(dataset, num_workers=...), or num_workers=0"
+            )
+        self._log = log = (getattr(loader, "batch_sampler", None) or loader).log
+        log.workers, log.prefetching, log.taken, log.on_restart = workers, workers, None, on_restart
+        self._rows, self._draw_rows, self.opened = 0, 0, False
+
+    def split(self, *, more: bool) -> None:
+        """Takes the next batch for a part of a draw, see `DrawLog.split`."""
+        if not self.declared:
+            raise SequenceError(_SEVERAL)
+        self._log.split(more=more)
 
     @property
     def outstanding_rows(self) -> int | None:
@@ -63,14 +93,11 @@ class LogicalBatch:
         """
         if not self.declared:
             if partial or passes > 1:
-                raise SequenceError(
-                    "several backward passes per step need a declared sampling, since a record could be in two of "
-                    "them: give n= or design= to the optimizer and use optimizer.loader(dataset)"
-                )
-            if rows > self.batch_size:
+                raise SequenceError(_SEVERAL)
+            if rows > self.design.batch_size:
                 # PRIVACY: e.g. a model that folds time into the batch has several rows per record
                 # (test_a_record_with_several_rows_is_refused_without_a_declared_sampling)
-                raise SequenceError(f"a step must use at most batch_size={self.batch_size} rows, and got more")
+                raise SequenceError(f"a step must use at most batch_size={self.design.batch_size} rows, and got more")
             return True
         if self._log.prefetching and (partial or passes > 1):
             raise SequenceError(
@@ -79,14 +106,15 @@ class LogicalBatch:
             )
         assert self._log.taken is not None
         self._rows += rows
-        if self._rows > self._log.taken.rows:
+        self._draw_rows += rows
+        if self._rows > self._log.taken.rows or self._draw_rows > self._log.taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
                 "loader, one backward for each"
             )
         if self._log.is_abandoned(self._log.taken):
-            self._log.taken = None
+            self._log.taken, self._draw_rows = None, 0
             return False
         return True
 
@@ -99,7 +127,7 @@ class LogicalBatch:
 
     def finish(self) -> None:
         """Ends the logical batch: its release is made."""
-        self._log.taken, self._rows, self.opened = None, 0, False
+        self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
 
     def drop(self, *, outstanding: bool = True) -> None:
         """Gives the draw in progress up, with the chunks of it that are still to come.

@@ -11,16 +11,15 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Disjoint, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
 
 __all__ = [
     "agreed_adjacency",
     "number_of_records",
     "one_device",
-    "require_known_order",
     "require_one_step",
     "require_universe",
     "warn_of_other_lrs",
@@ -91,16 +90,6 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
         raise UnitError(
             f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); "
             f"declare the right one, or use adjacency='add_remove', where n is a public reference"
-        )
-
-
-def require_known_order(prefetching: bool, design: Design) -> None:
-    """Raises SequenceError where a skipped batch would shift the parts that later steps are charged for."""
-    if prefetching and isinstance(design, (Shuffled, Disjoint)):
-        # PRIVACY: test_a_skipped_batch_is_charged_or_refused
-        raise SequenceError(
-            f"{type(design).__name__} batches must come from a loader that does not run ahead of the steps: use "
-            f"optimizer.loader(dataset, num_workers=...), or num_workers=0"
         )
 
 

@@ -12,14 +12,19 @@ from torch import Tensor
 __all__ = ["add_private_state", "restore_averages", "split_private_state"]
 
 _KEY = "dpsco"
-_VERSION = 1
+_VERSION = 2
 
 
-def _digest(settings: list[Any]) -> str:
+def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def add_private_state(state: dict[str, Any], settings: list[Any], private: dict[str, Any]) -> dict[str, Any]:
+def _short(settings: dict[str, Any], name: str) -> str:
+    text = repr(settings.get(name))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def add_private_state(state: dict[str, Any], settings: dict[str, Any], private: dict[str, Any]) -> dict[str, Any]:
     """Returns a torch optimizer's state dict with the private part added.
 
     Args:
@@ -27,10 +32,11 @@ def add_private_state(state: dict[str, Any], settings: list[Any], private: dict[
         settings: public constants that fix the mechanism, JSON-codable.
         private: tensors and primitives.
     """
-    return {**state, _KEY: {"version": _VERSION, "digest": _digest(settings), **private}}
+    fixed = {"version": _VERSION, "settings": settings, "digest": _digest(settings)}
+    return {**state, _KEY: fixed | private}
 
 
-def split_private_state(state: dict[str, Any], settings: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (torch's part, private part) of a state dict.
 
     Raises:
@@ -40,7 +46,13 @@ def split_private_state(state: dict[str, Any], settings: list[Any]) -> tuple[dic
     if private is None or private.get("version") != _VERSION:
         raise ValueError(f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state)})")
     if private["digest"] != _digest(settings):
-        raise ValueError("state_dict must be of the same plan: noise, clip, sampling, rule or schedule differ")
+        saved = private["settings"]
+        differ = [name for name in sorted({*saved, *settings}) if saved.get(name) != settings.get(name)]
+        details = "; ".join(f"{name}: {_short(settings, name)} here, {_short(saved, name)} there" for name in differ)
+        raise ValueError(
+            f"state_dict must be of the same plan (got another one: {details or 'its digest is wrong'}); make the "
+            f"optimizer with the arguments of the saved run"
+        )
     return {key: value for key, value in state.items() if key != _KEY}, private
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.events import Adjacency, Gaussian, NonPrivate
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.gradbatch import GradBatch
 
 __all__ = ["MeanOracle", "Release"]
@@ -43,6 +44,12 @@ class MeanOracle(ABC):
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # PRIVACY: the ledger was told these numbers (test_what_the_ledger_relies_on_cannot_be_reassigned)
+        if not name.startswith("_") and name in self.__dict__:
+            raise PrivacyError(f"{name} is fixed at construction: make a new oracle and optimizer")
+        super().__setattr__(name, value)
 
     @abstractmethod
     def open(self, query: Sequence[Tensor]) -> None:

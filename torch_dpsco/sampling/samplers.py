@@ -1,106 +1,35 @@
-"""Samplers that draw batches as their design says, and loaders that hand each draw to the optimizer.
-
-A sampler carries its `design`, so that accounting can believe it, and a `DrawLog`, by which the optimizer makes sure
-that each step uses the rows of exactly one draw. Logging happens when a batch is delivered, in the main process and in
-order, so that prefetching workers, broken-off epochs and physical batches cannot shift it.
-"""
+"""Samplers that draw batches as their design says, and carry it, so that accounting can believe it."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import Sampler
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.rng import sampling_generator
+from torch_dpsco.sampling.draws import Chunk, DrawLog
 
 __all__ = [
-    "Chunk",
     "DesignSampler",
     "DisjointSampler",
-    "DrawLog",
     "FixedSampler",
     "FullSampler",
     "PoissonSampler",
-    "PrivateLoader",
     "ShuffledSampler",
     "make_sampler",
+    "poisson_positions",
 ]
 
 _Indices = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one delivered batch is: (a part of) one draw."""
-
-    draw: Draw
-    rows: int
-    last: bool
-
-
-class DrawLog:
-    """Which delivered rows a step may use: those of one draw, once."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Chunk] = deque()
-        self.taken: Chunk | None = None  # by a step that has not ended it
-        self.prefetching = False  # whether delivery may run ahead of use
-        self._abandoned: Draw | None = None
-        self.on_restart: Callable[[], None] = lambda: None
-
-    def restart(self) -> None:
-        """Forgets everything delivered and not used: a new iteration has begun."""
-        self.waiting.clear()
-        self.taken = self._abandoned = None
-        self.on_restart()
-
-    def deliver(self, chunk: Chunk) -> None:
-        """Notes a delivered batch.
-
-        Raises:
-            SequenceError: the batch before it was not used up by a step (skipping batches voids the sampling design);
-                while `prefetching`, delivery runs ahead of use and this cannot be seen.
-        """
-        # PRIVACY: else a release could join parts of two draws, and a record of both would count twice
-        # (test_a_release_never_joins_parts_of_two_draws)
-        if (self.waiting or self.taken is not None) and not self.prefetching:
-            raise SequenceError(
-                "the previous batch was not used: call optimizer.step() for every batch of a private loader, also an "
-                "empty one, or optimizer.discard() to give a draw up; use another loader for evaluation"
-            )
-        self.waiting.append(chunk)
-
-    def take(self) -> Chunk:
-        """Returns the batch that the next step must use; raises SequenceError if there is none."""
-        if not self.waiting:
-            raise SequenceError(
-                "no batch is outstanding: each step needs one batch of this optimizer's own loader (made by "
-                "optimizer.loader(dataset) or optimizer.bind(loader)) and can use it once"
-            )
-        self.taken = self.waiting.popleft()
-        return self.taken
-
-    def abandon(self, draw: Draw) -> None:
-        """Gives a draw up: its later chunks must not be used."""
-        self._abandoned = draw
-
-    def is_abandoned(self, chunk: Chunk) -> bool:
-        """Returns whether the chunk belongs to a draw that was given up."""
-        return chunk.draw is self._abandoned
 
 
 class DesignSampler(Sampler[list[int]], ABC):
@@ -130,6 +59,7 @@ class DesignSampler(Sampler[list[int]], ABC):
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(steps=design.steps_per_epoch if steps is None else steps)
         self.log = DrawLog()
+        self.seeded = seed is not None
         self.rng = sampling_generator(seed)
         if self.size != design.n and not isinstance(design, (Poisson, Full)):
             raise UnitError(f"size must be n={design.n}, the declared number of records (got {self.size})")
@@ -145,14 +75,14 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.rng, self.log = sampling_generator(), DrawLog()
+        self.rng, self.log, self.seeded = sampling_generator(), DrawLog(), False
 
     @abstractmethod
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.log.restart()
+        self.log.restart(prefetching=self.log.workers)
         for draw, indices in self.draws():
             self.log.deliver(Chunk(draw, draw.size, last=True))
             yield indices.tolist()
@@ -271,101 +201,3 @@ def make_sampler(
     raise UnknownSamplerError(
         "no sampling was declared: give n= (Poisson sampling) or design= to the optimizer to get a loader from it"
     )
-
-
-@dataclass(frozen=True)
-class _EmptyLikeOne:
-    """Collates items; a batch of none has the shapes and dtypes of the data set's first record, and no rows."""
-
-    collate: Callable[[list[Any]], Any]
-    dataset: Any
-
-    def __call__(self, items: list[Any]) -> Any:
-        if items:
-            return self.collate(items)
-        if not len(self.dataset):  # legal under add_remove; nothing shows what a record is like
-            return []
-        return tree_map(_without_rows, self.collate([self.dataset[0]]))
-
-
-def _without_rows(leaf: Any) -> Any:
-    return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-
-class PrivateLoader:
-    """Iterates over the draws of a sampler and notes each delivered batch in its log.
-
-    Tensors in memory are gathered by one `index_select` a batch; any other data set goes through a DataLoader.
-
-    Args:
-        dataset: map-style data set, or a TensorDataset.
-        sampler: how to draw.
-        physical_batch_size: deliver each draw in chunks of at most that many rows; `optimizer.step()` then adds up the
-            chunks and makes one release per draw.
-        collate_fn: as in DataLoader; the default makes batches without rows for empty draws.
-        num_workers: as in DataLoader.
-        pin_memory: as in DataLoader.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: DesignSampler,
-        *,
-        physical_batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.dataset, self.batch_sampler = dataset, sampler
-        self.physical_batch_size = physical_batch_size
-        if physical_batch_size is not None:
-            check.positive_count(physical_batch_size=physical_batch_size)
-        self.num_workers, self.pin_memory = check.count(num_workers=num_workers), pin_memory
-        self.collate_fn = collate_fn
-        size = len(dataset)  # type: ignore[arg-type]
-        if size != sampler.size:
-            raise UnitError(f"dataset must have {sampler.size} records, as its sampler was made for (got {size})")
-
-    @property
-    def design(self) -> Design:
-        """How batches are drawn."""
-        return self.batch_sampler.design
-
-    def __len__(self) -> int:
-        """Draws per iteration."""
-        return len(self.batch_sampler)
-
-    def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        for draw, indices in self.batch_sampler.draws():
-            size = self.physical_batch_size or max(len(indices), 1)
-            starts = range(0, max(len(indices), 1), size)
-            for start in starts:
-                part = indices[start : start + size]
-                chunks.append(Chunk(draw, len(part), last=start == starts[-1]))
-                yield part
-
-    def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
-        # a subclass may override __getitem__
-        if type(self.dataset) is TensorDataset and self.collate_fn is None and not self.num_workers:
-            tensors = self.dataset.tensors
-            for part in parts:
-                index = torch.from_numpy(part)
-                yield [t.index_select(0, index.to(t.device)) for t in tensors]
-            return
-        lists = (part.tolist() for part in parts)
-        yield from DataLoader(
-            self.dataset,
-            batch_sampler=lists,
-            collate_fn=_EmptyLikeOne(self.collate_fn or default_collate, self.dataset),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        log = self.batch_sampler.log
-        log.restart()
-        chunks: deque[Chunk] = deque()  # of this iteration only: nothing is left over when it is broken off
-        for batch in self._batches(self._split(chunks)):
-            log.deliver(chunks.popleft())
-            yield batch

@@ -1,0 +1,218 @@
+"""Draws in parts: PhysicalBatches of our own, and Opacus' BatchMemoryManager, which tells the optimizer by flags."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import torch_dpsco as dp
+from tests.problems import make_optimizer
+from torch_dpsco.accounting.designs import Undeclared
+
+N = 7
+DESIGNS = [dp.Full(N), dp.Fixed(5, N), dp.Poisson(4, N), dp.Shuffled(3, N)]
+
+
+class Tuples(Dataset):
+    """Records that have to be collated one by one."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (torch.eye(N)[index],)
+
+    def __len__(self) -> int:
+        return N
+
+
+def scores() -> nn.Linear:
+    model = nn.Linear(N, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return dp.attach(model, loss_reduction="sum")
+
+
+def manager(loader, optimizer, size: int = 2) -> BatchMemoryManager:
+    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer)
+
+
+def physical(loader, optimizer, size: int = 2) -> dp.PhysicalBatches:
+    return dp.PhysicalBatches(loader, size)
+
+
+def train(model: nn.Linear, optimizer, batches) -> list[Tensor]:
+    """Returns the released means; coordinate i is how often record i is in the release, over the batch size."""
+    released: list[Tensor] = []
+    for (x,) in batches:
+        assert len(x) <= 2
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        if optimizer.steps > len(released):
+            released.append(model.weight.grad[0] * optimizer.design.batch_size)
+    return released
+
+
+@pytest.mark.parametrize("wrap", [manager, physical])
+@pytest.mark.parametrize("design", DESIGNS, ids=str)
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.eye(N)), Tuples()], ids=["memory", "collated"])
+def test_one_release_per_draw_holds_each_record_of_it_once(wrap, design, dataset, monkeypatch):
+    model = scores()
+    optimizer = make_optimizer(model, design, clip=10.0)
+    loader = optimizer.loader(dataset, steps=6)
+    drawn = []
+    draws = type(loader.batch_sampler).draws
+
+    def noted(self):
+        for draw, indices in draws(self):
+            drawn.append(set(indices.tolist()))
+            yield draw, indices
+
+    monkeypatch.setattr(type(loader.batch_sampler), "draws", noted)
+    with wrap(loader, optimizer) as batches:
+        released = train(model, optimizer, batches)
+    assert len(released) == optimizer.steps == len(optimizer.accountant) == 6
+    for mean, draw in zip(released, drawn, strict=True):
+        expected = torch.tensor([float(i in draw) for i in range(N)])
+        torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.parametrize("wrap", [manager, physical])
+def test_a_bound_data_loader_can_be_split(wrap):
+    model = scores()
+    optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
+    sampler = dp.FixedSampler(optimizer.design, steps=3)
+    loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler))
+    with wrap(loader, optimizer) as batches:
+        released = train(model, optimizer, batches)
+    assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
+    assert all(float(mean.max()) < 1.001 for mean in released)
+
+
+def test_workers_may_run_ahead_of_physical_batches():
+    model = scores()
+    optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
+    sampler = dp.FixedSampler(optimizer.design, steps=3)
+    loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=2))
+    released = train(model, optimizer, dp.PhysicalBatches(loader, 2))
+    assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
+    assert not sampler.log.prefetching
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_flags_of_a_loader_that_runs_ahead_are_refused(bound):
+    model = scores()
+    optimizer = make_optimizer(model, dp.Fixed(5, N))
+    if bound:
+        sampler = dp.FixedSampler(optimizer.design, steps=3)
+        loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=2))
+    else:
+        loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
+    with manager(loader, optimizer) as batches, pytest.raises(dp.SequenceError, match=r"physical_batch_size=\.\.\., num_w"):
+        next(iter(batches))
+    assert optimizer.steps == len(optimizer.accountant) == 0
+
+
+@pytest.mark.parametrize("wrap", [manager, physical])
+def test_a_draw_broken_off_leaves_nothing_in_the_next_release(wrap):
+    model = scores()
+    optimizer = make_optimizer(model, dp.Full(N), clip=10.0)
+    loader = optimizer.loader(TensorDataset(torch.eye(N)), steps=3)
+    with wrap(loader, optimizer) as batches:
+        for count, (x,) in enumerate(batches):
+            model(x).sum().backward()
+            optimizer.step()
+            if count == 1:
+                break
+    assert optimizer.steps == 0
+    with wrap(loader, optimizer) as batches:
+        released = train(model, optimizer, batches)
+    assert [mean.round().int().tolist() for mean in released] == [[1] * N] * 3
+    plain = train_whole(model, optimizer, loader)  # a plain epoch after the manager's
+    assert [mean.round().int().tolist() for mean in plain] == [[1] * N] * 3
+
+
+def train_whole(model: nn.Linear, optimizer, loader) -> list[Tensor]:
+    released = []
+    for (x,) in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        released.append(model.weight.grad[0] * optimizer.design.batch_size)
+    return released
+
+
+def test_a_part_that_was_skipped_stops_the_manager():
+    model = scores()
+    optimizer = make_optimizer(model, dp.Full(N))
+    with manager(optimizer.loader(TensorDataset(torch.eye(N))), optimizer) as batches:
+        parts = iter(batches)
+        next(parts)
+        with pytest.raises(dp.SequenceError, match="the previous batch was not used"):
+            next(parts)
+
+
+def test_a_part_used_twice_is_refused():
+    model = scores()
+    optimizer = make_optimizer(model, dp.Full(N), clip=10.0)
+    with manager(optimizer.loader(TensorDataset(torch.eye(N))), optimizer, size=4) as batches:
+        for (x,) in batches:
+            model(x).sum().backward()
+            optimizer.step()
+            model(x).sum().backward()
+            with pytest.raises(dp.SequenceError, match="no batch is outstanding"):
+                optimizer.step()
+            break
+        for (x,) in batches:
+            model(x).sum().backward()
+            model(x).sum().backward()
+            if len(x) == 4:  # within the draw's 7 rows only together with fewer of the last part
+                with pytest.raises(dp.SequenceError, match="at most the rows of one draw"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    assert optimizer.steps == len(optimizer.accountant) == 0
+
+
+def test_a_discarded_draw_is_over_after_its_last_part():
+    model = scores()
+    optimizer = make_optimizer(model, dp.Full(N), clip=10.0)
+    with manager(optimizer.loader(TensorDataset(torch.eye(N)), steps=2), optimizer) as batches:
+        for count, (x,) in enumerate(batches):
+            model(x).sum().backward()
+            if count == 1:
+                optimizer.discard()
+                continue
+            optimizer.step()
+    assert optimizer.steps == len(optimizer.accountant) == 1
+    assert (model.weight.grad[0] * N).round().int().tolist() == [1] * N
+
+
+def test_a_flag_without_a_draw_is_refused():
+    model = scores()
+    with pytest.raises(dp.SequenceError, match="must follow a new draw of the optimizer's own loader"):
+        make_optimizer(model, dp.Full(N)).signal_skip_step()
+    with pytest.raises(dp.SequenceError, match="several backward passes per step need a declared sampling"):
+        make_optimizer(model, Undeclared(N)).signal_skip_step(True)
+
+
+def test_a_draw_that_was_said_to_go_on_cannot_be_followed_by_another():
+    """Accumulating gradients by hand with signal_skip_step(True), as with Opacus, would join two draws."""
+    model = scores()
+    optimizer = make_optimizer(model, dp.Fixed(5, N))
+    batches = iter(optimizer.loader(TensorDataset(torch.eye(N)), steps=2))
+    (x,) = next(batches)
+    optimizer.signal_skip_step(True)
+    model(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(dp.SequenceError, match="the previous draw is not complete"):
+        next(batches)
+    assert optimizer.steps == 0
+
+
+def test_physical_batches_need_a_sampler_of_ours():
+    with pytest.raises(dp.UnknownSamplerError, match=r"must draw by a sampler of torch_dpsco \(got BatchSampler"):
+        dp.PhysicalBatches(DataLoader(Tuples(), batch_size=2), 2)
+    loader = make_optimizer(scores(), dp.Full(N)).loader(Tuples(), steps=4)
+    assert len(dp.PhysicalBatches(loader, 2)) == 4
+    with pytest.raises(ValueError, match="physical_batch_size must be"):
+        dp.PhysicalBatches(loader, 0)

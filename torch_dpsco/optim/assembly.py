@@ -1,0 +1,223 @@
+"""What a private optimizer is put together from, checked and fixed at construction; how it gets its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import Dataset
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.gradbatch import clear_rows, forget_wrappers
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.rules.base import UpdateRule
+from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.schedule import Schedule
+
+__all__ = ["Assembly"]
+
+_FIXED = frozenset({"oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"})
+
+
+class Assembly(Optimizer):
+    """The parts of a private optimizer and its batches; `PrivateOptimizer`, which adds the step, has the arguments."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        oracle: MeanOracle,
+        rule: UpdateRule,
+        design: Design,
+        schedule: Schedule | None = None,
+        prox: Prox | None = None,
+        reg: float = 0.0,
+        accountant: Accountant | None = None,
+        adjacency: Adjacency | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": check.positive(lr=lr)})
+        for group in self.param_groups:
+            check.positive(lr=group["lr"])
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_world_size() > 1:
+            raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
+        device = checks.one_device(self._all_params())
+        forget_wrappers(self._all_params())
+        rule.check_groups(self.param_groups)
+        self.oracle, self.rule, self.design = oracle, rule, design
+        self.schedule = schedule or Schedule()
+        self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
+        self.adjacency = checks.agreed_adjacency(adjacency, accountant)
+        # "is None": an empty accountant has length 0 and would count as false
+        self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
+        self.accountant.require_unit("example")
+        if oracle.batch_size != design.batch_size:
+            raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
+        self._noise, self._seeded = noise_generator(device, generator), generator is not None
+        self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
+        self._batch = LogicalBatch(self.design)
+        self._grad_scale: float | None = None
+        self._lrs = [float(group["lr"]) for group in self.param_groups]
+        checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
+        self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
+        if name in _FIXED and name in self.__dict__:
+            raise PrivacyError(f"{name} is fixed at construction: make a new optimizer, with the same accountant")
+        super().__setattr__(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
+        if "accountant" in self.__dict__:
+            raise SequenceError("params are fixed at construction: make a new optimizer, with the same accountant")
+        super().add_param_group(param_group)
+
+    def _all_params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        steps: int | None = None,
+        physical_batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> PrivateLoader:
+        """Returns a loader that draws batches of `dataset` by this optimizer's design.
+
+        Args:
+            dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest.
+            steps: draws per iteration; default one epoch.
+            physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
+            collate_fn: as in DataLoader.
+            num_workers: as in DataLoader.
+            pin_memory: as in DataLoader.
+
+        Raises:
+            UnitError: the data set does not have the declared number of records although that is public.
+            UnknownSamplerError: no sampling was declared.
+        """
+        size = checks.number_of_records(dataset)
+        checks.require_universe(self.design, self.adjacency, size)
+        sampler = make_sampler(self.design, size=size, steps=steps)
+        loader = PrivateLoader(
+            dataset,
+            sampler,
+            physical_batch_size=physical_batch_size,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+        )
+        self.bind(loader)
+        return loader
+
+    def bind(self, loader: Any) -> Any:
+        """Takes batches from a loader that draws by a sampler of torch_dpsco, and returns the loader.
+
+        Raises:
+            UnknownSamplerError: a foreign sampler.
+            AdjacencyError: the sampler's design is not this optimizer's.
+        """
+        self._batch.bind(loader, self.discard)
+        return loader
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Takes the next batch for a part of a draw; Opacus' BatchMemoryManager calls this before each part.
+
+        Args:
+            do_skip: whether more parts of the same draw follow, so that the next `step()` only adds rows.
+
+        Raises:
+            SequenceError: no draw is outstanding, the part before was not used, or the loader has workers (then use
+                `loader(dataset, physical_batch_size=..., num_workers=...)`).
+        """
+        self._batch.split(more=do_skip)
+
+    @property
+    def outstanding_rows(self) -> int | None:
+        """Rows of the batch that the next step must use (private); None if there is none."""
+        return self._batch.outstanding_rows
+
+    def discard(self) -> None:
+        """Drops the current logical batch: rows, oracle sum and draw. Nothing is charged."""
+        self._abort(outstanding=True)
+
+    def _abort(self, *, outstanding: bool = False) -> None:
+        clear_rows(self._all_params())
+        for p in self._all_params():
+            reset = getattr(p, "dpsco_reset", None)
+            if reset is not None:
+                reset()
+        self.oracle.discard()
+        self._batch.drop(outstanding=outstanding)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients and per-sample gradients that no step has taken yet."""
+        clear_rows(self._all_params())
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+
+    # -- what is public -----------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+        return self._steps
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the answer was installed."""
+        return self._finalized
+
+    @property
+    def halted(self) -> bool:
+        """Whether the oracle has answered for the last time in this phase."""
+        return self._halted
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
+        return self._seeded
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Public numbers: steps made, and clip and noise_std of the last one."""
+        return {"step": self._steps, **self.oracle.metrics()}
+
+    def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
+        """Returns what the accountant's ledger holds; delta defaults to the budget's."""
+        return self.accountant.report(delta)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
+        return {
+            **self.oracle.settings(),
+            "rule": self.rule.settings(),
+            "design": repr(self.design),
+            "schedule": repr(self.schedule),
+            "prox": repr(self.prox),
+            "reg": self.reg,
+            "adjacency": self.adjacency,
+        }

@@ -1,0 +1,190 @@
+"""Loaders that hand each draw to the optimizer, whole or in physical batches, and log what they deliver."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.errors import UnitError, UnknownSamplerError
+from torch_dpsco.sampling.draws import Chunk
+from torch_dpsco.sampling.samplers import DesignSampler
+
+__all__ = ["PhysicalBatches", "PrivateLoader"]
+
+_Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _EmptyLikeOne:
+    """Collates items; a batch of none has the shapes and dtypes of the data set's first record, and no rows."""
+
+    collate: Callable[[list[Any]], Any]
+    dataset: Any
+
+    def __call__(self, items: list[Any]) -> Any:
+        if items:
+            return self.collate(items)
+        if not len(self.dataset):  # legal under add_remove; nothing shows what a record is like
+            return []
+        return tree_map(_without_rows, self.collate([self.dataset[0]]))
+
+
+def _without_rows(leaf: Any) -> Any:
+    return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+
+class PrivateLoader:
+    """Iterates over the draws of a sampler and notes each delivered batch in its log.
+
+    Tensors in memory are gathered by one `index_select` a batch; any other data set goes through a DataLoader.
+
+    Args:
+        dataset: map-style data set, or a TensorDataset.
+        sampler: how to draw.
+        physical_batch_size: deliver each draw in chunks of at most that many rows; `optimizer.step()` then adds up the
+            chunks and makes one release per draw.
+        collate_fn: as in DataLoader; the default makes batches without rows for empty draws.
+        num_workers: as in DataLoader.
+        pin_memory: as in DataLoader.
+    """
+
+    # What else a torch DataLoader has, for those who copy its settings (Opacus' BatchMemoryManager does).
+    timeout = 0.0
+    worker_init_fn = multiprocessing_context = generator = prefetch_factor = None
+    persistent_workers = False
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: DesignSampler,
+        *,
+        physical_batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset, self.batch_sampler = dataset, sampler
+        self.physical_batch_size = physical_batch_size
+        if physical_batch_size is not None:
+            check.positive_count(physical_batch_size=physical_batch_size)
+        self.num_workers, self.pin_memory = check.count(num_workers=num_workers), pin_memory
+        plain = collate_fn.collate if isinstance(collate_fn, _EmptyLikeOne) else collate_fn or default_collate
+        self.collate_fn = _EmptyLikeOne(plain, dataset)
+        # a subclass may override __getitem__
+        self._gathers = type(dataset) is TensorDataset and plain is default_collate and not num_workers
+        size = len(dataset)  # type: ignore[arg-type]
+        if size != sampler.size:
+            raise UnitError(f"dataset must have {sampler.size} records, as its sampler was made for (got {size})")
+
+    @property
+    def design(self) -> Design:
+        """How batches are drawn."""
+        return self.batch_sampler.design
+
+    def __len__(self) -> int:
+        """Draws per iteration."""
+        return len(self.batch_sampler)
+
+    def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
+        for draw, indices in self.batch_sampler.draws():
+            size = self.physical_batch_size or max(len(indices), 1)
+            starts = range(0, max(len(indices), 1), size)
+            for start in starts:
+                part = indices[start : start + size]
+                chunks.append(Chunk(draw, len(part), last=start == starts[-1]))
+                yield part
+
+    def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
+        if self._gathers:
+            assert isinstance(self.dataset, TensorDataset)
+            tensors = self.dataset.tensors
+            for part in parts:
+                index = torch.from_numpy(part)
+                yield [t.index_select(0, index.to(t.device)) for t in tensors]
+            return
+        lists = (part.tolist() for part in parts)
+        yield from DataLoader(
+            self.dataset,
+            batch_sampler=lists,
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        log = self.batch_sampler.log
+        log.restart()
+        chunks: deque[Chunk] = deque()  # of this iteration only: nothing is left over when it is broken off
+        for batch in self._batches(self._split(chunks)):
+            log.deliver(chunks.popleft())
+            yield batch
+
+
+class PhysicalBatches:
+    """Delivers the draws of a loader in chunks that fit into memory: one release per draw, made by its last chunk.
+
+    The counterpart of Opacus' BatchMemoryManager. Each chunk carries its own "last of the draw" flag, so that workers
+    and broken-off epochs cannot shift it; the loop calls `optimizer.step()` for every chunk.
+
+    Args:
+        loader: `optimizer.loader(dataset)`, or a DataLoader bound to the optimizer.
+        physical_batch_size: most rows of a chunk, >= 1.
+
+    Raises:
+        UnknownSamplerError: the loader does not draw by a sampler of torch_dpsco.
+
+    Example:
+        >>> from torch_dpsco.accounting.designs import Full
+        >>> from torch_dpsco.sampling import FullSampler
+        >>> loader = PrivateLoader(TensorDataset(torch.arange(5)), FullSampler(Full(5), steps=1))
+        >>> chunks = []
+        >>> with PhysicalBatches(loader, 2) as batches:
+        ...     for (x,) in batches:
+        ...         chunks.append((x.tolist(), loader.batch_sampler.log.take().last))  # step() takes it
+        ...         loader.batch_sampler.log.taken = None
+        >>> chunks
+        [([0, 1], False), ([2, 3], False), ([4], True)]
+    """
+
+    def __init__(self, loader: PrivateLoader | DataLoader[Any], physical_batch_size: int) -> None:
+        sampler = loader.batch_sampler
+        if not isinstance(sampler, DesignSampler):
+            raise UnknownSamplerError(
+                f"loader must draw by a sampler of torch_dpsco (got {type(sampler).__name__}): use "
+                f"optimizer.loader(dataset), or DataLoader(dataset, batch_sampler=...) bound to the optimizer"
+            )
+        self._loader = PrivateLoader(
+            loader.dataset,
+            sampler,
+            physical_batch_size=physical_batch_size,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+        )
+
+    def __len__(self) -> int:
+        """Draws per iteration."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __enter__(self) -> PhysicalBatches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends nothing: an unfinished draw is dropped by the next iteration, or by `optimizer.discard()`."""
