@@ -89,6 +89,20 @@ def test_a_bound_data_loader_can_be_split(wrap):
     assert all(float(mean.max()) < 1.001 for mean in released)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bound_data_loader_delivers_empty_draws(workers):
+    model = scores()
+    optimizer = make_optimizer(model, dp.Poisson(1, N), clip=10.0, noise=1.0, adjacency="add_remove")
+    sampler = dp.PoissonSampler(dp.Poisson(1, N), steps=40)  # 0.34 of the draws are empty; none with chance 6e-8
+    sizes = []
+    for (x,) in optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=workers)):
+        sizes.append(len(x))
+        model(x).sum().backward()
+        optimizer.step()
+    assert 0 in sizes
+    assert optimizer.steps == len(optimizer.accountant) == 40
+
+
 def test_workers_may_run_ahead_of_physical_batches():
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
@@ -108,7 +122,8 @@ def test_flags_of_a_loader_that_runs_ahead_are_refused(bound):
         loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=2))
     else:
         loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
-    with manager(loader, optimizer) as batches, pytest.raises(dp.SequenceError, match=r"physical_batch_size=\.\.\., num_w"):
+    message = r"optimizer.loader\(dataset, physical_batch_size=\.\.\., num_workers"
+    with manager(loader, optimizer) as batches, pytest.raises(dp.SequenceError, match=message):
         next(iter(batches))
     assert optimizer.steps == len(optimizer.accountant) == 0
 

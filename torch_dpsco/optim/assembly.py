@@ -136,6 +136,8 @@ class Assembly(Optimizer):
     def bind(self, loader: Any) -> Any:
         """Takes batches from a loader that draws by a sampler of torch_dpsco, and returns the loader.
 
+        A DataLoader's collate function is wrapped, so that empty draws give batches without rows.
+
         Raises:
             UnknownSamplerError: a foreign sampler.
             AdjacencyError: the sampler's design is not this optimizer's.

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Shuffled, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.sampling import Chunk, DrawLog, PrivateLoader
+from torch_dpsco.sampling import Chunk, DrawLog, PrivateLoader, accept_empty_draws
 
 __all__ = ["LogicalBatch"]
 
@@ -54,6 +56,8 @@ class LogicalBatch:
                 f"{type(design).__name__} batches must come from a loader that does not run ahead of the steps: use "
                 f"optimizer.loader(dataset, num_workers=...), or num_workers=0"
             )
+        if isinstance(loader, DataLoader):
+            accept_empty_draws(loader)
         self._log = log = (getattr(loader, "batch_sampler", None) or loader).log
         log.workers, log.prefetching, log.taken, log.on_restart = workers, workers, None, on_restart
         self._rows, self._draw_rows, self.opened = 0, 0, False

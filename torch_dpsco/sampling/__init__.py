@@ -1,7 +1,7 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
 from torch_dpsco.sampling.draws import Chunk, DrawLog
-from torch_dpsco.sampling.loader import PhysicalBatches, PrivateLoader
+from torch_dpsco.sampling.loader import PhysicalBatches, PrivateLoader, accept_empty_draws
 from torch_dpsco.sampling.samplers import (
     DesignSampler,
     DisjointSampler,
@@ -24,6 +24,7 @@ __all__ = [
     "PoissonSampler",
     "PrivateLoader",
     "ShuffledSampler",
+    "accept_empty_draws",
     "make_sampler",
     "poisson_positions",
 ]

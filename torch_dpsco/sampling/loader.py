@@ -21,7 +21,7 @@ from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.sampling.draws import Chunk
 from torch_dpsco.sampling.samplers import DesignSampler
 
-__all__ = ["PhysicalBatches", "PrivateLoader"]
+__all__ = ["PhysicalBatches", "PrivateLoader", "accept_empty_draws"]
 
 _Indices = npt.NDArray[np.int64]
 
@@ -39,6 +39,12 @@ class _EmptyLikeOne:
         if not len(self.dataset):  # legal under add_remove; nothing shows what a record is like
             return []
         return tree_map(_without_rows, self.collate([self.dataset[0]]))
+
+
+def accept_empty_draws(loader: DataLoader[Any]) -> None:
+    """Makes a DataLoader deliver an empty draw as a batch without rows, where its collate function would fail."""
+    if not isinstance(loader.collate_fn, _EmptyLikeOne):
+        loader.collate_fn = _EmptyLikeOne(loader.collate_fn, loader.dataset)
 
 
 def _without_rows(leaf: Any) -> Any:
