@@ -381,3 +381,13 @@ def test_attention_over_the_batch_dimension_is_refused():
     with pytest.raises(ValueError, match="batch_first must be False, that of the attention layer '1'"):
         dp.attach(model)
     assert dp.attach(model, batch_first=False) is model
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_that_cancel_are_not_taken_for_a_regularizer(seed):
+    # the bias of the keys shifts all scores of a query alike: its gradient is zero up to rounding
+    torch.manual_seed(seed)
+    model = ModuleValidator.fix(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0))
+    dp.attach(model, rows="dense").train()
+    (model(torch.randn(5, 6, 4)) * torch.randn(5, 6, 4)).flatten(1).sum(1).mean().backward()
+    assert len(GradBatch.consume(list(model.parameters()))) == 5

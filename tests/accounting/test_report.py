@@ -2,27 +2,34 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
+import mpmath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Shuffled
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
+from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
+    CLIP_UNITS,
     REPLACE_ONE,
     ZERO_OUT,
     Gaussian,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Repeat,
+    Sequential,
     WORGaussian,
     clipped_gaussian,
 )
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.report import Charge, Run, attack_advantage, group_guarantee, rounded_up
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.sampling import make_sampler
 
@@ -63,7 +70,7 @@ def test_figures_are_those_of_the_ledger():
     report = accountant.report(DELTA)
     assert report.epsilons == {a: accountant.get_epsilon(DELTA, adjacency=a) for a in ADJACENCIES}
     assert report.epsilon == report.epsilons[REPLACE_ONE]
-    assert report.events == tuple(accountant.ledger.describe())
+    assert report.events == (f"3 x {STEP}", f"3 x {clipped_gaussian(5.0)}") == tuple(accountant.ledger.describe())
     assert all(f"  event: {line}" in str(report) for line in report.events)
 
 
@@ -127,13 +134,196 @@ def test_no_release_and_no_noise_are_reported_as_zero_and_infinity():
     assert str(report).startswith("(inf, 1e-05)-differential privacy")
 
 
-def test_epochs_over_parts_are_reported_as_one_line_each():
-    design = Shuffled(5, 20)
+def passes(steps: int, step: Gaussian, accountant: Accountant | None = None) -> Accountant:
+    design, accountant = Shuffled(5, 20), accountant or Accountant()
+    for draw, _ in make_sampler(design, steps=steps).draws():
+        accountant.authorize(design.draw_event(step, draw))
+    return accountant
+
+
+def test_passes_over_parts_are_gathered_and_show_their_noise():
+    step = clipped_gaussian(5.0)
+    shown = step.only(ZERO_OUT, REPLACE_ONE)
+    report = passes(14, step).report(DELTA)
+    assert report.events == (
+        f"3 passes over 4 disjoint parts, on each at most 1 x {shown}",
+        f"1 pass over 2 disjoint parts, on each at most 1 x {shown}",
+    )
+    assert [line for line in str(report).splitlines() if "event: " in line] == [f"  event: {e}" for e in report.events]
+    assert report.charges == (Charge(shown, 1, 3, 4), Charge(shown, 1, 1, 2))
+
+
+def test_parts_of_unequal_cost_are_shown_by_the_costliest():
+    a, b = Gaussian(1.0, {REPLACE_ONE: 1.0}), Gaussian(2.0, {REPLACE_ONE: 1.0})
     accountant = Accountant()
-    for draw, _ in make_sampler(design, steps=6).draws():
-        accountant.authorize(design.draw_event(clipped_gaussian(5.0), draw))
-    lines = [line for line in str(accountant.report(DELTA)).splitlines() if "event: " in line]
-    assert [line.split(": ")[-1] for line in lines] == ["4 disjoint parts used", "2 disjoint parts used"]
+    accountant.authorize(Parallel({"0": [a, a, b], "1": [a]}, "p"))
+    accountant.authorize(b, 7)
+    assert accountant.report(DELTA).charges == (Charge(b, 7), Charge(a, 2, 1, 2), Charge(b, 1, 1, 2))
+
+
+def test_the_charges_of_a_report_cost_what_the_ledger_costs():
+    accountant = passes(14, clipped_gaussian(5.0), charged(STEP))
+    again = Ledger(
+        Repeat(charge.event, charge.count * max(1, charge.passes)) for charge in accountant.report(1e-5).charges
+    )
+    assert again.epsilon(DELTA, REPLACE_ONE) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-12)
+
+
+# -- what an attacker can make of it ----------------------------------------------------------------------------------
+
+# far from where floats underflow
+EPSILONS = st.just(0.0) | st.floats(1e-250, 60.0)
+DELTAS = st.just(0.0) | st.floats(1e-250, 1.0)
+
+
+@given(EPSILONS, DELTAS)
+def test_the_attack_bound_is_the_formula_and_is_attained(epsilon, delta):
+    with mpmath.workdps(40):
+        power, slack = mpmath.exp(epsilon), mpmath.mpf(delta)
+        exact = (mpmath.expm1(epsilon) + 2 * slack) / (power + 1)
+        # tells the truth with probability delta, else randomized response: right with odds e^epsilon
+        right, wrong = slack + (1 - slack) * power / (power + 1), (1 - slack) / (power + 1)
+        assert abs(right - wrong - exact) < mpmath.mpf(10) ** -35
+        assert abs(right - power * wrong - slack) < power * mpmath.mpf(10) ** -35  # it is just (epsilon, delta)-DP
+        bound = attack_advantage(epsilon, delta)
+        assert exact <= bound <= exact * (1 + mpmath.mpf(10) ** -13)
+
+
+@given(st.floats(1e-4, 60.0), st.floats(1e-14, 0.5))
+def test_no_attack_on_gaussian_noise_beats_the_stated_bound(mu, delta):
+    """The best test between N(0, 1) and N(mu, 1) has advantage Phi(mu/2) - Phi(-mu/2) = erf(mu / sqrt(8))."""
+    with mpmath.workdps(40):
+        truth = mpmath.erf(mpmath.mpf(mu) / mpmath.sqrt(8))
+        assert attack_advantage(gaussian_epsilon(mu, delta), delta) >= truth
+
+
+@given(st.floats(0.05, 1e5), st.sampled_from(ADJACENCIES))
+def test_the_reported_advantage_is_exact_for_unsampled_gaussians(noise, adjacency):
+    accountant = charged(clipped_gaussian(noise), adjacency=adjacency)
+    with mpmath.workdps(40):
+        mu = CLIP_UNITS[adjacency] * mpmath.sqrt(3) / mpmath.mpf(noise)
+        truth = mpmath.erf(mu / mpmath.sqrt(8))
+        assert truth <= accountant.report(DELTA).advantage <= min(1, truth * (1 + mpmath.mpf(10) ** -11) + 2e-15)
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("q", [0.01, 0.3, 1.0])
+def test_the_reported_advantage_of_a_sampled_step_is_above_the_true_one(noise, q):
+    """The best test between N(0, z^2) and its mixture with N(1, z^2) at rate q has advantage q erf(1 / (z sqrt(8)))."""
+    accountant = Accountant(adjacency=ADD_REMOVE)
+    accountant.authorize(PoissonGaussian(noise, q))
+    report = accountant.report(DELTA)
+    with mpmath.workdps(40):
+        truth = mpmath.mpf(q) * mpmath.erf(1 / (mpmath.mpf(noise) * mpmath.sqrt(8)))
+        assert truth <= report.advantage
+    assert report.advantage <= attack_advantage(report.epsilon, DELTA)
+
+
+def test_without_noise_the_advantage_is_one_and_without_release_zero():
+    assert charged(NonPrivate()).report(DELTA).advantage == attack_advantage(math.inf, 0.0) == 1.0
+    assert charged().report(DELTA).advantage == attack_advantage(0.0, 0.0) == 0.0
+
+
+@given(st.floats(0.0, 700.0), DELTAS, st.integers(1, 20))
+def test_the_guarantee_of_a_group_is_the_formula_rounded_up(epsilon, delta, size):
+    group_epsilon, group_delta = group_guarantee(epsilon, delta, size)
+    with mpmath.workdps(60):
+        assert size * mpmath.mpf(epsilon) <= group_epsilon <= size * mpmath.mpf(epsilon) * (1 + mpmath.mpf(10) ** -13)
+        exact = min(1, size * mpmath.exp((size - 1) * mpmath.mpf(epsilon)) * mpmath.mpf(delta))
+        assert exact <= group_delta <= exact * (1 + mpmath.mpf(10) ** -9)
+
+
+@given(st.floats(0.01, 3.0), st.floats(1e-12, 0.1), st.integers(1, 8))
+def test_a_group_hidden_by_gaussian_noise_has_at_least_the_guarantee_stated(mu, delta, size):
+    epsilon, group_delta = group_guarantee(gaussian_epsilon(mu, delta), delta, size)
+    assert gaussian_delta(size * mu, epsilon) <= group_delta
+
+
+@pytest.mark.parametrize("bad", [{"epsilon": -1.0}, {"delta": 1.5}, {"delta": -1e-9}, {"epsilon": math.nan}])
+def test_figures_out_of_range_are_refused(bad):
+    figures = {"epsilon": 1.0, "delta": 1e-5} | bad
+    with pytest.raises(ValueError, match=f"^{next(iter(bad))} must be"):
+        attack_advantage(**figures)
+    with pytest.raises(ValueError, match=f"^{next(iter(bad))} must be"):
+        group_guarantee(**figures, size=2)
+
+
+def test_a_group_of_nobody_is_refused_and_an_infinite_epsilon_gives_no_guarantee():
+    with pytest.raises(ValueError, match="size must be an integer >= 1"):
+        group_guarantee(1.0, 1e-5, 0)
+    assert group_guarantee(math.inf, 1e-5, 2) == (math.inf, 1.0)
+    assert group_guarantee(math.inf, 0.0, 2) == (math.inf, 0.0)
+
+
+# -- what is still planned --------------------------------------------------------------------------------------------
+
+DESIGNS = [Poisson(5, 20), Fixed(5, 20), Shuffled(5, 20), Disjoint(5, 20), Full(20), Undeclared(5)]
+
+
+def run_of(design, steps, planned, event=None) -> Run:
+    return Run("X", design, event or clipped_gaussian(5.0), steps, planned, False)
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("made", [0, 1, 3, 4])
+def test_the_planned_epsilon_is_what_the_ledger_holds_in_the_end(design, made):
+    planned = 4 if isinstance(design, Disjoint) else 9
+    accountant, step = Accountant(), clipped_gaussian(5.0)
+    if isinstance(design, Undeclared):
+        draws = [Draw(5)] * planned
+    elif isinstance(design, Shuffled):  # iterations are whole passes
+        sampler = make_sampler(design, steps=4)
+        draws = [draw for _ in range(3) for draw, _ in sampler.draws()][:planned]
+    else:
+        draws = [draw for draw, _ in make_sampler(design, steps=planned).draws()]
+    for draw in draws[:made]:
+        accountant.authorize(design.draw_event(step, draw))
+    expected = accountant.report(DELTA, ahead=run_of(design, made, planned).ahead()).planned_epsilon
+    for draw in draws[made:]:
+        accountant.authorize(design.draw_event(step, draw))
+    assert expected == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-12)
+
+
+def test_asking_what_is_planned_charges_nothing():
+    accountant = charged(STEP)
+    report = accountant.report(DELTA, ahead=Repeat(STEP, 100))
+    assert len(accountant) == 3
+    assert report.planned_epsilon > report.epsilon == accountant.get_epsilon(DELTA)
+    assert accountant.report(DELTA).planned_epsilon is None
+
+
+def test_without_a_plan_nothing_is_ahead():
+    assert run_of(Poisson(5, 20), 3, None).ahead() is None
+    assert run_of(Poisson(5, 20), 3, None).unfinished == 0
+    assert run_of(Poisson(5, 20), 3, 5).unfinished == 2
+
+
+def test_a_pass_that_is_planned_twice_counts_once():
+    """`Disjoint` draws one pass only; steps planned past it can never be made."""
+    assert run_of(Disjoint(5, 20), 2, 100).ahead().n == 0
+    assert run_of(Disjoint(5, 20), 0, 100).ahead().n == 1
+
+
+@dataclass(frozen=True)
+class Doubling(Design):
+    """A design of somebody else, whose event does not repeat one event."""
+
+    batch_size: int = 5
+    n: int = 20
+
+    def event(self, base, draws=1):
+        return Sequential((Repeat(base, draws), Repeat(base, draws)))
+
+    def draw_event(self, base, draw):
+        return self.event(base, 1)
+
+
+def test_the_rest_of_a_plan_of_a_foreign_design_is_asked_from_it():
+    step = clipped_gaussian(5.0)
+    assert run_of(Doubling(), 3, 5).ahead() == Doubling().event(step, 2)
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.floats(0, 1e300), st.integers(1, 15))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import secrets
 from typing import Any, NoReturn
 
@@ -53,6 +54,7 @@ class Accountant:
         self.adjacency: Adjacency = budget.adjacency if budget else check_adjacency(adjacency)
         self.unit = budget.unit if budget else check.choice(("example", "user"), unit=unit)
         self.ledger = Ledger()
+        self._process = os.getpid()
         # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
         self._runs: list[tuple[str, int]] = []
         self._charging = False
@@ -79,6 +81,12 @@ class Accountant:
         self._charge(event, count)
 
     def _charge(self, event: Event, count: int) -> None:
+        if os.getpid() != self._process:
+            # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
+            raise PrivacyError(
+                "an accountant must be charged in the process that made it: a forked copy would spend unseen and "
+                "repeat the noise; make optimizer and accountant in the worker and bring their state_dict() back"
+            )
         start = len(self.ledger)
         self.ledger.add(event, count)
         if not self._charging and len(self.ledger) > start:
@@ -165,13 +173,18 @@ class Accountant:
         """Returns rho of zero-concentrated differential privacy; raises ValueError where `get_mu` does."""
         return self.get_mu(adjacency=adjacency) ** 2 / 2.0
 
-    def report(self, delta: float | None = None) -> PrivacyReport:
-        """Returns what was spent under every adjacency that all events support, with the assumptions behind it."""
+    def report(self, delta: float | None = None, *, ahead: Event | None = None) -> PrivacyReport:
+        """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
+
+        Args:
+            delta: default the budget's.
+            ahead: event of what a run still plans to do; gives the report its `planned_epsilon`. Nothing is charged.
+        """
         if delta is None:
             if self.budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
             delta = self.budget.delta
-        return make_report(self.ledger, delta, self.adjacency, self.unit, self.budget)
+        return make_report(self.ledger, delta, self.adjacency, self.unit, self.budget, ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only: ledger (bit exact), settings and a digest."""

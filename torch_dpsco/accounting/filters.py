@@ -1,8 +1,9 @@
 """Budgets, and filters that decide before an event whether it still fits.
 
 A *planned* budget covers runs whose noise, rates and schedules are fixed in advance: an event is admitted while the
-composed epsilon stays within the target. Stopping early for any reason, even a data-dependent one, is post-processing
-of the planned run, so that the target (not the smaller epsilon of the steps made) is then the guarantee.
+composed epsilon stays within the target. Stopping early because of what was released is post-processing of the planned
+run, so that the target (not the smaller epsilon of the steps made) is then the guarantee. A stop decided by private
+data in any other way (a validation loss) is a release of its own.
 
 Source: spec accounting.md section 7, holder.md section 3.5 (accounting B).
 """

@@ -1,30 +1,43 @@
-"""What was spent, in words that can be quoted: epsilon per adjacency, unit, events and assumptions."""
+"""What was spent, in numbers that can be quoted: epsilon per adjacency, unit, events and assumptions.
+
+`torch_dpsco.accounting.statement` puts them into plain words.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.curves import SimpleEvent
+from torch_dpsco.accounting.designs import Design, Disjoint
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
+    Event,
+    Gaussian,
+    NonPrivate,
     PoissonGaussian,
+    Repeat,
     WORGaussian,
 )
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["PrivacyReport", "make_report", "rounded_up"]
+__all__ = ["Charge", "PrivacyReport", "Run", "attack_advantage", "group_guarantee", "make_report", "rounded_up"]
 
 _MEANING = {
     ADD_REMOVE: "the data set has one {unit} more or less",
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
+_SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
@@ -39,6 +52,125 @@ def rounded_up(value: float, digits: int = 4) -> str:
     return f"{float(exact):.{digits}g}"
 
 
+def attack_advantage(epsilon: float, delta: float) -> float:
+    """Returns the largest possible (true - false positive rate) of a test which of two neighboring data sets was used.
+
+    Proof. For a test with true positive rate t and false positive rate f, (epsilon, delta)-DP of "says yes" gives
+    t <= e^epsilon f + delta, and of "says no", with the data sets exchanged, 1 - f <= e^epsilon (1 - t) + delta. Their
+    sum is (1 + e^epsilon)(t - f) <= e^epsilon - 1 + 2 delta, hence
+
+        t - f <= (e^epsilon - 1 + 2 delta) / (e^epsilon + 1) = tanh(epsilon/2) + 2 delta / (e^epsilon + 1).
+
+    Where both data sets are equally likely, the test is right with probability (1 + t - f)/2, at most
+    (e^epsilon + delta) / (e^epsilon + 1). The mechanism that tells the truth with probability delta, and else answers
+    by epsilon-randomized response, attains it.
+
+    Args:
+        epsilon: >= 0, inf allowed.
+        delta: in [0, 1].
+
+    Returns:
+        The advantage in [0, 1], rounded up.
+
+    Example:
+        >>> round(attack_advantage(1.0, 1e-5), 4), attack_advantage(float("inf"), 0.0)
+        (0.4621, 1.0)
+    """
+    epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
+    decay = math.exp(-epsilon)
+    # PRIVACY: an upper bound (test_no_attack_on_gaussian_noise_beats_the_stated_bound)
+    return min(1.0, (math.tanh(epsilon / 2.0) + 2.0 * delta * decay / (1.0 + decay)) * _SLACK)
+
+
+def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, float]:
+    """Returns (k epsilon, k e^((k-1) epsilon) delta), which holds for k records where (epsilon, delta) holds for one.
+
+    Proof. Change the records one by one: P_0(S) <= e^epsilon P_1(S) + delta <= .. <= e^(k epsilon) P_k(S) + delta
+    (1 + e^epsilon + .. + e^((k-1) epsilon)), and each of the k terms is at most the last.
+
+    Args:
+        epsilon: >= 0, inf allowed.
+        delta: in [0, 1].
+        size: k >= 1.
+
+    Returns:
+        Both figures, rounded up; a delta of 1.0 is no guarantee.
+
+    Example:
+        >>> group_guarantee(1.0, 1e-5, 1)[0] >= 1.0, round(group_guarantee(1.0, 1e-5, 3)[1], 6)
+        (True, 0.000222)
+    """
+    epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
+    k = check.positive_count(size=size)
+    if delta == 0:
+        return k * epsilon * _SLACK, 0.0
+    exponent = math.log(k) + (k - 1) * epsilon if k > 1 else 0.0
+    log_delta = exponent + math.log(delta)
+    # the rounding of log_delta is relative to its terms, and that of exp(log_delta) is absolute in log_delta
+    rounding = 1e-15 * (exponent + abs(math.log(delta)))
+    return k * epsilon * _SLACK, 1.0 if log_delta >= 0 else min(1.0, math.exp(log_delta + rounding) * _SLACK)
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Equal events of a ledger in one line.
+
+    Args:
+        event: the event.
+        count: how often; for parts the largest number on one of them.
+        passes: number of partitions of the data into disjoint parts; 0 for events that touch all records.
+        parts: parts used in each pass; 0 for events that touch all records.
+    """
+
+    event: SimpleEvent
+    count: int
+    passes: int = 0
+    parts: int = 0
+
+    def __str__(self) -> str:
+        if not self.passes:
+            return f"{self.count} x {self.event}"
+        times = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        return f"{times} over {self.parts} disjoint parts, on each at most {self.count} x {self.event}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is public about a run.
+
+    Args:
+        name: of the optimizer's class.
+        design: how batches are drawn.
+        event: of one step on a given batch, without sampling (`MeanOracle.event`).
+        steps: made so far, >= 0.
+        planned: steps declared in advance; None if they were not.
+        finalized: whether the answer was installed, so that no step can follow.
+    """
+
+    name: str
+    design: Design
+    event: Gaussian | NonPrivate
+    steps: int
+    planned: int | None
+    finalized: bool
+
+    @property
+    def unfinished(self) -> int:
+        """Planned steps that were not made."""
+        return max(0, (self.planned or 0) - self.steps)
+
+    def ahead(self) -> Event | None:
+        """Returns the event of the planned steps that were not made; None without a plan."""
+        if self.planned is None:
+            return None
+        last = self.design.steps_per_epoch if isinstance(self.design, Disjoint) else self.planned
+        whole = self.design.event(self.event, max(min(self.planned, last), self.steps))
+        done = self.design.event(self.event, self.steps)
+        if isinstance(whole, Repeat) and isinstance(done, Repeat) and whole.event == done.event:
+            return Repeat(whole.event, whole.n - done.n)
+        return self.design.event(self.event, self.unfinished)
+
+
 @dataclass(frozen=True)
 class PrivacyReport:
     """Epsilon spent at delta under each adjacency that all events support.
@@ -49,9 +181,12 @@ class PrivacyReport:
         adjacency: the adjacency of the guarantee (the others are information).
         unit: what one record is.
         method: how the guarantee's epsilon was computed, with its Renyi order if any.
-        events: one line per kind of event.
+        charges: what was charged, one per kind of event.
         assumptions: what must hold for the figures to be true.
         budget: the budget, if there is one.
+        advantage: bound of (true - false positive rate) of any test which of two neighboring data sets was used. From
+            the whole privacy curve: at most `attack_advantage(epsilon, delta)`, and often far less.
+        planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
     """
 
     epsilons: dict[Adjacency, float]
@@ -59,14 +194,21 @@ class PrivacyReport:
     adjacency: Adjacency
     unit: str
     method: str
-    events: tuple[str, ...]
+    charges: tuple[Charge, ...]
     assumptions: tuple[str, ...]
     budget: Budget | None
+    advantage: float
+    planned_epsilon: float | None = None
 
     @property
     def epsilon(self) -> float:
         """Epsilon of the guarantee."""
         return self.epsilons[self.adjacency]
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """One line per kind of event."""
+        return tuple(map(str, self.charges))
 
     def __str__(self) -> str:
         lines = [
@@ -94,8 +236,48 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def make_report(ledger: Ledger, delta: float, adjacency: Adjacency, unit: str, budget: Budget | None) -> PrivacyReport:
-    """Builds the report of a ledger; raises AdjacencyError if its own adjacency is not supported by all events."""
+def _charges(ledger: Ledger) -> tuple[Charge, ...]:
+    whole: list[Charge] = []
+    parts: dict[str, set[str]] = {}
+    largest: dict[tuple[str, SimpleEvent], int] = {}
+    for partition, part, event, count in ledger.entries():
+        if not partition:
+            whole.append(Charge(event, count))
+            continue
+        parts.setdefault(partition, set()).add(part)
+        largest[partition, event] = max(count, largest.get((partition, event), 0))
+    passes = Counter((event, count, len(parts[partition])) for (partition, event), count in largest.items())
+    return (*whole, *(Charge(event, count, times, size) for (event, count, size), times in passes.items()))
+
+
+def _total_variation(ledger: Ledger, adjacency: Adjacency) -> float:
+    # delta at epsilon 0, computed to 1e-12 relative and 1e-15 absolute where it is not an upper bound by itself
+    # (test_the_reported_advantage_is_exact_for_unsampled_gaussians)
+    delta = ledger.delta(0.0, adjacency)
+    return min(1.0, delta * (1.0 + 1e-12) + 1e-15) if delta else 0.0
+
+
+def make_report(
+    ledger: Ledger,
+    delta: float,
+    adjacency: Adjacency,
+    unit: str,
+    budget: Budget | None,
+    ahead: Event | None = None,
+) -> PrivacyReport:
+    """Builds the report of a ledger.
+
+    Args:
+        ledger: what was charged.
+        delta: in (0, 1).
+        adjacency: that of the guarantee.
+        unit: what one record is.
+        budget: the budget, if there is one.
+        ahead: event of what is still planned, if there is a plan.
+
+    Raises:
+        AdjacencyError: some event has no guarantee under `adjacency`.
+    """
     evaluation = ledger.evaluate(delta, adjacency)
     epsilons = {adjacency: evaluation.epsilon}
     for other in ADJACENCIES:
@@ -110,7 +292,9 @@ def make_report(ledger: Ledger, delta: float, adjacency: Adjacency, unit: str, b
         adjacency=adjacency,
         unit=unit,
         method=method,
-        events=tuple(ledger.describe()),
+        charges=_charges(ledger),
         assumptions=_assumptions(ledger, unit),
         budget=budget,
+        advantage=min(attack_advantage(evaluation.epsilon, delta), _total_variation(ledger, adjacency)),
+        planned_epsilon=None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon,
     )

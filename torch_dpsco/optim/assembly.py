@@ -14,7 +14,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.accounting.report import PrivacyReport, Run
+from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
@@ -74,12 +75,16 @@ class Assembly(Optimizer):
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
+        oracle.take()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
         if name in _FIXED and name in self.__dict__:
             raise PrivacyError(f"{name} is fixed at construction: make a new optimizer, with the same accountant")
         super().__setattr__(name, value)
+
+    def __copy__(self) -> Assembly:
+        raise SequenceError("copies must have parts of their own: use copy.deepcopy((model, optimizer))")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
@@ -209,8 +214,18 @@ class Assembly(Optimizer):
         return {"step": self._steps, **self.oracle.metrics()}
 
     def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
-        """Returns what the accountant's ledger holds; delta defaults to the budget's."""
+        """Returns the numbers of the accountant's ledger; delta defaults to the budget's."""
         return self.accountant.report(delta)
+
+    def report(self, delta: float | None = None) -> Statement:
+        """Returns what is guaranteed, in plain words.
+
+        It prints as text; `.markdown()` is a privacy card, `.json()` is for machines. delta defaults to the budget's.
+        """
+        run = Run(
+            type(self).__name__, self.design, self.oracle.event(), self._steps, self.schedule.steps, self.finalized
+        )
+        return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""

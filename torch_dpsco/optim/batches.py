@@ -35,6 +35,7 @@ class LogicalBatch:
         self.design, self.declared = design, not isinstance(design, Undeclared)
         self.opened = False
         self._log = DrawLog()
+        self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
         self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
@@ -117,6 +118,14 @@ class LogicalBatch:
                 "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
                 "loader, one backward for each"
             )
+        if self.opened and self._log.taken.draw is not self._draw:
+            # PRIVACY: an older iteration of the loader that is continued would add a part of its own draw, in which a
+            # record of this one could be again (test_parts_of_two_iterations_are_never_joined)
+            raise SequenceError(
+                "a step must use rows of one draw: an older iteration of the loader was continued inside of a newer "
+                "one; finish one loop over a loader before starting the next"
+            )
+        self._draw = self._log.taken.draw
         if self._log.is_abandoned(self._log.taken):
             self._log.taken, self._draw_rows = None, 0
             return False

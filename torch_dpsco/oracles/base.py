@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.events import Adjacency, Gaussian, NonPrivate
-from torch_dpsco.errors import PrivacyError
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch
 
 __all__ = ["MeanOracle", "Release"]
@@ -42,6 +42,8 @@ class MeanOracle(ABC):
         batch_size: public divisor of the mean.
     """
 
+    _taken = False
+
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
 
@@ -50,6 +52,13 @@ class MeanOracle(ABC):
         if not name.startswith("_") and name in self.__dict__:
             raise PrivacyError(f"{name} is fixed at construction: make a new oracle and optimizer")
         super().__setattr__(name, value)
+
+    def take(self) -> None:
+        """Makes the oracle that of one optimizer; raises SequenceError if it is another one's already."""
+        if self._taken:
+            # PRIVACY: rows of two optimizers would meet in one sum (test_an_oracle_serves_one_optimizer)
+            raise SequenceError("oracle is another optimizer's: make one for each optimizer")
+        self._taken = True
 
     @abstractmethod
     def open(self, query: Sequence[Tensor]) -> None:
