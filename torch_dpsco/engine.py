@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,7 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.attach import attach
+from torch_dpsco.attach import attach, detach
+from torch_dpsco.doctor import doctor
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.holder import HolderSGD
@@ -19,7 +21,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import PrivateLoader
 
-__all__ = ["make_private", "require_same_parameters"]
+__all__ = ["attach_sound", "make_private", "require_same_parameters", "require_sound"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -33,6 +35,7 @@ def make_private(
     budget: Budget,
     n: int,
     epochs: float = 10,
+    loss: Callable[..., Any] | None = None,
     loss_reduction: str = "mean",
     rows: str = "auto",
     average: str = "last",
@@ -42,9 +45,10 @@ def make_private(
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
-    The model is attached in place. The torch optimizer goes on making the updates, with its own learning rates, but
-    from private means. The loader's data set, batch size, workers and collate function are kept; its sampler is
-    replaced by Poisson sampling, because nothing else amplifies (the batch size becomes an expected one).
+    The model is attached in place, and probed by `doctor` before anything is spent. The torch optimizer goes on making
+    the updates, with its own learning rates, but from private means. The loader's data set, batch size, workers and
+    collate function are kept; its sampler is replaced by Poisson sampling, because nothing else amplifies (the batch
+    size becomes an expected one).
 
     Args:
         model: see `attach`.
@@ -55,6 +59,8 @@ def make_private(
         n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
             It is asked for, and not read from the data set, because rate and number of steps follow from it.
         epochs: passes over the data on average.
+        loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
+            model alone.
         loss_reduction: see `attach`.
         rows: see `attach`.
         average: see `rules.UpdateRule`.
@@ -66,6 +72,7 @@ def make_private(
         (model, private optimizer, private loader).
 
     Raises:
+        PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
         SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
         ValueError: the loader has no fixed batch size, or its data set is a stream.
 
@@ -109,7 +116,27 @@ def make_private(
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,
     )
-    return attach(model, rows=rows, loss_reduction=loss_reduction), private, loader
+    attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
+    return model, private, loader
+
+
+def attach_sound(
+    model: nn.Module, loss: Callable[..., Any] | None, loader: PrivateLoader, *, loss_reduction: str, rows: str = "auto"
+) -> None:
+    """Attaches a model if `require_sound` finds it so; otherwise raises and leaves it as it was."""
+    attach(model, rows=rows, loss_reduction=loss_reduction)
+    try:
+        require_sound(model, loss, loader)
+    except BaseException:
+        detach(model)
+        raise
+
+
+def require_sound(model: nn.Module, loss: Callable[..., Any] | None, loader: PrivateLoader) -> None:
+    """Raises if the doctor finds a mistake in an attached model or in its loss; see `Diagnosis.raise_if`."""
+    if len(loader.dataset):  # type: ignore[arg-type]  # none is legal under add_remove, and shows no record
+        # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
+        doctor(model, loss, loader, None).raise_if()
 
 
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:

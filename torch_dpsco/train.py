@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,13 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.attach import attach, is_attached
-from torch_dpsco.engine import require_same_parameters
+from torch_dpsco.attach import is_attached
+from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
 from torch_dpsco.errors import InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
 
@@ -41,7 +40,8 @@ def fit(
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 
-    Everything is checked before anything is spent: steps against plan and budget, model, records, loss. The progress
+    Everything is checked before anything is spent: steps against plan and budget, records, and by the probes of
+    `doctor` model and loss (coupled records, a regularizer in the loss, another reduction than declared). The progress
     bar shows steps, epsilon (rounded up) and steps left, never the training loss, which is private. A run that is
     interrupted keeps its steps and its ledger; another `fit` makes the steps that are left.
 
@@ -52,15 +52,15 @@ def fit(
         loss_fn: loss_fn(model(input), target) -> scalar tensor.
         steps: number of steps; default all that are left of the plan.
         delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
-        loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean". Checked on
-            a made-up batch of the first record's shapes.
+        loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
         progress: whether to show the bar.
 
     Raises:
+        PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
         ValueError: no number of steps is known, or more than are planned; records are no pairs; loss_fn reduces in
-            another way.
+            another way than declared, or has a term on the weights.
         InfeasibleError: the budget admits fewer steps; says how many.
         SequenceError: the optimizer is finalized or its plan is made, or it is not on this model's parameters.
 
@@ -81,15 +81,17 @@ def fit(
     require_same_parameters(model, optimizer)
     reduction = _agreed_reduction(model, loss_reduction)
     device = next(model.parameters()).device
-    _check_loss(model, device, dataset, loss_fn, reduction)
+    _require_pairs(dataset)
     if delta is None and optimizer.accountant.budget is not None:
         delta = optimizer.accountant.budget.delta
     elif delta is not None:
         check.open_interval(0.0, 1.0, delta=delta)
     left = goal - optimizer.steps
     loader = optimizer.loader(dataset, steps=left, physical_batch_size=physical_batch_size, num_workers=num_workers)
-    if not is_attached(model):
-        attach(model, loss_reduction=reduction)
+    if is_attached(model):
+        require_sound(model, loss_fn, loader)
+    else:
+        attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
     with optimizer, tqdm(total=left, disable=not progress, unit="step") as bar:
         for batch in loader:
@@ -140,10 +142,7 @@ def _agreed_reduction(model: nn.Module, asked: str | None) -> str:
     return attached
 
 
-def _check_loss(
-    model: nn.Module, device: torch.device, dataset: Dataset[Any], loss_fn: _LossFn, reduction: str
-) -> None:
-    """Compares the loss of a made-up batch with that of its double: no value in the data set has a say."""
+def _require_pairs(dataset: Dataset[Any]) -> None:
     if isinstance(dataset, IterableDataset):
         raise ValueError("dataset must be map-style, to be sampled from (got a stream, IterableDataset)")
     if not len(dataset):  # type: ignore[arg-type]
@@ -155,29 +154,6 @@ def _check_loss(
             f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): wrap it in one that does, "
             f"or write the loop yourself with optimizer.loader(dataset)"
         )
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            batches = (_to(tree_map(_made_up, default_collate([record] * size)), device) for size in (2, 4))
-            single, double = (loss_fn(model(inputs), targets) for inputs, targets in batches)
-    finally:
-        model.train(training)
-    if not isinstance(single, Tensor) or single.dim():
-        kind = f"shape {tuple(single.shape)}" if isinstance(single, Tensor) else type(single).__name__
-        raise ValueError(f"loss_fn must return a scalar tensor (got {kind}); reduce by mean or sum")
-    once, twice, factor = float(single), float(double), {"mean": 1.0, "sum": 2.0}[reduction]
-    if math.isfinite(once) and not math.isclose(twice, factor * once, rel_tol=1e-2, abs_tol=1e-6):
-        raise ValueError(
-            f"loss_reduction must be how loss_fn reduces over the batch (got {reduction!r}, but doubling the batch "
-            f"does not {'keep' if factor == 1 else 'double'} the loss)"
-        )
-
-
-def _made_up(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.ones_like(leaf) if leaf.is_floating_point() else torch.zeros_like(leaf)
 
 
 def _to(batch: Any, device: torch.device) -> Any:
