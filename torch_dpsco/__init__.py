@@ -12,7 +12,9 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.attach import attach, detach
+from torch_dpsco.doctor import Diagnosis, Finding, doctor
 from torch_dpsco.engine import make_private
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -53,9 +55,11 @@ __all__ = [
     "BudgetExceeded",
     "CalibrationError",
     "ConditionError",
+    "Diagnosis",
     "Disjoint",
     "DisjointSampler",
     "DpscoError",
+    "Finding",
     "Fixed",
     "FixedSampler",
     "Full",
@@ -77,11 +81,13 @@ __all__ = [
     "SequenceError",
     "Shuffled",
     "ShuffledSampler",
+    "Statement",
     "UnitError",
     "UnknownSamplerError",
     "UtilityWarning",
     "attach",
     "detach",
+    "doctor",
     "fit",
     "losses",
     "make_private",

@@ -1,0 +1,85 @@
+"""Findings and diagnoses: order, text, exceptions; and the page that explains every mistake."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import torch_dpsco as dp
+
+ROOT = Path(__file__).parents[2]
+WARNING = dp.Finding("warning", "undeclared-sampling", "no design", "give n=")
+ERROR = dp.Finding("error", "loss-reduction", "2 against 1", "use mean\nor sum")
+CRITICAL = dp.Finding("critical", "no-accountant", "step_hook is None", "leave the hook alone")
+
+
+def names_in_the_code() -> set[str]:
+    """Returns the second argument of every Finding that the checks build."""
+    found = set()
+    for name in ("model_checks", "loop_checks"):
+        tree = ast.parse((ROOT / "torch_dpsco" / "doctor" / f"{name}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+                found.add(ast.literal_eval(node.args[1]))
+    return found
+
+
+def headings() -> list[str]:
+    return re.findall(r"^## (.*)$", (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """Returns the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_finding_has_its_heading_and_every_heading_its_finding():
+    assert sorted(anchor(heading) for heading in headings()) == sorted(names_in_the_code())
+
+
+def test_findings_are_sorted_by_severity_and_kept_once():
+    diagnosis = dp.Diagnosis.of([WARNING, ERROR, CRITICAL, WARNING])
+    assert diagnosis.findings == (CRITICAL, ERROR, WARNING)
+    assert diagnosis.critical == (CRITICAL,)
+    assert not diagnosis.healthy
+
+
+def test_a_report_has_a_block_per_finding_with_evidence_fix_and_link():
+    blocks = str(dp.Diagnosis.of([ERROR, CRITICAL])).split("\n\n")
+    assert blocks[0] == "1 critical, 1 error"
+    assert blocks[1].splitlines() == [
+        "CRITICAL: no accountant",
+        "  found  step_hook is None",
+        "  fix    leave the hook alone",
+        "  see    docs/pitfalls.md#no-accountant",
+    ]
+    assert blocks[2].splitlines()[2:4] == ["  fix    use mean", "         or sum"]
+
+
+def test_raise_if_names_the_worst_finding_and_its_fix():
+    with pytest.raises(dp.PrivacyError, match="step_hook is None") as caught:
+        dp.Diagnosis.of([WARNING, ERROR, CRITICAL]).raise_if()
+    assert "leave the hook alone" in str(caught.value)
+    assert "and 1 more" in str(caught.value)
+
+
+def test_raise_if_overlooks_what_it_was_not_asked_for():
+    dp.Diagnosis.of([WARNING]).raise_if()
+    dp.Diagnosis.of([ERROR]).raise_if(["critical"])
+
+
+def test_raise_if_raises_value_errors_for_what_leaves_the_guarantee_intact():
+    with pytest.raises(ValueError, match="2 against 1"):
+        dp.Diagnosis.of([ERROR, WARNING]).raise_if()
+    with pytest.raises(ValueError, match="no design"):
+        dp.Diagnosis.of([WARNING]).raise_if(["warning"])
+
+
+def test_unknown_severities_are_refused():
+    with pytest.raises(ValueError, match="severity must be one of"):
+        dp.Finding("fatal", "no-noise", "x", "y")
+    with pytest.raises(ValueError, match="severities must be one of"):
+        dp.Diagnosis.of([]).raise_if(["fatal"])

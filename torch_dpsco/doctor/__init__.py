@@ -1,0 +1,56 @@
+"""The doctor: finds what silently breaks privacy in a training script, before any budget is spent.
+
+Works on the objects of torch_dpsco and on plain Opacus ones. Each mistake has a heading in docs/pitfalls.md.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from torch_dpsco.doctor.findings import Diagnosis, Finding
+from torch_dpsco.doctor.loop_checks import LOOP_CHECKS
+from torch_dpsco.doctor.model_checks import MODEL_CHECKS
+from torch_dpsco.doctor.probe import examine
+from torch_dpsco.doctor.script import NO_RECORD, Script
+
+__all__ = ["Diagnosis", "Finding", "doctor"]
+
+
+def doctor(
+    model: nn.Module, loss: Any, loader: Any, optimizer: Any, *, scaler: Any = None, record: Any = NO_RECORD
+) -> Diagnosis:
+    """Returns what is wrong with a training script, spending and changing nothing.
+
+    Reads the objects, and makes about ten small forward and backward passes on made-up batches with the shapes of the
+    data set's first record. It knows the mistakes it looks for: `healthy` is no proof of privacy.
+
+    Args:
+        model: as it is called in the loop: attached, Opacus' GradSampleModule (hooks or ghost), or plain.
+        loss: loss(outputs, targets) if records are (input, target) pairs, else loss(model, batch); the criterion that
+            make_private returns in ghost mode. None leaves out what needs it.
+        loader: what the loop iterates over; it is not iterated here, only its data set's record 0 is read. None leaves
+            out what needs it.
+        optimizer: private, Opacus' DPOptimizer, or a torch one. None leaves out what needs it.
+        scaler: torch.amp.GradScaler of the loop.
+        record: a record to take the shapes from, instead of the data set's first.
+
+    Guarantee:
+        No value in the data set has a say in the findings: shapes, dtypes and the number of records have. Parameters,
+        buffers, gradients, rows, hooks, modes, random streams and draws are as before.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = dp.attach(nn.Linear(3, 1))
+        >>> optimizer = dp.HolderSGD.calibrated(
+        ...     model.parameters(), problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
+        ...     budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> loader = optimizer.loader(torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1)))
+        >>> print(dp.doctor(model, dp.losses.Logistic(), loader, optimizer))
+        healthy: nothing found
+    """
+    script = Script(model, loss, loader, optimizer, scaler, record)
+    evidence = examine(script)
+    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in (*MODEL_CHECKS, *LOOP_CHECKS)))

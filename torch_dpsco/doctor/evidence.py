@@ -1,0 +1,99 @@
+"""What probing a script shows, as values that the checks read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+__all__ = ["Evidence", "NotScalarError", "Pass", "Refused", "attempt"]
+
+_T = TypeVar("_T")
+
+
+class NotScalarError(ValueError):
+    """The loss did not return one number."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What could not be done, and what was raised."""
+
+    what: str
+    error: Exception
+
+    def __str__(self) -> str:
+        lines = str(self.error).strip().splitlines() or [""]
+        return f"{self.what} raised {type(self.error).__name__}: {lines[0][:300]}"
+
+
+def attempt(what: str, call: Callable[[], _T]) -> _T | Refused:
+    """Returns what the call returns, or how it failed.
+
+    The one place of the package that catches every Exception: models, losses, data sets and collate functions of users
+    raise what they like on a made-up batch, and a diagnosis must say so instead of failing with them.
+    """
+    try:
+        return call()
+    except Exception as error:
+        return Refused(what, error)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward in training mode.
+
+    Args:
+        value: what the loss returned.
+        totals: gradient of the loss by parameter, None for parameters that it does not reach; of a parameter with
+            factored rows only what comes from outside of its layer.
+        rows: per-sample gradients by parameter, of the parameters that have some.
+        factored: parameters whose total is not that of their rows.
+        norms: of the rows as ghost clipping sees them, None in other modes.
+    """
+
+    value: Any
+    totals: Mapping[str, Tensor | None]
+    rows: Mapping[str, Tensor]
+    factored: frozenset[str] = frozenset()
+    norms: Tensor | None = None
+
+
+@dataclass
+class Evidence:
+    """What the passes show; None or empty where they were not made.
+
+    Args:
+        size: records of the made-up batch.
+        base: the batch.
+        changed: the same batch with another record 0.
+        again: the batch directly after itself.
+        after_other: the batch directly after one of other records.
+        buffers: names of buffers and frozen parameters that a training forward changed.
+        losses: loss of the batch, of its double and of its triple, in evaluation mode.
+        random_loss: whether other random numbers give another loss in evaluation mode.
+        mixing: how far gradients of batches are from sums over records, relative, where rows could not be had.
+        mean_rows: whether rows were scaled by the size of the batch.
+        refused: what could not be probed.
+    """
+
+    size: int = 0
+    base: Pass | None = None
+    changed: Pass | None = None
+    again: Pass | None = None
+    after_other: Pass | None = None
+    buffers: list[str] = field(default_factory=list)
+    losses: tuple[float, float, float] | None = None
+    random_loss: bool = False
+    mixing: float | None = None
+    mean_rows: bool = False
+    refused: list[Refused] = field(default_factory=list)
+
+    def keep(self, outcome: _T | Refused) -> _T | None:
+        """Returns an outcome; notes it and returns None if it is a refusal."""
+        if isinstance(outcome, Refused):
+            self.refused.append(outcome)
+            return None
+        return outcome

@@ -1,0 +1,376 @@
+"""Checks of loader, optimizer, accountant, seeds and scaler: what can be read off without a forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from torch_dpsco.accounting.designs import Poisson, Undeclared
+from torch_dpsco.accounting.events import NonPrivate
+from torch_dpsco.accounting.identify import identify
+from torch_dpsco.doctor import opacus_objects as opacus
+from torch_dpsco.doctor.evidence import Evidence, Refused, attempt
+from torch_dpsco.doctor.findings import Finding
+from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.untouched import RandomStreams, same_values, seed_torch
+from torch_dpsco.errors import UnknownSamplerError
+from torch_dpsco.optim.base import PrivateOptimizer
+
+__all__ = ["LOOP_CHECKS"]
+
+_DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
+_SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
+_USUAL_STEPS = 2000
+_LOADER = "optimizer = dp.HolderSGD.calibrated(model.parameters(), n=..., ...)\nloader = optimizer.loader(dataset)"
+
+
+def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Somebody must clip and add noise."""
+    if script.optimizer is not None and script.ours is None and script.opacus_optimizer is None:
+        yield Finding(
+            "critical",
+            "not-private",
+            f"{type(script.optimizer).__name__} takes the gradients as they are: no clip, no noise, nothing accounted",
+            "model, optimizer, loader = dp.make_private(model, optimizer, loader, problem=..., budget=..., n=...)",
+        )
+
+
+def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """A noise multiplier of 0 is no mechanism."""
+    optimizer = script.optimizer
+    if script.ours is not None:
+        event = script.ours.oracle.event()
+        silent = isinstance(event, NonPrivate) or event.sigma == 0
+    else:
+        silent = script.opacus_optimizer is not None and optimizer.noise_multiplier == 0
+    if silent:
+        yield Finding(
+            "critical",
+            "no-noise",
+            f"{type(optimizer).__name__} adds no noise (noise_multiplier 0): what is released is not private at all",
+            "noise_multiplier > 0, or .calibrated(..., budget=dp.Budget(epsilon, delta))",
+        )
+
+
+def unattached_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """A private optimizer needs per-sample gradients."""
+    private = script.ours is not None or script.opacus_optimizer is not None
+    if private and not script.records_rows:
+        fix = "dp.attach(model)" if script.ours is not None else "model = GradSampleModule(model)"
+        yield Finding(
+            "error",
+            "unattached-model",
+            f"nothing records per-sample gradients of {type(script.model).__name__}: the first step will stop there",
+            f"{fix}  # before the first forward",
+        )
+
+
+def stale_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Model and optimizer must mean the same tensors."""
+    if script.optimizer is None:
+        return
+    owned = {id(p): p for group in script.optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in script.trainable.items() if id(p) not in owned]
+    in_model = {id(p) for p in script.module.parameters()}
+    stale = [tuple(p.shape) for key, p in owned.items() if key not in in_model and p.requires_grad]
+    parts = []
+    if missing:
+        parts.append(
+            f"the optimizer does not train {len(missing)} trainable parameters of the model ({missing[0]}, ...)"
+        )
+    if stale:
+        parts.append(f"it holds {len(stale)} parameters that are not the model's (the first of shape {stale[0]})")
+    if not script.trainable:
+        parts.append("the model has no trainable parameter")
+    if parts:
+        yield Finding(
+            "error",
+            "stale-parameters",
+            "; ".join(parts) + ": they were replaced or unfrozen after the optimizer was built, or never given to it",
+            "change the model first (LoRA, new heads, freezing), then build the optimizer on the parameters that "
+            "require gradients, then attach or make_private",
+        )
+
+
+def sampler_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Batches must be drawn as the accountant is told."""
+    if script.loader is None:
+        return
+    if script.ours is not None:
+        yield from _against_design(script, script.ours)
+    elif script.opacus_optimizer is not None:
+        yield from _against_rate(script)
+
+
+def _against_design(script: Script, optimizer: PrivateOptimizer) -> Iterator[Finding]:
+    if isinstance(optimizer.design, Undeclared):
+        return
+    try:
+        design = identify(script.source if script.sampler is None else script.sampler)
+    except UnknownSamplerError:
+        drawn = _drawn(script)
+    else:
+        if design == optimizer.design:
+            return
+        drawn = str(design)
+    yield Finding(
+        "critical",
+        "sampler-not-accounted",
+        f"the optimizer accounts {optimizer.design}, but the loader draws by {drawn}",
+        "loader = optimizer.loader(dataset)",
+    )
+
+
+def _against_rate(script: Script) -> Iterator[Finding]:
+    accountant, rate = opacus.accounted(script.optimizer.step_hook)
+    if accountant is None or rate is None or rate >= 1:  # a rate of 1 claims no amplification
+        return
+    sampler = script.sampler
+    design = getattr(sampler, "design", None)
+    drawn_rate = design.sample_rate if isinstance(design, Poisson) else opacus.poisson_rate(sampler)
+    said = f"the step hook accounts Poisson sampling at rate {rate:.6g}"
+    if drawn_rate is None:
+        size = _length(script.dataset)
+        if size:
+            said += f" ({rate * size:.6g} of {size} records on average)"
+        yield Finding(
+            "critical",
+            "sampler-not-accounted",
+            f"{said}, but the loader draws by {_drawn(script)}: amplification by Poisson sampling does not hold for it",
+            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n" + _LOADER,
+        )
+    elif rate < drawn_rate * (1 - 1e-6):
+        yield Finding(
+            "critical",
+            "sampler-not-accounted",
+            f"{said}, but the loader draws each record at rate {drawn_rate:.6g}",
+            f"optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate={drawn_rate:.6g}))",
+        )
+
+
+def expected_batch_size(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The divisor of Opacus' means should be the expected size of a batch."""
+    optimizer = script.opacus_optimizer
+    rate = opacus.poisson_rate(script.sampler)
+    size = _length(script.dataset)
+    if optimizer is None or optimizer.loss_reduction != "mean" or rate is None or not size:
+        return
+    expected = rate * size
+    if abs(optimizer.expected_batch_size - expected) > 1 + 0.05 * expected:
+        yield Finding(
+            "warning",
+            "expected-batch-size",
+            f"gradients are divided by {optimizer.expected_batch_size:.6g}, but batches have {expected:.6g} records on "
+            f"average: the learning rate is off by {expected / optimizer.expected_batch_size:.3g}",
+            f"expected_batch_size={round(expected)}  # of a logical batch, not of a physical one",
+        )
+
+
+def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """BatchMemoryManager's queue of skip flags runs ahead with workers."""
+    workers = getattr(script.source, "num_workers", 0)
+    if opacus.is_split(script.loader) and workers:
+        yield Finding(
+            "warning",
+            "split-with-workers",
+            f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the optimizer's queue "
+            f"when an epoch is broken off, and then parts of two batches are released together",
+            "num_workers=0, or optimizer.loader(dataset, physical_batch_size=..., num_workers=...) of a dp optimizer",
+        )
+
+
+def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Opacus' optimizer has one step hook, and the accountant needs it."""
+    optimizer = script.opacus_optimizer
+    if optimizer is None:
+        return
+    hook = optimizer.step_hook
+    if opacus.accounted(hook)[0] is None:
+        held = "step_hook is None" if hook is None else f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
+        yield Finding(
+            "critical",
+            "no-accountant",
+            f"{held}: no step is accounted, and epsilon stays 0 whatever is released (there is one hook; attaching "
+            f"another removes the accountant)",
+            "hook = optimizer.step_hook\noptimizer.attach_step_hook(lambda opt: (hook(opt), mine(opt)))",
+        )
+
+
+def fixed_seed(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Who knows the seed of the noise can subtract the noise."""
+    sources = list(_seeds(script))
+    if sources:
+        yield Finding(
+            "critical",
+            "fixed-seed",
+            "; ".join(sources) + ": noise or batches can be drawn again and subtracted; seeding again in each epoch "
+            "repeats the same noise",
+            "remove torch.manual_seed before training, or give make_private noise_generator=g with\n"
+            "g = torch.Generator(); g.seed()  # and seed= or generator= of torch_dpsco in tests only",
+        )
+
+
+def _seeds(script: Script) -> Iterator[str]:
+    sampler = script.sampler
+    if getattr(script.ours, "seeded", False):
+        yield "the optimizer's noise has a generator of the user's"
+    if getattr(sampler, "seeded", False):
+        yield "the sampler has a seed of the user's"
+    optimizer = script.opacus_optimizer
+    if optimizer is None or optimizer.secure_mode:
+        return
+    device = next((p.device for p in optimizer.params), torch.device("cpu"))
+    yield from _weak("the noise", optimizer.generator, device)
+    if opacus.poisson_rate(sampler) is not None:
+        yield from _weak("the sampler", sampler.generator, torch.device("cpu"))
+
+
+def _weak(user: str, generator: torch.Generator | None, device: torch.device) -> Iterator[str]:
+    if generator is not None:
+        seed, source = generator.initial_seed(), "a torch.Generator"
+    elif device.type == "cuda":
+        seed, source = torch.cuda.default_generators[device.index or 0].initial_seed(), "torch's global generator"
+    else:
+        seed, source = torch.initial_seed(), "torch's global generator"
+    if seed == _DEFAULT_SEED and generator is not None:
+        yield f"{user} comes from {source} that was never seeded: its seed is the constant {seed}"
+    elif 0 <= seed < _SMALL_SEED:
+        yield f"{user} comes from {source} with seed {seed}, given by hand"
+
+
+def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """A loss scale must be gone before the clip, and must not depend on the data."""
+    scaler = script.scaler
+    if scaler is None or not scaler.is_enabled():
+        return
+    if script.opacus_optimizer is not None:
+        yield Finding(
+            "critical",
+            "grad-scaler",
+            f"rows come to the clip multiplied by the scale, {scaler.get_scale():.6g}, so that all are clipped; and "
+            f"whether a step is skipped depends on infinities in the private gradients",
+            "leave the scaler out under Opacus: loss.backward(); optimizer.step()\n"
+            "or use an optimizer of torch_dpsco, which takes the scale out of each row before the clip",
+        )
+    elif script.ours is not None:
+        steps = script.ours.schedule.steps or _USUAL_STEPS
+        if scaler.get_growth_interval() < steps:
+            yield Finding(
+                "warning",
+                "grad-scaler",
+                f"the scale will grow every {scaler.get_growth_interval()} steps of {steps}: infinities are never "
+                f"reported to it (that would be private), so that nothing makes it smaller again",
+                f"torch.amp.GradScaler(growth_interval={steps + 1})",
+            )
+
+
+def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Opacus draws noise in the dtype of the parameters."""
+    if script.opacus_optimizer is None:
+        return
+    kinds = sorted({str(p.dtype) for p in script.trainable.values() if p.dtype in (torch.float16, torch.bfloat16)})
+    if kinds:
+        yield Finding(
+            "warning",
+            "half-precision-noise",
+            f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that precision, which the "
+            f"Gaussian analysis does not cover",
+            "keep the parameters in float32 (autocast for the forward only)",
+        )
+
+
+def undeclared_sampling(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Without a declared sampling nothing is amplified."""
+    if script.ours is not None and isinstance(script.ours.design, Undeclared):
+        yield Finding(
+            "warning",
+            "undeclared-sampling",
+            "the optimizer knows no sampling: each step is accounted as if it used all records, under replace_one only",
+            "give n= (Poisson batches) or design= to the optimizer, and loader = optimizer.loader(dataset)",
+        )
+
+
+def finalized_optimizer(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """After finalize() no step is possible."""
+    if script.ours is not None and script.ours.finalized:
+        yield Finding(
+            "error",
+            "finalized-optimizer",
+            f"the optimizer is finalized after {script.ours.steps} steps: its answer is installed, a step raises",
+            "make a new optimizer on the same accountant (accountant=optimizer.accountant)",
+        )
+
+
+def private_optimizer_inside_opacus(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The optimizer inside of DPOptimizer must use the private gradient and nothing else."""
+    if script.opacus_optimizer is None:
+        return
+    inner = script.optimizer.original_optimizer
+    how = ""
+    if isinstance(inner, PrivateOptimizer):
+        how = "it is an optimizer of torch_dpsco, which takes the raw per-sample gradients"
+    elif not isinstance(reads := attempt("a step of a copy", lambda: _reads_rows(inner)), Refused) and reads:
+        how = "two steps with the same p.grad and other p.grad_sample differ: it reads raw per-sample gradients"
+    if how:
+        yield Finding(
+            "critical",
+            "private-optimizer-inside-opacus",
+            f"DPOptimizer wraps {type(inner).__name__}; {how}, while the accountant records a private step",
+            "give make_private a plain torch optimizer; or use the private optimizer alone, with dp.attach(model)",
+        )
+
+
+def _reads_rows(optimizer: Optimizer) -> bool:
+    """Steps two copies that differ in nothing but the rows on their parameters."""
+    streams = RandomStreams()
+    try:
+        first, second = (_stepped(copy.deepcopy(optimizer), rows) for rows in (1.0, 3.0))
+    finally:
+        streams.restore()
+    return not all(map(same_values, first, second))
+
+
+def _stepped(optimizer: Optimizer, rows: float) -> list[Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for p in params:
+        p.grad = torch.full_like(p, 0.5)
+        p.grad_sample = rows * torch.ones((2, *p.shape), dtype=p.dtype, device=p.device)
+    seed_torch(0)
+    optimizer.step()
+    return [p.detach() for p in params]
+
+
+def _drawn(script: Script) -> str:
+    """Returns the names of what draws."""
+    sampler = script.sampler
+    inner = getattr(script.source if sampler is None else sampler, "sampler", None)
+    size = getattr(sampler, "batch_size", None)
+    name = type(next((part for part in (inner, sampler) if part is not None), script.source)).__name__
+    return f"{name} in batches of {size}" if isinstance(size, int) else name
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset) if hasattr(dataset, "__len__") else 0
+
+
+LOOP_CHECKS: tuple[Callable[[Script, Evidence], Iterator[Finding]], ...] = (
+    not_private,
+    private_optimizer_inside_opacus,
+    no_accountant,
+    no_noise,
+    sampler_not_accounted,
+    fixed_seed,
+    grad_scaler,
+    half_precision_noise,
+    stale_parameters,
+    unattached_model,
+    finalized_optimizer,
+    expected_batch_size,
+    split_with_workers,
+    undeclared_sampling,
+)

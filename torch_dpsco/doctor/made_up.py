@@ -1,0 +1,118 @@
+"""Made-up batches with the shapes and dtypes of a data set's first record: no value in the data set has a say.
+
+Inputs are random in (0, 1), or 0 and 1 for integers; targets of (input, target) pairs are 1, or class 0. Alternative
+records have other values, and other targets too if the loss takes them (0, or class 1). What is not a tensor after
+collating is the first record's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = ["MadeUp"]
+
+_SEED = 20_240_229
+_SIZES = (5, 7, 11, 13, 17, 19)
+
+
+class MadeUp:
+    """A pool of made-up records, from which batches are collated.
+
+    Record i < size and record i + size are two versions of the same position.
+
+    Args:
+        record: gives number of tensors, shapes and dtypes.
+        collate: makes a batch of a list of records.
+        device: where the batches go.
+        other_targets: whether the second versions have other targets too.
+
+    Raises:
+        ValueError: the collated batch has no tensor with a dimension for the records.
+    """
+
+    def __init__(
+        self, record: Any, collate: Callable[[list[Any]], Any], device: torch.device, *, other_targets: bool = True
+    ) -> None:
+        # a record of a TensorDataset is a view, whose deepcopy copies ALL records: cut the views off once
+        self._record = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record)
+        self._collate, self._device = collate, device
+        leaves, more = self._template(2)[0], self._template(3)[0]
+        self._dims = [
+            _batch_dim(leaf, other) if isinstance(leaf, Tensor) and isinstance(other, Tensor) else None
+            for leaf, other in zip(leaves, more[: len(leaves)], strict=True)
+        ]
+        if all(dim is None for dim in self._dims):
+            raise ValueError("a batch must hold a tensor with one entry per record (got none)")
+        lengths = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape}
+        self.size = next((size for size in _SIZES if size not in lengths), _SIZES[0])
+        self.is_pair = self._is_pair()
+        self._pools = self._make_pools(leaves, other_targets)
+
+    def _template(self, size: int) -> tuple[list[Any], Any]:
+        batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
+        if isinstance(batch, Mapping) and not isinstance(batch, dict):
+            batch = dict(batch)  # e.g. a tokenizer's own mapping
+        return tree_flatten(batch)
+
+    def _is_pair(self) -> bool:
+        leaves, structure = self._template(2)
+        batch = tree_unflatten(leaves, structure)
+        return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+    def _make_pools(self, leaves: list[Any], other_targets: bool) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(_SEED)
+        n_inputs = len(leaves)
+        if self.is_pair:
+            _, structure = self._template(2)
+            n_inputs = len(tree_flatten(tree_unflatten(leaves, structure)[0])[0])
+        pools: list[Tensor | None] = []
+        for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
+            if not isinstance(leaf, Tensor):
+                pools.append(None)
+                continue
+            shape = list(leaf.shape)
+            if dim is not None:
+                shape[dim] = 2 * self.size
+            if place < n_inputs:
+                pools.append(_values(shape, leaf.dtype, generator))
+            else:
+                pools.append(_targets(shape, leaf.dtype, dim if other_targets else None, self.size))
+        return pools
+
+    def batch(self, records: Sequence[int]) -> Any:
+        """Returns the batch of some records of the pool."""
+        leaves, structure = self._template(len(records))
+        index = torch.tensor(list(records))
+        out = list(leaves)
+        for place, (pool, dim) in enumerate(zip(self._pools, self._dims, strict=True)):
+            if pool is not None:
+                values = pool if dim is None else pool.index_select(dim, index)
+                out[place] = values.to(self._device)
+        return tree_unflatten(out, structure)
+
+
+def _batch_dim(leaf: Tensor, other: Tensor) -> int | None:
+    """Returns the dimension that grows with the number of records."""
+    differing = [d for d, (a, b) in enumerate(zip(leaf.shape, other.shape, strict=False)) if a != b]
+    return differing[0] if len(differing) == 1 else None
+
+
+def _values(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _targets(shape: list[int], dtype: torch.dtype, dim: int | None, size: int) -> Tensor:
+    # 1 is a legal target of every loss that knows labels +-1, labels 0 and 1, or real numbers
+    first = 1 if dtype.is_floating_point else 0
+    targets = torch.full(shape, first).to(dtype)
+    if dim is not None:
+        targets.narrow(dim, size, size).fill_(1 - first)
+    return targets

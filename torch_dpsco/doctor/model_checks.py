@@ -1,0 +1,383 @@
+"""Checks of model and loss, most of them on the evidence of the probes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torch_dpsco.doctor import opacus_objects as opacus
+from torch_dpsco.doctor.evidence import Evidence, NotScalarError, Pass
+from torch_dpsco.doctor.findings import Finding
+from torch_dpsco.doctor.probe import in_place
+from torch_dpsco.doctor.script import Script
+from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.oracles import ClippedMean
+
+__all__ = ["MODEL_CHECKS"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_NAMED = 4  # names listed in an evidence
+_NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
+
+
+def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Layers that normalize by statistics of the batch."""
+    layers = [
+        f"{type(m).__name__} {name!r}"
+        for name, m in script.module.named_modules()
+        if isinstance(m, _BatchNorm) or getattr(m, "track_running_stats", False)
+    ]
+    if layers:
+        yield Finding(
+            "critical",
+            "batch-norm",
+            f"{_some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch, so that every "
+            f"record is in the gradient of every other, and running statistics leave with the model",
+            "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer and attach",
+        )
+
+
+def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
+    found = ""
+    if evidence.mixing is not None and evidence.mixing > _NO_MIX:
+        found = f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of their norm)"
+    base, changed = evidence.base, evidence.changed
+    if base is not None and changed is not None:
+        moved = _movement(base, changed, evidence.size)[1:]
+        if moved.numel() and float(moved.max()) > _tolerance(base.rows):
+            count = int((moved > _tolerance(base.rows)).sum())
+            found = (
+                f"with another record 0, the gradients of {count} of the {evidence.size - 1} other records moved, by "
+                f"up to {float(moved.max()):.2g} of the largest row"
+            )
+    if found:
+        yield Finding(
+            "critical",
+            "coupled-records",
+            f"{found}: one record is in many rows, which clipping one row at a time does not bound",
+            "compute loss and features from one record at a time: replace statistics of the batch (x.mean(0), "
+            "logsumexp over records, contrastive pairs) by constants or by functions of the record alone",
+        )
+
+
+def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """There must be one row per record."""
+    if evidence.base is None:
+        return
+    wrong = {name: len(rows) for name, rows in evidence.base.rows.items() if len(rows) != evidence.size}
+    if wrong:
+        flags = sorted(
+            {str(m.batch_first) for m in script.module.modules() if isinstance(getattr(m, "batch_first", 0), bool)}
+        )
+        layers = f"; layers with batch_first={' and '.join(flags)}" if flags else ""
+        yield Finding(
+            "critical",
+            "rows-are-not-records",
+            f"{evidence.size} records gave {_some([f'{count} rows of {name}' for name, count in wrong.items()])}"
+            f"{layers}: each row is clipped by itself, so that a record with several counts several times",
+            "keep the batch in the first dimension of every layer's input: batch_first=True, no view(-1, dim) that "
+            "folds time into it, position embeddings expanded to the batch",
+        )
+
+
+def changing_buffers(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """A training forward must not write what leaves with the model."""
+    if evidence.buffers:
+        yield Finding(
+            "critical",
+            "changing-buffers",
+            f"a training forward changed {_some(evidence.buffers)}, which is part of the model and gets no noise",
+            "use layers without running statistics (GroupNorm), or model.eval() for the layer that has them",
+        )
+
+
+def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The same batch must give the same rows whatever was seen before."""
+    base, again, after_other = evidence.base, evidence.again, evidence.after_other
+    if base is None or again is None or after_other is None or evidence.buffers:
+        return
+    limit = _tolerance(base.rows)
+    of_data, of_calls = (float(_movement(*pair, evidence.size).max()) for pair in ((again, after_other), (base, again)))
+    if of_data > limit:
+        yield Finding(
+            "critical",
+            "stateful-model",
+            f"after another batch, the same records gave other gradients (by {of_data:.2g} of the largest row): "
+            f"records of one step are in the rows of later ones, which nothing accounts for",
+            "remove what a forward remembers of its inputs (moving averages, caches, memory banks)",
+        )
+    elif of_calls > limit:
+        yield Finding(
+            "warning",
+            "stateful-model",
+            f"the same batch gave other gradients the second time (by {of_calls:.2g} of the largest row), but whatever "
+            f"is remembered did not depend on the records",
+            "make what changes from call to call (a counter, power iterations) a function of the step number outside "
+            "of forward",
+        )
+
+
+def loss_reduction(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The loss must reduce as declared, and all objects must agree."""
+    if len(set(script.reductions.values())) > 1:
+        said = ", ".join(f"{name} {value!r}" for name, value in script.reductions.items())
+        yield _reduction(script, f"the objects do not agree on it: {said}")
+    for refused in evidence.refused:
+        if isinstance(refused.error, NotScalarError):
+            yield _reduction(script, str(refused.error), "return loss.mean()")
+            return
+    if evidence.losses is None or script.ghost:  # the ghost loss reduces by itself, as declared
+        return
+    once, twice, thrice = evidence.losses
+    if not all(map(math.isfinite, evidence.losses)) or max(map(abs, evidence.losses)) == 0.0:
+        return
+    close = 0.3 if evidence.random_loss else 1e-2
+    kind = ""
+    if math.isclose(twice, once, rel_tol=close, abs_tol=1e-6):
+        kind = "mean"
+    elif math.isclose(thrice - twice, twice - once, rel_tol=2 * close, abs_tol=1e-6):
+        kind = "sum"
+    measured = f"a made-up batch has loss {once:.6g}, its double {twice:.6g}, its triple {thrice:.6g}"
+    declared = set(script.reductions.values())
+    if not kind and not evidence.random_loss:
+        yield _reduction(script, f"{measured}: this is neither a mean nor a sum over records")
+    elif kind and declared and kind not in declared:
+        said = ", ".join(f"{name}(loss_reduction={value!r})" for name, value in script.reductions.items())
+        yield _reduction(script, f"{measured}: this is a {kind}, and {said}", f"declare loss_reduction={kind!r}")
+
+
+def _reduction(
+    script: Script, evidence: str, fix: str = "reduce the loss by .mean() or .sum() over records"
+) -> Finding:
+    clips = script.ours is None or isinstance(script.ours.oracle, ClippedMean)
+    return Finding("error" if clips else "critical", "loss-reduction", evidence, fix)
+
+
+def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The gradient of the loss must be that of the rows."""
+    if evidence.base is None or not evidence.base.rows:
+        return
+    found = _ghost_excess(evidence.base) if evidence.base.norms is not None else _excess(evidence)
+    found = [name for name in found if name not in _padded(script)]
+    if found:
+        consequence = (
+            "it enters after the clip with weights that depend on the secret size of the batch"
+            if script.ghost
+            else "it is in no row, so that training leaves it out"
+        )
+        yield Finding(
+            "critical" if script.ghost else "error",
+            "regularizer-in-loss",
+            f"the gradient of {_some(found)} is not that of the per-sample gradients: a term of the loss on the "
+            f"weights, or a weight used outside of its layer; {consequence}",
+            "remove the term from the loss and give reg= or prox= to the private optimizer (weight_decay= to a torch "
+            "optimizer under Opacus)",
+        )
+
+
+def padding_trained(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Opacus' rows of an Embedding hold the gradient of the padding vector, which torch leaves out."""
+    if evidence.base is None or not evidence.base.rows or evidence.base.norms is not None:
+        return
+    found = [name for name in _excess(evidence) if name in _padded(script)]
+    if found:
+        yield Finding(
+            "error",
+            "padding-trained",
+            f"the rows of {_some(found)} train the vector of padding_idx, whose gradient torch leaves out",
+            "nn.Embedding(..., padding_idx=None), and h = h * (tokens != 0)[..., None] in forward",
+        )
+
+
+def _padded(script: Script) -> set[str]:
+    layers = [m for m in script.module.modules() if getattr(m, "padding_idx", None) is not None]
+    weights = {id(p) for m in layers for p in m.parameters(recurse=False)}
+    return {name for name, p in script.trainable.items() if id(p) in weights}
+
+
+def _excess(evidence: Evidence) -> list[str]:
+    """Returns the parameters whose total is not the sum of their rows (factored: that have a total at all)."""
+    assert evidence.base is not None
+    base, gaps, sizes = evidence.base, {}, {}
+    for name, rows in base.rows.items():
+        total = base.totals[name]
+        scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
+        expected = torch.zeros_like(rows[0]) if name in base.factored else rows.double().sum(0) * scale
+        gap = expected if total is None else total.double() - expected
+        gaps[name] = float(gap.norm())
+        sizes[name] = float(rows.double().reshape(len(rows), -1).norm(dim=1).sum()) * scale
+    joint = math.hypot(*sizes.values())
+    slack = 1e-3 if _tolerance(base.rows) < 1e-2 else 3e-2
+    # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
+    return [name for name, gap in gaps.items() if gap > slack * sizes[name] and gap > 1e-2 * slack * joint]
+
+
+def _ghost_excess(base: Pass) -> list[str]:
+    """Returns whether the norms that clip are those of the gradients that are released."""
+    assert base.norms is not None
+    released = _joint_norms(base.rows)
+    gap = (released - base.norms.double().cpu()).abs().max()
+    return ["the loss of each record"] if float(gap) > 1e-2 * float(released.max().clamp_min(1e-30)) else []
+
+
+def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Every trainable parameter must get rows, be they zero."""
+    base = evidence.base
+    if base is None or not (script.records_rows or base.rows):
+        return
+    if script.ghost and base.norms is None and not base.rows:
+        return  # the shape of the loss was wrong
+    missing = [name for name in script.trainable if name not in base.rows]
+    used = [name for name in missing if base.totals.get(name) is not None]
+    for names, evidence_text, fix in (
+        (
+            [name for name in missing if name not in used],
+            "no gradient reaches them",
+            "freeze them with requires_grad_(False) before attach or make_private, or use them in the loss",
+        ),
+        (
+            used,
+            "they are used, but nothing records their rows",
+            "change the model (LoRA, new heads, unfreezing) before attach or make_private; use layers, no functions of "
+            "a bare weight",
+        ),
+    ):
+        if names:
+            yield Finding(
+                "error",
+                "unused-parameters",
+                f"no per-sample gradients for {_some(names)}: {evidence_text}, and the first step will stop there",
+                fix,
+            )
+
+
+def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Layers that write over what a hook has seen."""
+    for refused in evidence.refused:
+        if in_place(refused.error):
+            layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
+            where = (
+                f"layers with inplace=True: {_some(layers)}" if layers else "no layer has inplace=True: look for x += y"
+            )
+            yield Finding(
+                "error",
+                "in-place-layers",
+                f"{refused}; {where}",
+                "nn.ReLU(inplace=False), and x = x + y instead of x += y",
+            )
+            return
+
+
+def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """In half precision 1/B is rounded to 8 or 11 bits, in all rows alike."""
+    device = next(iter(script.trainable.values())).device.type if script.trainable else "cpu"
+    rows = evidence.base.rows if evidence.base is not None else {}
+    halves = [name for name, made in rows.items() if made.dtype in _HALF]
+    refused = [r for r in evidence.refused if isinstance(r.error, SequenceError) and torch.is_autocast_enabled(device)]
+    if "mean" in script.reductions.values() and (halves or refused):
+        seen = f"rows of {_some(halves)} are in half precision" if halves else str(refused[0])
+        yield Finding(
+            "critical",
+            "half-precision-rows",
+            f"{seen} and the loss is a mean: the rounding of 1/B moves all rows when one record comes or goes",
+            "use a loss that sums and loss_reduction='sum', or leave autocast for the loss and the backward",
+        )
+
+
+def ghost_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Ghost clipping happens inside of its own loss, and needs one number per record."""
+    if not script.ghost or script.loss is None or evidence.size == 0:
+        return
+    value: Any = evidence.base.value if evidence.base is not None else None
+    fix = (
+        "model, optimizer, criterion, loader = engine.make_private(..., criterion=criterion, grad_sample_mode='ghost')"
+    )
+    if not opacus.is_ghost_loss_value(value):
+        scalars = any(isinstance(refused.error, NotScalarError) for refused in evidence.refused)
+        if value is not None or scalars or not evidence.refused:
+            yield Finding(
+                "critical",
+                "ghost-without-ghost-loss",
+                f"in ghost mode the loss must be the criterion that make_private returns (it returns "
+                f"{type(value).__name__}): no gradient is clipped, and the noise hides nothing",
+                f"{fix}\nloss = criterion(outputs, targets)",
+            )
+        return
+    shape = tuple(value.loss_per_sample.shape)
+    if shape != (evidence.size,):
+        yield Finding(
+            "critical",
+            "ghost-loss-shape",
+            f"the criterion gives losses of shape {shape} for {evidence.size} records: multiplied by {evidence.size} "
+            f"clip factors they broadcast, and no record is clipped by its own factor",
+            "return one loss per record, shape (B,): loss.flatten(1).mean(1), or outputs.squeeze(1) before it",
+        )
+
+
+def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Says what could not be looked at."""
+    fix = "run the doctor where one forward and backward work; record= gives it another record to imitate"
+    half = any(half_precision_rows(script, evidence))
+    for refused in evidence.refused:
+        ours = isinstance(refused.error, PrivacyError)  # training would be refused too
+        explained = in_place(refused.error) or isinstance(refused.error, NotScalarError)
+        if not explained and not (ours and (evidence.buffers or half)):
+            yield Finding("error" if ours else "warning", "not-probed", str(refused), fix)
+    base = evidence.base
+    if base is not None and base.rows and not any(bool(rows.any()) for rows in base.rows.values()):
+        yield Finding("warning", "not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
+
+
+def _movement(first: Pass, second: Pass, size: int) -> Tensor:
+    """Returns how far each record's rows moved, relative to the largest joint row; (size,) float64."""
+    squares, scale = torch.zeros(size, dtype=torch.float64), 0.0
+    for name, rows in first.rows.items():
+        others = second.rows.get(name)
+        if len(rows) != size or others is None or others.shape != rows.shape:
+            continue
+        gap = (others.double() - rows.double()).reshape(size, -1).norm(dim=1).cpu()
+        squares += torch.where(gap.isnan(), torch.zeros_like(gap), gap).square()
+    norms = _joint_norms({name: rows for name, rows in first.rows.items() if len(rows) == size})
+    if norms.numel():
+        scale = float(norms.nan_to_num(0.0, 0.0, 0.0).max())
+    return squares.sqrt() / max(scale, 1e-30)
+
+
+def _joint_norms(rows: Mapping[str, Tensor]) -> Tensor:
+    squares = [made.double().reshape(len(made), -1).square().sum(1).cpu() for made in rows.values()]
+    return torch.stack(squares).sum(0).sqrt() if squares else torch.empty(0, dtype=torch.float64)
+
+
+def _tolerance(rows: Mapping[str, Tensor]) -> float:
+    dtypes = {made.dtype for made in rows.values()}
+    if dtypes & set(_HALF):
+        return 3e-2
+    return 1e-5 if torch.float32 in dtypes else 1e-9
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+MODEL_CHECKS: tuple[Callable[[Script, Evidence], Iterator[Finding]], ...] = (
+    batch_norm,
+    coupled_records,
+    rows_are_not_records,
+    changing_buffers,
+    stateful_model,
+    ghost_loss,
+    half_precision_rows,
+    regularizer_in_loss,
+    padding_trained,
+    loss_reduction,
+    unused_parameters,
+    in_place_layers,
+    not_probed,
+)

@@ -1,0 +1,147 @@
+"""Recognizes Opacus' objects and reads what the doctor must know of them: the only contact with Opacus' classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from opacus.accountants.accountant import IAccountant
+from opacus.data_loader import CollateFnWithEmpty
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from torch import nn
+
+__all__ = [
+    "accounted",
+    "bare_collate",
+    "batch_sampler",
+    "grad_sample_hooks",
+    "inner_module",
+    "is_ghost",
+    "is_ghost_loss",
+    "is_ghost_loss_value",
+    "is_ghost_optimizer",
+    "is_opacus_optimizer",
+    "is_split",
+    "poisson_rate",
+    "underlying_loader",
+]
+
+_POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+_MAX_DEPTH = 4
+
+
+def is_opacus_optimizer(optimizer: Any) -> bool:
+    """Returns whether it is a DPOptimizer of any kind."""
+    return isinstance(optimizer, DPOptimizer)
+
+
+def is_ghost_optimizer(optimizer: Any) -> bool:
+    """Returns whether it adds noise to gradients that the loss must have clipped."""
+    return isinstance(optimizer, DPOptimizerFastGradientClipping)
+
+
+def grad_sample_hooks(model: nn.Module) -> Any:
+    """Returns the object that hooks the model: a GradSampleModule, or the GradSampleHooks of `wrap_model=False`."""
+    if isinstance(model, GradSampleHooks):
+        return model
+    if hasattr(model, "autograd_grad_sample_hooks") and not hasattr(model, "_dpsco"):
+        for module in model.modules():
+            for hook in module._forward_hooks.values():
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, GradSampleHooks):
+                    return owner
+    return None
+
+
+def is_ghost(hooks: Any) -> bool:
+    """Returns whether the hooks compute norms of rows and no rows."""
+    return isinstance(hooks, GradSampleHooksFastGradientClipping)
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """Returns the model without a wrapper that has no hooks (expanded weights, no_op); else the model itself."""
+    if isinstance(model, AbstractGradSampleModule) and not isinstance(model, GradSampleHooks):
+        inner: nn.Module = model._module
+        return inner
+    return model
+
+
+def is_ghost_loss(loss: Any) -> bool:
+    """Returns whether it is the criterion that make_private returns in ghost mode."""
+    return isinstance(loss, DPLossFastGradientClipping)
+
+
+def is_ghost_loss_value(value: Any) -> bool:
+    """Returns whether it is what that criterion returns."""
+    return isinstance(value, DPTensorFastGradientClipping)
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a callable carries: its closure, its object, its arguments."""
+    if isinstance(function, MethodType):
+        yield "self", function.__self__
+        yield from _held(function.__func__)
+    elif isinstance(function, FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # a variable that is not assigned yet
+                continue
+    elif isinstance(function, partial):
+        yield from [("", function.func), *function.keywords.items()]
+        yield from ((f"{place}", value) for place, value in enumerate(function.args))
+    elif not isinstance(function, nn.Module):
+        yield from getattr(function, "__dict__", {}).items()
+
+
+def accounted(hook: Any, depth: int = 0) -> tuple[Any, float | None]:
+    """Returns (accountant, sampling rate) of a step hook, (None, None) if no accountant can be found in it.
+
+    Opacus' own hook is a closure over the two; a user's hook that calls it carries it in its own closure.
+    """
+    if isinstance(hook, IAccountant):
+        return hook, None
+    if depth > _MAX_DEPTH or not callable(hook):
+        return None, None
+    held = dict(_held(hook))
+    rate = held.get("sample_rate")
+    for value in held.values():
+        accountant, inner = accounted(value, depth + 1)
+        if accountant is not None:
+            return accountant, inner if rate is None else float(rate)
+    return None, None
+
+
+def underlying_loader(loader: Any) -> Any:
+    """Returns the loader behind a BatchMemoryManager that was not entered."""
+    return loader.data_loader if isinstance(loader, BatchMemoryManager) else loader
+
+
+def is_split(loader: Any) -> bool:
+    """Returns whether the loader is one that BatchMemoryManager made, or such a manager."""
+    splits = isinstance(getattr(loader, "batch_sampler", None), BatchSplittingSampler)
+    return splits or isinstance(loader, BatchMemoryManager)
+
+
+def batch_sampler(loader: Any) -> Any:
+    """Returns the batch sampler of a loader, without the splitting of BatchMemoryManager."""
+    sampler = getattr(underlying_loader(loader), "batch_sampler", None)
+    while isinstance(sampler, BatchSplittingSampler):
+        sampler = sampler.sampler
+    return sampler
+
+
+def poisson_rate(sampler: Any) -> float | None:
+    """Returns the rate of Opacus' Poisson samplers, None for other samplers."""
+    return float(sampler.sample_rate) if isinstance(sampler, _POISSON) else None
+
+
+def bare_collate(collate: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+    """Returns the collate function without DPDataLoader's wrapper, which would remember a made-up batch."""
+    return collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate

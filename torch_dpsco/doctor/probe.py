@@ -1,0 +1,239 @@
+"""Forward and backward passes on made-up batches. Everything is put back afterwards.
+
+The passes run where the parameters are moved a little: at a start of all zeros the terms that couple records, and
+those of a regularizer, would have no gradient. All passes use the same random numbers, so that dropout masks agree.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from torch_dpsco.attach import attach
+from torch_dpsco.doctor import opacus_objects as opacus
+from torch_dpsco.doctor.evidence import Evidence, NotScalarError, Pass, Refused, attempt
+from torch_dpsco.doctor.made_up import MadeUp
+from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.untouched import Untouched, seed_torch
+from torch_dpsco.gradbatch import Tape
+
+__all__ = ["examine", "in_place"]
+
+_SEED, _OTHER_SEED = 1_000_003, 2_000_003
+
+
+def in_place(error: Exception) -> bool:
+    """Returns whether torch refused to change a tensor that a hook or a backward still needs."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("inplace" in text or "in-place" in text)
+
+
+def examine(script: Script) -> Evidence:
+    """Makes all passes that the script allows, and puts everything back."""
+    evidence = Evidence()
+    if not script.trainable or not script.has_record:
+        return evidence
+    # a criterion is switched to reduction="none" by Opacus while it runs
+    others = [script.loss, getattr(script.loss, "criterion", None), script.opacus_optimizer, script.hooks]
+    state = Untouched(script.module, [thing for thing in others if hasattr(thing, "__dict__")])
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # what warns here warns in training too
+            made_up = evidence.keep(_make_up(script))
+            if made_up is not None:
+                _examine(script, evidence, state, made_up)
+    finally:
+        state.restore()
+    return evidence
+
+
+def _make_up(script: Script, *, other_targets: bool = True) -> MadeUp | Refused:
+    def build() -> MadeUp:
+        device = next(iter(script.trainable.values())).device
+        return MadeUp(script.first_record(), script.collate, device, other_targets=other_targets)
+
+    return attempt("making up a batch from the first record", build)
+
+
+def _examine(script: Script, evidence: Evidence, state: Untouched, made_up: MadeUp) -> None:
+    evidence.size = made_up.size
+    if script.attached or script.hooks is not None:
+        _Probe(script, evidence, state, made_up).look_at_rows()
+    else:
+        attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum"))
+        if not isinstance(attached, Refused):
+            _Probe(script, evidence, Untouched(script.module), made_up).look_at_rows()
+        if evidence.base is None or not evidence.base.rows:  # layers without rows: what remains are sums
+            evidence.refused = [refused for refused in evidence.refused if in_place(refused.error)]
+            evidence.base = None
+            _Probe(script, evidence, state, made_up).look_at_sums()
+    if script.loss is not None:
+        state.clear()
+        _Probe(script, evidence, state, made_up).look_at_sizes()
+
+
+class _Probe:
+    """Passes over one script, each from the same state."""
+
+    def __init__(self, script: Script, evidence: Evidence, state: Untouched, made_up: MadeUp) -> None:
+        self.script, self.evidence, self.state, self.made_up = script, evidence, state, made_up
+        generator = torch.Generator().manual_seed(_SEED)
+        self.moves = {name: _small_move(p, generator) for name, p in script.trainable.items()}
+        self.records = list(range(made_up.size))
+        self.others = [i + made_up.size for i in self.records]
+
+    # -- what is looked at --------------------------------------------------------------------------------------------
+
+    def look_at_rows(self) -> None:
+        """Compares the rows of a batch with those after changes that must not move them."""
+        evidence, module = self.evidence, self.script.module
+        # a model that was plain is attached for the probe, with sums: not what `reductions` says
+        attached: Any = module._dpsco if self.script.attached else None
+        evidence.mean_rows = attached.mean if attached else self.script.hooks.loss_reduction == "mean"
+        evidence.base = evidence.keep(self._pass(self.records))
+        evidence.buffers = self.state.changed()
+        if evidence.base is None or not evidence.base.rows:
+            return
+        changed = self._pass([self.others[0], *self.records[1:]])
+        if isinstance(changed, Refused):  # the loss may not take the other targets
+            self.made_up = evidence.keep(_make_up(self.script, other_targets=False)) or self.made_up
+            changed = self._pass([self.others[0], *self.records[1:]])
+        evidence.changed = evidence.keep(changed)
+        evidence.again = evidence.keep(self._pass(self.records, before=self.records))
+        evidence.after_other = evidence.keep(self._pass(self.records, before=self.others))
+
+    def look_at_sums(self) -> None:
+        """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
+        evidence, parts = self.evidence, [self.records[1:3], self.records[3:5]]
+        base = evidence.keep(self._pass(self.records))
+        evidence.buffers = self.state.changed()
+        if base is None:
+            return
+        evidence.base = base
+        batches = [[first, *part] for first in (self.records[0], self.others[0]) for part in parts]
+        passes = [evidence.keep(self._pass(batch)) for batch in batches]
+        totals = [_joined(p.totals) for p in passes if p is not None]
+        if len(totals) == len(batches):
+            gap = totals[0] - totals[1] - totals[2] + totals[3]
+            evidence.mixing = float(gap.norm() / sum(total.norm() for total in totals).clamp_min(1e-30))
+
+    def look_at_sizes(self) -> None:
+        """Computes the loss of the batch, of its double and of its triple, in evaluation mode."""
+
+        def value(copies: int, seed: int = _SEED) -> float:
+            self._start(seed, training=False)
+            with torch.no_grad():
+                result = self._loss(self.records * copies)
+            return float(result.detach() if opacus.is_ghost_loss_value(result) else _scalar(result))
+
+        def values() -> tuple[tuple[float, float, float], bool]:
+            once = value(1)
+            return (once, value(2), value(3)), value(1, _OTHER_SEED) != once
+
+        found = attempt("the loss of a made-up batch in evaluation mode", values)
+        if not isinstance(found, Refused):
+            self.evidence.losses, self.evidence.random_loss = found
+        elif self.evidence.base is not None:
+            self.evidence.keep(found)
+
+    # -- one pass -----------------------------------------------------------------------------------------------------
+
+    def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
+        self.state.clear()
+        for name, p in self.script.trainable.items():
+            p.data.add_(self.moves[name])
+            p.__dict__.pop("_norm_sample", None)
+        # modules that the user keeps in evaluation mode stay there
+        if self.script.module.training != training:
+            self.script.module.train(training)
+        seed_torch(seed)
+
+    def _loss(self, records: Sequence[int]) -> Any:
+        batch, script = self.made_up.batch(records), self.script
+        if not self.made_up.is_pair:
+            return _of_outputs(script.module(batch)) if script.loss is None else script.loss(script.module, batch)
+        outputs = script.module(batch[0])
+        return _of_outputs(outputs) if script.loss is None else script.loss(outputs, batch[1])
+
+    def _pass(self, records: Sequence[int], before: Sequence[int] | None = None) -> Pass | Refused:
+        def run() -> Pass:
+            self._start()
+            if before is not None:
+                self._gradients(before)
+                self._forget_rows()
+                seed_torch(_SEED)
+            return self._gradients(records)
+
+        return attempt("a training pass over a made-up batch", run)
+
+    def _forget_rows(self) -> None:
+        for p in self.script.trainable.values():
+            if getattr(p, "grad_sample", None) is not None:
+                p.grad_sample = None  # type: ignore[attr-defined]
+            if isinstance(tape := getattr(p, "grad_factors", None), Tape):
+                tape.clear()
+
+    def _gradients(self, records: Sequence[int]) -> Pass:
+        value = self._loss(records)
+        if opacus.is_ghost_loss_value(value):
+            return self._ghost_gradients(value)
+        params = self.script.trainable
+        # not backward(): it would call hooks on the parameters, and nothing may stay in p.grad
+        grads = torch.autograd.grad(_scalar(value), list(params.values()), allow_unused=True)
+        rows, factored = {}, set()
+        for name, p in params.items():
+            tape = getattr(p, "grad_factors", None)
+            if isinstance(tape, Tape) and tape.pairs:
+                blocks = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)
+                rows[name] = blocks[0].dense()[0].detach()
+                factored.add(name)
+            elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
+                rows[name] = made.detach()
+        return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
+
+    def _ghost_gradients(self, value: Any) -> Pass:
+        """Takes the norms from the hooks, and the gradient of each record's loss, which is what gets released."""
+        params, hooks, losses = self.script.trainable, self.script.hooks, value.loss_per_sample
+        every = list(params.values())
+        reduced = losses.mean(0) if value.loss_reduction == "mean" else losses.sum(0)
+        totals = torch.autograd.grad(reduced.sum(), every, retain_graph=True, allow_unused=True)
+        found = dict(zip(params, totals, strict=True))
+        normed = [name for name, p in params.items() if hasattr(p, "_norm_sample")]
+        if hooks is None or losses.dim() != 1:
+            return Pass(value, found, {})
+        norms = hooks.get_norm_sample().detach() if len(normed) == len(params) else None
+        hooks.disable_hooks()
+        grads = [torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True) for loss in losses]
+        hooks.enable_hooks()
+        stacked = {
+            name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
+            for (name, p), column in zip(params.items(), zip(*grads, strict=True), strict=True)
+        }
+        return Pass(value, found, {name: stacked[name] for name in normed}, norms=norms)
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise NotScalarError(f"the loss must be a tensor with one number (got {got})")
+    return value.reshape(())
+
+
+def _of_outputs(outputs: Any) -> Tensor:
+    """Returns a stand-in for a loss that is not known: a sum over everything that the model puts out."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in leaves]).sum()
+
+
+def _small_move(p: Tensor, generator: torch.Generator) -> Tensor:
+    size = 0.1 * max(float(p.detach().double().square().mean().sqrt()), p.shape[-1] ** -0.5 if p.dim() else 1.0)
+    return (size * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype)
+
+
+def _joined(totals: Any) -> Tensor:
+    return torch.cat([total.detach().double().flatten() for total in totals.values() if total is not None])

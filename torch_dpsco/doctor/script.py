@@ -1,0 +1,129 @@
+"""The training script that the doctor looks at: what it was given, and what the checks ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from torch.utils.data import default_collate
+
+from torch_dpsco.attach import is_attached
+from torch_dpsco.doctor import opacus_objects as opacus
+from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.sampling import PhysicalBatches
+
+__all__ = ["NO_RECORD", "Script"]
+
+NO_RECORD = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """What the user trains with.
+
+    Args:
+        model: as it will be called in the loop.
+        loss: loss(outputs, targets) or loss(model, batch); None if it is not known yet.
+        loader: None if it is not known yet.
+        optimizer: None if it is not known yet.
+        scaler: gradient scaler of the loop, if there is one.
+        record: stands for the first record of the loader's data set.
+    """
+
+    model: nn.Module
+    loss: Any
+    loader: Any
+    optimizer: Any
+    scaler: Any = None
+    record: Any = field(default=NO_RECORD)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model to probe: not its compiled form, and without a wrapper that has no hooks."""
+        return opacus.inner_module(self._uncompiled)
+
+    @cached_property
+    def hooks(self) -> Any:
+        """Opacus' hooks on the model, None without."""
+        return opacus.grad_sample_hooks(self.module)
+
+    @property
+    def attached(self) -> bool:
+        """Whether dp.attach was called on the model."""
+        return is_attached(self.module)
+
+    @property
+    def records_rows(self) -> bool:
+        """Whether something makes per-sample gradients of the model."""
+        return self.attached or self.hooks is not None or self.module is not self._uncompiled
+
+    @property
+    def _uncompiled(self) -> nn.Module:
+        return getattr(self.model, "_orig_mod", self.model)
+
+    @property
+    def ghost(self) -> bool:
+        """Whether gradients are clipped by Opacus' ghost loss."""
+        return opacus.is_ghost(self.hooks) or opacus.is_ghost_optimizer(self.optimizer)
+
+    @property
+    def ours(self) -> PrivateOptimizer | None:
+        """The optimizer, if it is one of torch_dpsco."""
+        return self.optimizer if isinstance(self.optimizer, PrivateOptimizer) else None
+
+    @property
+    def opacus_optimizer(self) -> Any:
+        """The optimizer, if it is one of Opacus."""
+        return self.optimizer if opacus.is_opacus_optimizer(self.optimizer) else None
+
+    @cached_property
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """Trainable parameters of the model by name, each once."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @cached_property
+    def reductions(self) -> Mapping[str, str]:
+        """How the loss reduces, as declared to each object."""
+        declared = {}
+        if self.attached:
+            declared["dp.attach"] = "mean" if self.module._dpsco.mean else "sum"
+        if self.hooks is not None:
+            declared[type(self.hooks).__name__] = self.hooks.loss_reduction
+        if self.opacus_optimizer is not None:
+            declared[type(self.optimizer).__name__] = self.optimizer.loss_reduction
+        return declared
+
+    @cached_property
+    def source(self) -> Any:
+        """The loader behind those that split its batches."""
+        loader = self.loader._loader if isinstance(self.loader, PhysicalBatches) else self.loader
+        return opacus.underlying_loader(loader)
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's batch sampler, None without."""
+        return opacus.batch_sampler(self.source)
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's data set, None without."""
+        return getattr(self.source, "dataset", None)
+
+    @property
+    def has_record(self) -> bool:
+        """Whether a record is known, to make up a batch from."""
+        if self.record is not NO_RECORD:
+            return True
+        return self.dataset is not None and (not hasattr(self.dataset, "__len__") or len(self.dataset) > 0)
+
+    def first_record(self) -> Any:
+        """Returns the record that shows shapes and dtypes."""
+        return self.dataset[0] if self.record is NO_RECORD else self.record
+
+    def collate(self, items: list[Any]) -> Any:
+        """Joins records as the loader does."""
+        own = opacus.bare_collate(getattr(self.source, "collate_fn", None))
+        return (own or default_collate)(items)
