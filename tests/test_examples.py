@@ -255,6 +255,16 @@ def test_the_tour_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert str(scope["optimizer"].privacy_spent()) in shown
 
 
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off")
+def test_the_doctor_of_the_readme_finds_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {"dataset": TensorDataset(torch.rand(2_000, 65), torch.ones(2_000, 1))}
+    exec(compile(blocks("python")[1], "README.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    shown = next(block for block in blocks("") if block.startswith("CRITICAL"))
+    for line in shown.splitlines():
+        assert re.sub(r"\d\.\d+|\.\.\.$", "", line)[:60] in re.sub(r"\d\.\d+", "", printed)
+
+
 def test_the_figures_of_the_readme_are_those_of_a_run(adult: ModuleType, data: Any) -> None:
     # It was printed once: later accounting may be up to 2 % tighter, but the README must never say less than is true.
     shown = next(block for block in blocks("") if block.startswith("test set of"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from textwrap import indent
+from textwrap import fill, indent
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError
@@ -15,6 +15,7 @@ SEVERITIES = ("critical", "error", "warning")
 """critical: the guarantee is broken or void; error: silently wrong, or will crash; warning: works, but risky."""
 
 _PAGE = "docs/pitfalls.md"
+_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Finding:
         return f"{_PAGE}#{self.name}"
 
     def __str__(self) -> str:
-        parts = {"found": self.evidence, "fix": self.fix, "see": self.link}
+        found = fill(self.evidence, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        parts = {"found": found, "fix": self.fix, "see": self.link}  # a fix is code, which keeps its lines
         lines = [f"  {key:<6} " + text.replace("\n", "\n" + 9 * " ") for key, text in parts.items()]
         return "\n".join([f"{self.severity.upper()}: {self.name.replace('-', ' ')}", *lines])
 
