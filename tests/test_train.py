@@ -345,7 +345,7 @@ def test_the_check_of_the_reduction_sees_no_value_of_the_data(value: float, redu
 
     model = linear()
     wrong = {"mean": "sum", "sum": "mean"}[reduction]
-    message = f"this is a {reduction}, and .*loss_reduction='{wrong}'"
+    message = rf"this is a {reduction}, and\s+dp.attach\(loss_reduction='{wrong}'"
     refused(ValueError, message, model, holder(model), data, loss, loss_reduction=wrong)
     assert set(torch.cat(seen).unique().tolist()) <= {0.0, 1.0}
 

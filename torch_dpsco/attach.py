@@ -12,19 +12,18 @@ keeps its class, its parameter names and its state dict. After attach no non-pri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.gradbatch.batch import clear_rows
-from torch_dpsco.gradbatch.linear import HALF, FactoredLinear, PassCounter, Tape, require_full_precision
+from torch_dpsco.gradbatch.batch import clear_rows, has_rows
+from torch_dpsco.gradbatch.hooks import DenseHooks
+from torch_dpsco.gradbatch.linear import HALF, FactoredLinear, PassCounter, Tape, batch_sizes
+from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = ["attach", "detach", "is_attached"]
@@ -32,46 +31,31 @@ __all__ = ["attach", "detach", "is_attached"]
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class _DenseHooks(GradSampleHooks):  # type: ignore[misc]
-    """Opacus' hooks on all trainable layers that are not factored."""
-
-    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
-        return (layer for layer in super().iterate_submodules(module) if not isinstance(layer, FactoredLinear))
-
-    def capture_backprops_hook(
-        self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
-    ) -> None:
-        """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
-        if self.hooks_enabled and not getattr(module, "activations", None):
-            raise SequenceError("a backward must follow a forward in training mode: call model.train() before it")
-        if self.hooks_enabled and loss_reduction == "mean":
-            # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
-            require_full_precision(forward_output[0])
-        super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
-
-
 class _Attachment:
     """What attach added to a model, so that hooks can work and detach can undo it."""
 
     def __init__(self, model: nn.Module, factored: list[nn.Linear], loss_reduction: str, batch_first: bool) -> None:
         self.mean = loss_reduction == "mean"
-        self.passes = PassCounter()
-        for layer in factored:
-            layer.__class__ = FactoredLinear
-            layer.tape, layer.passes = Tape(scale_by_batch=self.mean), self.passes  # type: ignore[assignment]
+        self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
         done = {id(p) for p in self.factored}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
         self.layers = list(model.modules())
-        self.hooks: _DenseHooks | None = None
+        self.hooks: DenseHooks | None = None
         if self.dense:
-            self.hooks = _DenseHooks(model, batch_first=batch_first, loss_reduction=loss_reduction)
+            self.hooks = DenseHooks(
+                model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction
+            )
+        for layer in factored:  # after all that may raise
+            layer.__class__ = FactoredLinear
+            layer.tape, layer.passes = Tape(scale_by_batch=self.mean), self.passes  # type: ignore[assignment]
         self.handles: list[Any] = [
-            model.register_forward_pre_hook(_before_forward),
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, always_call=True),
         ]
         self.buffers: list[tuple[str, int, int]] = []
-        self.values: list[str] | None = _values(self.layers)  # until the first forward
+        self.values: list[str] | None = None  # during the first forward
+        self.compared = False
         self.hook_parameters()
 
     def hook_parameters(self) -> None:
@@ -86,6 +70,13 @@ class _Attachment:
         self.handles += [p.register_post_accumulate_grad_hook(self._drop_dense) for p in self.dense]
 
     def __getstate__(self) -> dict[str, Any]:
+        waiting = any(getattr(layer, "activations", None) for layer in self.layers)
+        if waiting or has_rows(self.factored + self.dense):
+            # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it)
+            raise SequenceError(
+                "a model must be saved or copied between steps: it holds rows of records now; call optimizer.step() or "
+                "optimizer.discard() first"
+            )
         return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
 
     def reset(self) -> None:
@@ -126,8 +117,15 @@ def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _buffer_states(layers: Iterable[nn.Module]) -> list[tuple[str, int, int]]:
-    return [(name, id(t), t._version) for name, t in _unreleased(layers)]
+def _states(layers: Iterable[nn.Module]) -> list[tuple[str, int, int]]:
+    """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
+    return [
+        (f"{type(m).__name__}.{name}", id(t), t._version)
+        for m in layers
+        for tensors in (m._buffers, m._parameters)
+        for name, t in tensors.items()
+        if t is not None
+    ]
 
 
 def _values(layers: Iterable[nn.Module]) -> list[str]:
@@ -149,7 +147,7 @@ def _training(model: nn.Module) -> bool:
     return model.training and torch.is_grad_enabled()
 
 
-def _before_forward(model: nn.Module, args: Any) -> None:
+def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if not _training(model):
         return
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
@@ -162,8 +160,12 @@ def _before_forward(model: nn.Module, args: Any) -> None:
             "a training forward is still waiting for its backward: run backward after each forward, compute metrics "
             "under torch.no_grad() or in eval mode, or call optimizer.discard() to start over"
         )
-    attachment.passes.open()
-    attachment.buffers = _buffer_states(attachment.layers)
+    for p in attachment.dense:
+        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+    attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
+    if not attachment.compared:
+        attachment.values, attachment.compared = _values(attachment.layers), True
+    attachment.buffers = _states(attachment.layers)
 
 
 def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
@@ -171,52 +173,24 @@ def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     if not attachment.passes.active:
         return
     attachment.passes.close()
-    changed = {name for name, _, _ in set(_buffer_states(attachment.layers)) ^ set(attachment.buffers)}
+    changed = {name for name, _, _ in set(_states(attachment.layers)) ^ set(attachment.buffers)}
     changed |= _changed_values(attachment)
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
         raise PrivacyError(
-            f"a training forward must not change buffers, they would carry private data out of the model (changed: "
-            f"{sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
+            f"a training forward must not change buffers or weights, they would carry private data out of the model "
+            f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
         )
 
 
-def _trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    # The layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole.
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
-            yield name, module
-            if type(module) not in GradSampleHooks.GRAD_SAMPLERS:
-                return
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}".lstrip("."), child)
-
-    yield from walk("", model)
-
-
 def _factorable(model: nn.Module) -> list[nn.Linear]:
-    layers = list({id(m): m for _, m in _trainable_layers(model)}.values())
+    layers = list({id(m): m for _, m in trainable_layers(model)}.values())
     owners = Counter(id(p) for m in layers for p in m.parameters())
     return [
         m
         for m in layers
         if type(m) is nn.Linear and "weight" in m._parameters and all(owners[id(p)] == 1 for p in m.parameters())
     ]
-
-
-def _refuse_coupling_layers(model: nn.Module, batch_first: bool) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, DPMultiheadAttention) and module.batch_first != batch_first:
-            # PRIVACY: its rows would be times, not records (test_attention_over_the_batch_dimension_is_refused)
-            raise ValueError(
-                f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got {batch_first}); "
-                f"make the layer with batch_first=True, or attach with batch_first=False"
-            )
-        if isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False):
-            raise ValueError(
-                f"model must not have layers that mix the rows of a batch (got {type(module).__name__} {name!r}); "
-                f"opacus.validators.ModuleValidator.fix(model) replaces them by GroupNorm"
-            )
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -257,9 +231,7 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
             "model is attached already: call dp.detach(model) first to attach it in another way; a part of an attached "
             "model must be detached with the whole"
         )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model must have a trainable parameter (got none with requires_grad)")
-    _refuse_coupling_layers(model, batch_first)
+    require_supported(model, batch_first=batch_first)
     if loss_reduction == "mean" and any(p.requires_grad and p.dtype in HALF for p in model.parameters()):
         # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
         # (test_one_record_more_moves_the_mean_by_at_most_one_clip)
@@ -269,7 +241,7 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
         )
     factored = _factorable(model) if rows != "dense" and batch_first else []
     if rows == "factored":
-        others = [f"{type(m).__name__} {name!r}" for name, m in _trainable_layers(model) if m not in factored]
+        others = [f"{type(m).__name__} {name!r}" for name, m in trainable_layers(model) if m not in factored]
         if others:
             raise ValueError(f"rows='factored' needs Linear layers that own their parameters (got {', '.join(others)})")
     model._dpsco = _Attachment(model, factored, loss_reduction, batch_first)  # type: ignore[assignment]

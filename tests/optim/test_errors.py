@@ -238,17 +238,17 @@ TRAINING: dict[str, Misuse] = {
     "a sum taken for a mean": (
         lambda a: fit(a, loss=summed),
         ValueError,
-        r"loss_reduction must be how loss_fn reduces .*\(got 'mean', but doubling the batch does not keep the loss\)",
+        r"this is a sum, and\s+dp.attach\(loss_reduction='mean'\)",
     ),
     "a mean taken for a sum": (
         lambda a: fit(a, loss_reduction="sum"),
         ValueError,
-        r"loss_reduction .*\(got 'sum', but doubling the batch does not double the loss\)",
+        r"this is a mean, and\s+dp.attach\(loss_reduction='sum'\)",
     ),
     "a mean for a model attached for sums": (
         lambda a: fit(a, attach_as="sum"),
         ValueError,
-        r"loss_reduction .*\(got 'sum', but doubling",
+        r"this is a mean, and\s+dp.attach\(loss_reduction='sum'\)",
     ),
     "two loss_reductions": (
         lambda a: fit(a, attach_as="sum", loss=summed, loss_reduction="mean"),

@@ -58,11 +58,11 @@ def test_a_shallow_copy_of_an_optimizer_is_refused() -> None:
 def test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise() -> None:
     model = scores(1)
     ours = make_optimizer(model, Undeclared(1), noise=1.0)
+    model(torch.ones(1, 1)).sum().backward()  # torch refuses it in the child of a process that compiled
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            model(torch.ones(1, 1)).sum().backward()
             ours.step()
         except dp.PrivacyError as error:
             os.write(write, str(error).encode())

@@ -72,11 +72,15 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
     if rows is None:
         raise SequenceError(
             f"per-sample gradients are missing for parameter {place} of shape {tuple(p.shape)}: call "
-            f"dp.attach(model) before the forward, run forward and backward in training mode before each step, and "
-            f"freeze parameters that the loss does not use with requires_grad_(False)"
+            f"dp.attach(model) before the forward, run forward and backward in training mode before each step, freeze "
+            f"parameters that the loss does not use with requires_grad_(False), and use parameters only in the forward "
+            f"of their own module"
         )
     chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
     require_unprocessed(chunks)
+    if len(chunks) != len(getattr(p, "dpsco_passes", chunks)):
+        # PRIVACY: else a record could be in two rows (test_rows_left_by_autograd_grad_are_refused)
+        raise SequenceError("torch.autograd.grad in training mode has left rows: call optimizer.zero_grad() after it")
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 

@@ -19,7 +19,7 @@ from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 
-__all__ = ["HALF", "FactoredLinear", "PassCounter", "Tape", "require_full_precision"]
+__all__ = ["HALF", "FactoredLinear", "PassCounter", "Tape", "batch_sizes", "require_full_precision"]
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -33,21 +33,54 @@ def require_full_precision(backprops: Tensor) -> None:
         )
 
 
+def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
+    """Returns the sizes that a batch may have by the inputs of a model; None if something in them is not understood.
+
+    Args:
+        inputs: nested tuples, lists and dicts of tensors and plain values.
+        dim: of the batch in each tensor.
+    """
+    if isinstance(inputs, Tensor):
+        return frozenset([inputs.shape[dim]] if inputs.dim() > dim else [])
+    if inputs is None or isinstance(inputs, (bool, int, float, str)):
+        return frozenset()
+    if not isinstance(inputs, (tuple, list, dict)):
+        return None
+    parts = [batch_sizes(part, dim) for part in (inputs.values() if isinstance(inputs, dict) else inputs)]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    lengths = [frozenset([len(inputs)])] if isinstance(inputs, list) else []  # a record per entry
+    return frozenset().union(*known, *lengths)
+
+
 class PassCounter:
     """Numbers the training forwards of an attached model."""
 
     def __init__(self) -> None:
         self.number = 0
         self.active = False
+        self._sizes: frozenset[int] | None = None
 
-    def open(self) -> None:
-        """Starts the next pass."""
+    def open(self, sizes: frozenset[int] | None = None) -> None:
+        """Starts the next pass, of a batch of one of these sizes, if they are known."""
         self.number += 1
-        self.active = True
+        self.active, self._sizes = True, sizes
 
     def close(self) -> None:
         """Ends the pass."""
-        self.active = False
+        self.active, self._sizes = False, None
+
+    def require_batch(self, layer: nn.Module, shape: torch.Size, dim: int) -> None:
+        """Raises SequenceError if the input of a layer cannot have the batch in its dimension `dim`."""
+        if self._sizes and (len(shape) <= dim or shape[dim] not in self._sizes):
+            # PRIVACY: rows would be times or parts of a record, or one row for all of them
+            # (test_a_layer_that_sees_no_batch_is_refused); no size in the message, that of the draw is private
+            raise SequenceError(
+                f"dimension {dim} of the input of {layer} must be the batch, as in the inputs of the model: expand "
+                f"constants to one per record, leave time out of it, do not cut the batch up, and say where it is by "
+                f"dp.attach(model, batch_first=...)"
+            )
 
     @property
     def tag(self) -> int | None:
@@ -118,9 +151,19 @@ class _RecordedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.layer.keep(ctx.tag, x.detach(), grad.detach())
+        if _reaches_weights(ctx):
+            ctx.layer.keep(ctx.tag, x.detach(), grad.detach())
         grad_x = (grad.to(weight.dtype) @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None
+
+
+def _reaches_weights(node: Any) -> bool:
+    """Returns whether the running backward wants gradients of weight or bias: attacks and saliency maps do not."""
+    try:
+        following = [after for after, _ in node.next_functions[1:3] if after is not None]
+        return any(torch._C._will_engine_execute_node(after) for after in following)
+    except RuntimeError:  # so torch says of torch.autograd.grad in the weights themselves
+        return True
 
 
 class FactoredLinear(nn.Linear):
@@ -145,6 +188,7 @@ class FactoredLinear(nn.Linear):
         params = [p for p in self._parameters.values() if p is not None]
         if not (self.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
             return super().forward(input)
+        self.passes.require_batch(self, input.shape, 0)
         for p in params:
             p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
         out: Tensor = _RecordedLinear.apply(input, self.weight, self.bias, self)

@@ -134,6 +134,14 @@ class LogicalBatch:
     def close(self, chunk: Chunk) -> Draw | None:
         """Ends a chunk; returns its draw if that is complete (until `finish` it is still in progress), else None."""
         if chunk.last:
+            if self.declared and self._draw_rows != chunk.draw.size:
+                # PRIVACY: fewer rows than records are rows of several records each, e.g. of times
+                # (test_fewer_rows_than_drawn_are_refused)
+                raise SequenceError(
+                    "a step must use one row per record of its draw, and got fewer: run the model on all of them with "
+                    "the batch where dp.attach(model, batch_first=...) says; to leave a record out, multiply its loss "
+                    "by 0"
+                )
             return chunk.draw
         self._log.taken, self._rows = None, 0
         return None
