@@ -149,7 +149,8 @@ def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple
     model, calls = build(), []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        calls.append(len(target))
+        if optimizer.outstanding_rows is not None:  # else the doctor probes
+            calls.append(len(target))
         return LOSS(output, target)
 
     optimizer = planned(model, batch_size=1, epochs=1)  # 40 draws, each empty with probability 0.36
@@ -157,7 +158,7 @@ def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple
     assert dp.fit(model, optimizer, records(shape=shape), loss, progress=False) is model
     assert optimizer.steps == len(optimizer.accountant) == 40
     assert 0 not in calls
-    assert len(calls) < 2 + 40  # besides the two of the check
+    assert len(calls) < 40  # all full: probability 2e-8
     assert optimizer.finalized
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(bool(p.isfinite().all()) for p in model.parameters())

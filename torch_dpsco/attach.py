@@ -12,7 +12,7 @@ keeps its class, its parameter names and its state dict. After attach no non-pri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class _Attachment:
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, always_call=True),
         ]
-        self.buffers: list[tuple[str, int, int]] = []
+        self.buffers: list[tuple[int, int]] = []
         self.values: list[str] | None = None  # during the first forward
         self.compared = False
         self.hook_parameters()
@@ -117,15 +117,17 @@ def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _states(layers: Iterable[nn.Module]) -> list[tuple[str, int, int]]:
+def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for m in layers:
+        for tensors in (m._buffers, m._parameters):
+            for name, t in tensors.items():
+                if t is not None:
+                    yield m, name, t
+
+
+def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    return [
-        (f"{type(m).__name__}.{name}", id(t), t._version)
-        for m in layers
-        for tensors in (m._buffers, m._parameters)
-        for name, t in tensors.items()
-        if t is not None
-    ]
+    return [(id(t), t._version) for _, _, t in _everything(layers)]
 
 
 def _values(layers: Iterable[nn.Module]) -> list[str]:
@@ -173,8 +175,11 @@ def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     if not attachment.passes.active:
         return
     attachment.passes.close()
-    changed = {name for name, _, _ in set(_states(attachment.layers)) ^ set(attachment.buffers)}
-    changed |= _changed_values(attachment)
+    before, changed = set(attachment.buffers), _changed_values(attachment)
+    if _states(attachment.layers) != attachment.buffers:
+        found = _everything(attachment.layers)
+        new = {f"{type(m).__name__}.{name}" for m, name, t in found if (id(t), t._version) not in before}
+        changed |= new or {"tensors removed or exchanged"}
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
         raise PrivacyError(

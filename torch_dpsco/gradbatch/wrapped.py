@@ -12,8 +12,9 @@ __all__ = ["forget_wrappers", "require_unprocessed", "require_unwrapped"]
 
 _ON_PARAMETERS, _ON_ROWS = "summed_grad", "_processed"
 _WRAPPED = (
-    "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by PrivacyEngine.make_private, "
-    "say), nor train a model of dp.attach; leave Opacus' engine out and use optimizer.loader(dataset)"
+    "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by "
+    "PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out and use "
+    "optimizer.loader(dataset)"
 )
 
 
