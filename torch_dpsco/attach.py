@@ -12,22 +12,24 @@ keeps its class, its parameter names and its state dict. After attach no non-pri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
-from torch_dpsco.gradbatch.hooks import DenseHooks
+from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
 from torch_dpsco.gradbatch.linear import HALF, FactoredLinear, PassCounter, Tape, batch_sizes
 from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = ["attach", "detach", "is_attached"]
 
+_OWN = ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco_reset", "dpsco_retire")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -46,6 +48,7 @@ class _Attachment:
             self.hooks = DenseHooks(
                 model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction
             )
+            self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
             layer.__class__ = FactoredLinear
             layer.tape, layer.passes = Tape(scale_by_batch=self.mean), self.passes  # type: ignore[assignment]
@@ -56,18 +59,19 @@ class _Attachment:
         self.buffers: list[tuple[int, int]] = []
         self.values: list[str] | None = None  # during the first forward
         self.compared = False
+        self.used = 0  # number of the newest forward when rows were last used or dropped
+        forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
 
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
-        forget_wrappers(self.factored + self.dense)
         for p in self.factored + self.dense:
-            p.dpsco_reset = self.reset  # type: ignore[attr-defined]
+            p.dpsco_reset, p.dpsco_retire = self.reset, self.retire  # type: ignore[attr-defined]
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
-        self.handles += [p.register_post_accumulate_grad_hook(_drop_factored) for p in self.factored]
-        self.handles += [p.register_post_accumulate_grad_hook(self._drop_dense) for p in self.dense]
+        self.handles += [_after_accumulation(p, _drop_factored) for p in self.factored]
+        self.handles += [_after_accumulation(p, self._drop_dense) for p in self.dense]
 
     def __getstate__(self) -> dict[str, Any]:
         waiting = any(getattr(layer, "activations", None) for layer in self.layers)
@@ -79,8 +83,33 @@ class _Attachment:
             )
         return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
 
+    def retire(self) -> None:
+        """Refuses backwards of all forwards so far: their batch was used, or given up."""
+        self.used = self.passes.number
+
+    def require_fresh(self, number: int | None) -> None:
+        """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+        # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
+        # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
+        if number is None:
+            if self.dense:
+                self.refuse(NO_FORWARD)
+            return
+        if number <= self.used or (self.dense and number != self.passes.number):
+            self.refuse(
+                "a backward must follow its own forward, before a step, a discard() or (where layers are not factored) "
+                "another forward: compute the loss anew for each batch, without retain_graph"
+            )
+
+    def refuse(self, message: str) -> NoReturn:
+        """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
+        clear_rows(self.factored + self.dense)
+        self.reset()
+        raise SequenceError(message)
+
     def reset(self) -> None:
         """Forgets forwards that no backward followed."""
+        self.retire()
         self.passes.close()
         for p in self.dense:
             p._forward_counter = 0  # type: ignore[attr-defined]
@@ -94,6 +123,13 @@ class _Attachment:
         if p.grad is not None and not hasattr(p, "dpsco_compared"):
             p.dpsco_first_backward = (p.grad.detach(), self.mean)  # type: ignore[attr-defined]
         p.grad = None
+
+
+def _after_accumulation(p: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    required = p.requires_grad  # torch registers on no other tensor; a copy of a model may have frozen parameters
+    handle = p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    p.requires_grad_(required)
+    return handle
 
 
 def _drop_factored(p: Tensor) -> None:
@@ -150,11 +186,11 @@ def _training(model: nn.Module) -> bool:
 
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
+        attachment.hook_parameters()
     if not _training(model):
         return
-    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    if not attachment.hooked:
-        attachment.hook_parameters()
     require_unwrapped(attachment.dense + attachment.factored)
     # Opacus sums two forwards into one row per position, which would clip two records as one.
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
@@ -172,7 +208,11 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 
 def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    if not attachment.passes.active:
+    number = attachment.passes.tag
+    for out in tree_leaves(output):
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: attachment.require_fresh(number))
+    if number is None:
         return
     attachment.passes.close()
     before, changed = set(attachment.buffers), _changed_values(attachment)
@@ -270,7 +310,7 @@ def detach(model: _Model) -> _Model:
             del module.tape, module.passes
             object.__setattr__(module, "__class__", nn.Linear)
     for p in model.parameters():
-        for name in ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco_reset"):
+        for name in _OWN:
             p.__dict__.pop(name, None)
     del model._dpsco
     return model

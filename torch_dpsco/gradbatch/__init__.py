@@ -1,7 +1,7 @@
 """Per-sample gradients: dense rows from Opacus' grad samplers and factored rows of Linear layers, one interface."""
 
 from torch_dpsco.gradbatch.base import FLOAT64, Block, Summation, plan_summation, row_norms
-from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows
+from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
@@ -22,5 +22,6 @@ __all__ = [
     "has_rows",
     "plan_summation",
     "require_unwrapped",
+    "retire_forwards",
     "row_norms",
 ]

@@ -14,7 +14,7 @@ from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.linear import Tape
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
 
-__all__ = ["GradBatch", "clear_rows", "has_rows"]
+__all__ = ["GradBatch", "clear_rows", "has_rows", "retire_forwards"]
 
 _LEAST_NORMAL = 2.0**-126  # of float32
 
@@ -41,6 +41,12 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
             p.dpsco_passes = []
         p.__dict__.pop("dpsco_first_backward", None)
         p.grad = None
+
+
+def retire_forwards(params: Sequence[nn.Parameter]) -> None:
+    """Makes the attached models of the parameters refuse backwards of all their forwards so far."""
+    for retire in {p.__dict__["dpsco_retire"] for p in params if "dpsco_retire" in p.__dict__}:
+        retire()
 
 
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:

@@ -15,8 +15,8 @@ Differs from Opacus' GradSampleHooks in:
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -29,7 +29,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.linear import PassCounter, require_full_precision
 
-__all__ = ["DenseHooks"]
+__all__ = ["NO_FORWARD", "DenseHooks"]
+
+NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
 _OWN_LAYOUT = (RNNLinear, SequenceBias)  # inside of Opacus' own layers, whose inputs are laid out in another way
@@ -78,6 +80,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     GRAD_SAMPLERS: ClassVar[Any] = ChainMap(
         {nn.Embedding: _embedding_rows, nn.EmbeddingBag: _bag_rows}, GradSampleHooks.GRAD_SAMPLERS
     )
+
+    refuse: Callable[[str], NoReturn]  # drops the rows that wait, and raises; set by `attach`
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     ) -> None:
         """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
         if self.hooks_enabled and not getattr(module, "activations", None):
-            raise SequenceError("a backward must follow a forward in training mode: call model.train() before it")
+            self.refuse(NO_FORWARD)
         if self.hooks_enabled and loss_reduction == "mean":
             # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
             require_full_precision(forward_output[0])

@@ -28,7 +28,12 @@ def require_unwrapped(params: Iterable[nn.Parameter]) -> None:
     """Raises SequenceError if an Opacus optimizer took the parameters since a private optimizer was made."""
     # PRIVACY: it would count ordinary steps while ours runs on what it left of the rows
     # (test_an_opacus_optimizer_around_ours_cannot_step)
+    params = list(params)
     if any(_ON_PARAMETERS in p.__dict__ for p in params):
+        for p in params:  # its sums of rows, which no ledger of ours knows; the mark stays
+            p.grad = None
+            if _ON_PARAMETERS in p.__dict__:
+                p.__dict__[_ON_PARAMETERS] = None
         raise SequenceError(_WRAPPED)
 
 

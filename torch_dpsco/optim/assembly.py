@@ -57,7 +57,6 @@ class Assembly(Optimizer):
         if distributed and torch.distributed.get_world_size() > 1:
             raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
         device = checks.one_device(self._all_params())
-        forget_wrappers(self._all_params())
         rule.check_groups(self.param_groups)
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
@@ -76,6 +75,7 @@ class Assembly(Optimizer):
         checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
         oracle.take()
+        forget_wrappers(self._all_params())
 
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped
+from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
@@ -122,6 +122,7 @@ class PrivateOptimizer(Assembly):
         params = self._trained()
         chunk = self._batch.current()
         rows = GradBatch.consume(params) if has_rows(params) or self._batch.needs_rows else None
+        retire_forwards(params)
         if not self._batch.admit(0 if rows is None else len(rows), 1 if rows is None else rows.passes, partial):
             return None  # a late chunk of a draw that was given up
         if not self._batch.opened:
@@ -183,11 +184,11 @@ class PrivateOptimizer(Assembly):
             queries = [p.detach().clone() for p in params]
             if not self._finalized:
                 self._install_answer()
-        self._shown = True
+        shown, self._shown = self._shown, True  # it may run inside of another one
         try:
             yield
         finally:
-            self._shown = False
+            self._shown = shown
             with torch.no_grad():
                 for p, query in zip(params, queries, strict=True):
                     p.copy_(query)
