@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,21 @@ def ledger_epsilon(events: Sequence[dict[str, Any]], adjacency: str, delta: floa
     """Returns epsilon of a ledger read from its wire format."""
     ledger = resolve("torch_dpsco.accounting.ledger", "Ledger").from_json(events)
     return ledger.epsilon(delta, adjacency, method)
+
+
+def sampled_gaussian_epsilon(
+    sample_rate: float, noise_multiplier: float, steps: int, delta: float, *, sampling: str, adjacency: str
+) -> float:
+    """Returns epsilon of equal sampled steps by privacy loss distributions, through the accountant."""
+    events = "torch_dpsco.accounting.events"
+    if sampling == "poisson":
+        event = resolve(events, "PoissonGaussian")(noise_multiplier, sample_rate)
+    else:
+        rate = Fraction(sample_rate).limit_denominator(10**7)
+        event = resolve(events, "WORGaussian")(noise_multiplier, rate.numerator, rate.denominator)
+    accountant = resolve("torch_dpsco.accounting.accountant", "Accountant")()
+    accountant.record(event, steps)
+    return accountant.get_epsilon(delta, adjacency=adjacency, method="pld")
 
 
 def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: float, pair_radius: float) -> float:

@@ -23,12 +23,16 @@ THEORY = f"{PACKAGE}.theory"
 ACCOUNTING = f"{PACKAGE}.accounting"
 # The accountant is Opacus' face, identify reads loaders and the package's own file gathers the public names, theirs
 # included; everything else in accounting is values and formulas.
-ACCOUNTING_WITH_TORCH = {ACCOUNTING, f"{ACCOUNTING}.accountant", f"{ACCOUNTING}.identify"}
+ACCOUNTING_WITH_TORCH = {
+    ACCOUNTING,
+    *(f"{ACCOUNTING}.{name}" for name in ("accountant", "identify", "opacus_face", "spending")),
+}
 OPACUS_CONTACT = [
     f"{PACKAGE}.attach",
     f"{PACKAGE}.gradbatch",
     f"{ACCOUNTING}.accountant",
     f"{ACCOUNTING}.identify",
+    f"{ACCOUNTING}.opacus_face",
     f"{PACKAGE}.doctor.opacus_objects",
     f"{PACKAGE}.integrations",
 ]

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 import torch_dpsco as dp
 from torch_dpsco.attach import is_attached
-from torch_dpsco.train import _to
+from torch_dpsco.train import to_device
 
 N, BATCH, DIM, DELTA = 40, 8, 3, 1e-3
 LOSS = dp.losses.Logistic()
@@ -223,7 +223,7 @@ def test_pairs_of_any_structure_are_trained_on(workers: int) -> None:
 
 def test_batches_move_to_the_device_of_the_model_whatever_their_structure() -> None:
     batch = Pair({"x": torch.ones(2), "names": ["a", "b"]}, [torch.ones(2, dtype=torch.int64), 3])
-    moved = _to(batch, torch.device("meta"))
+    moved = to_device(batch, torch.device("meta"))
     assert type(moved) is Pair
     assert moved.inputs["x"].is_meta
     assert moved.inputs["names"] == ["a", "b"]

@@ -58,12 +58,21 @@ BUILT = {
         *("gaussian_delta", "gaussian_epsilon", "gaussian_mu", "gaussian_sigma", "zcdp_epsilon", "zcdp_rho"),
         *("rdp_poisson_gaussian", "rdp_poisson_gaussian_replace_one", "rdp_poisson_gaussian_group"),
         *("rdp_wor_gaussian", "rdp_wor_gaussian_wbk", "rdp_wor_gaussian_closed_form", "ledger_epsilon"),
+        *("epsilon_poisson_add_remove", "epsilon_poisson_replace_one", "epsilon_wor_replace_one"),
+        *("rdp_laplace", "rdp_pure", "rho_pure", "rdp_l2_knorm", "group_approx_dp_delta", "odometer_epsilon"),
     ],
     "heavytail": [
         *("gdp_delta", "gdp_to_eps", "gdp_mu_from_eps_delta", "zcdp_to_eps_tight", "rho_from_eps_delta_zcdp_tight"),
         *("wor_subsampled_gaussian_rdp", "l2_clip"),
     ],
-    "output": ["analytic_gaussian_sigma", "gaussian_delta", "gaussian_epsilon"],
+    "output": [
+        *("analytic_gaussian_sigma", "gaussian_delta", "gaussian_epsilon", "pure_dp_rdp", "delta_with_failure"),
+        *("knorm_mean_norm", "knorm_second_moment", "knorm_radius_quantile", "knorm_logpdf"),
+    ],
+    "userlevel": [
+        *("laplace_diff_tail", "svt_bad_pass_prob", "svt_sequence_prob", "delta_svt_plus_gaussian", "mu_for_budget"),
+        *("rdp_pure_dp", "els_mog_delta_one_step"),
+    ],
 }
 
 

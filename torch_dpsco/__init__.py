@@ -14,6 +14,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.attach import attach, detach
+from torch_dpsco.audit import Audit, audit, audit_outputs, audit_training
 from torch_dpsco.doctor import Diagnosis, Finding, doctor
 from torch_dpsco.engine import make_private
 from torch_dpsco.errors import (
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accountant",
     "AdjacencyError",
+    "Audit",
     "Budget",
     "BudgetExceeded",
     "CalibrationError",
@@ -86,6 +88,9 @@ __all__ = [
     "UnknownSamplerError",
     "UtilityWarning",
     "attach",
+    "audit",
+    "audit_outputs",
+    "audit_training",
     "detach",
     "doctor",
     "fit",

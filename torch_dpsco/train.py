@@ -19,7 +19,7 @@ from torch_dpsco.engine import attach_sound, require_same_parameters, require_so
 from torch_dpsco.errors import InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
 
-__all__ = ["fit"]
+__all__ = ["fit", "to_device"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _LossFn = Callable[[Any, Any], Any]
@@ -97,7 +97,7 @@ def fit(
         for batch in loader:
             optimizer.zero_grad()
             if optimizer.outstanding_rows:  # an empty draw is a step of noise only
-                inputs, targets = _to(batch, device)
+                inputs, targets = to_device(batch, device)
                 loss_fn(model(inputs), targets).backward()
             optimizer.step()
             _show(bar, optimizer, delta, goal - optimizer.steps)
@@ -156,7 +156,8 @@ def _require_pairs(dataset: Dataset[Any]) -> None:
         )
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Returns a nested batch with its tensors moved to a device."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 

@@ -1,56 +1,27 @@
 from __future__ import annotations
 
-import copy
-import dataclasses
-import io
-import json
 import math
-import pickle
 import re
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part, refusal
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
     ZERO_OUT,
-    Event,
     Gaussian,
     NonPrivate,
-    Parallel,
     PoissonGaussian,
     Repeat,
-    WORGaussian,
     clipped_gaussian,
 )
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnitError
-
-STEP = PoissonGaussian(2.0, 0.01)
-FIXED = WORGaussian(4.0, 1, 100)
-WHOLE = clipped_gaussian(50.0)
-DELTA = 1e-5
-
-
-def part(name: str, noise: float = 30.0) -> Parallel:
-    return Parallel({name: [Gaussian(noise, {ZERO_OUT: 1.0, REPLACE_ONE: 2.0})]}, "p")
-
-
-def image(accountant: Accountant) -> str:
-    """Everything that is stored, to the bit."""
-    return json.dumps(accountant.state_dict()) + str(len(accountant))
-
-
-def refusal(accountant: Accountant, event: Event, count: int = 1) -> str:
-    with pytest.raises(BudgetExceeded) as caught:
-        accountant.authorize(event, count)
-    return str(caught.value)
-
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, UnitError
 
 # -- budget -----------------------------------------------------------------------------------------------------------
 
@@ -258,125 +229,6 @@ def test_mu_and_rho_are_given_only_where_they_hold():
     for spoiler in (STEP, Gaussian(2.0, {REPLACE_ONE: 1.0}, failure=1e-6)):
         spoiled = Accountant()
         spoiled.authorize(spoiler)
-        for query in (spoiled.get_mu, spoiled.get_rho):
-            with pytest.raises(ValueError, match="mu must be exact"):
+        for name, query in (("mu", spoiled.get_mu), ("rho", spoiled.get_rho)):
+            with pytest.raises(ValueError, match=f"{name} must be exact"):
                 query()
-
-
-# -- copies and checkpoints -------------------------------------------------------------------------------------------
-
-
-def test_copies_share_the_ledger_and_pickling_raises():
-    accountant = Accountant()
-    assert copy.deepcopy(accountant) is accountant
-    assert copy.deepcopy({"a": [accountant]})["a"][0] is accountant
-    for spread in (pickle.dumps, copy.copy):
-        with pytest.raises(PrivacyError, match="a copy would spend unseen"):
-            spread(accountant)
-
-
-def test_the_state_survives_torch_save_with_weights_only_and_json():
-    accountant = Accountant(Budget(8.0, DELTA))
-    for event in (STEP, FIXED, WHOLE, part("0"), part("1"), Gaussian(math.pi, {REPLACE_ONE: 0.1}, 1e-9)):
-        accountant.authorize(event, 3)
-    buffer = io.BytesIO()
-    torch.save(accountant.state_dict(), buffer)
-    buffer.seek(0)
-    for state in (torch.load(buffer, weights_only=True), json.loads(json.dumps(accountant.state_dict()))):
-        resumed = Accountant(Budget(8.0, DELTA))
-        resumed.load_state_dict(state)
-        assert image(resumed) == image(accountant)
-        assert resumed.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
-        state["ledger"].clear()  # the accountant holds a copy
-        assert image(resumed) == image(accountant)
-
-
-@given(st.lists(st.tuples(st.sampled_from([STEP, FIXED, WHOLE, part("0"), part("1")]), st.integers(1, 9))), st.data())
-def test_a_resumed_run_spends_what_an_uninterrupted_one_does(run, data):
-    cut = data.draw(st.integers(0, len(run)))
-    whole, first, second = Accountant(), Accountant(), Accountant()
-    for event, count in run:
-        whole.authorize(event, count)
-    for event, count in run[:cut]:
-        first.authorize(event, count)
-    second.load_state_dict(first.state_dict())
-    for event, count in run[cut:]:
-        second.authorize(event, count)
-    assert second.ledger.to_json() == whole.ledger.to_json()
-    assert second.ledger.digest() == whole.ledger.digest()
-    assert second.get_epsilon(DELTA) == whole.get_epsilon(DELTA)
-
-
-def test_loading_never_forgets_what_was_charged_here():
-    early = Accountant()
-    early.authorize(STEP, 5)
-    early.authorize(part("0"))
-    for event in (STEP, WHOLE, part("0"), part("1")):
-        late, ahead, elsewhere = Accountant(), Accountant(), Accountant()
-        late.load_state_dict(early.state_dict())
-        late.authorize(event)
-        before = image(late)
-        late.load_state_dict(early.state_dict())  # a run that was rolled back keeps what it charged since
-        assert image(late) == before
-        ahead.load_state_dict(late.state_dict())
-        assert image(ahead) == before
-        elsewhere.load_state_dict(early.state_dict())
-        elsewhere.authorize(event)  # equal counts, but other releases
-        with pytest.raises(PrivacyError, match="loading would forget events charged here"):
-            late.load_state_dict(elsewhere.state_dict())
-        assert image(late) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, r"version must be 1 \(got 2\)"),
-        ({"version": None}, r"version must be 1 \(got None\)"),
-        ({"adjacency": ADD_REMOVE}, r"adjacency must be 'replace_one', this accountant's \(got 'add_remove'\)"),
-        ({"unit": "user"}, r"unit must be 'example', this accountant's \(got 'user'\)"),
-        ({"digest": "0" * 64}, "digest must match the ledger"),
-        ({"digest": None}, "digest must match the ledger"),
-        ({"ledger": []}, "digest must match the ledger"),
-        ({"ledger": [{"type": "NonPrivate", "count": 1}]}, "digest must match the ledger"),
-        ({"ledger": [{"type": "Laplace"}]}, "event type must be one of"),
-    ],
-)
-def test_a_state_of_something_else_is_refused(change, message):
-    source, target = Accountant(), Accountant()
-    source.authorize(STEP, 5)
-    before = image(target)
-    altered = {key: value for key, value in (source.state_dict() | change).items() if value is not None}
-    for state in (altered, {}):
-        with pytest.raises(ValueError, match=message if state else "version must be 1"):
-            target.load_state_dict(state)
-        assert image(target) == before
-
-
-def test_one_altered_count_or_bit_of_a_float_is_noticed():
-    source = Accountant()
-    source.authorize(STEP, 5)
-    row = source.state_dict()["ledger"][0]
-    for change in ({"count": 4}, {"noise_multiplier": math.nextafter(1.0, 2.0).hex()}):
-        with pytest.raises(ValueError, match="digest must match"):
-            Accountant().load_state_dict(source.state_dict() | {"ledger": [row | change]})
-
-
-def test_a_loaded_state_counts_against_the_budget():
-    source = Accountant()
-    source.authorize(STEP, 10**4)
-    tight = Accountant(Budget(1.0, DELTA))
-    assert tight.max_steps(STEP) > 0
-    tight.load_state_dict(source.state_dict())
-    assert tight.max_steps(STEP) == 0
-    refusal(tight, STEP)
-
-
-def test_an_empty_ledger_has_spent_nothing():
-    accountant = Accountant()
-    assert (accountant.get_epsilon(DELTA), accountant.get_delta(0.0), accountant.get_mu(), len(accountant)) == (
-        0,
-        0,
-        0,
-        0,
-    )
-    assert dataclasses.asdict(accountant.report(DELTA))["epsilons"] == dict.fromkeys(ADJACENCIES, 0.0)

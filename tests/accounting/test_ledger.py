@@ -180,6 +180,7 @@ def test_a_million_equal_events_are_one_entry():
 def test_methods_agree_with_theory_on_their_order():
     ledger = Ledger([gauss(math.sqrt(0.2))])  # rho = 0.1
     got = {method: ledger.epsilon(DELTA, REPLACE_ONE, method) for method in METHODS}
+    assert got["pure"] == math.inf
     assert got["best"] == got["gdp"] == pytest.approx(1.760, abs=5e-4)
     assert got["zcdp"] == pytest.approx(1.914, abs=5e-4)
     assert got["gdp"] < got["zcdp"] <= got["rdp"] <= got["zcdp"] * 1.001
@@ -190,7 +191,7 @@ def test_a_method_that_does_not_apply_is_refused():
     for method in ("gdp", "zcdp"):
         with pytest.raises(ValueError, match=rf"method must be 'best' or 'rdp' for sampled events \(got '{method}'\)"):
             ledger.epsilon(DELTA, REPLACE_ONE, method)
-    with pytest.raises(ValueError, match=r"method must be one of best, gdp, rdp, zcdp \(got 'prv'\)"):
+    with pytest.raises(ValueError, match=r"method must be one of best, gdp, rdp, zcdp, pure, pld \(got 'prv'\)"):
         ledger.epsilon(DELTA, REPLACE_ONE, "prv")
 
 

@@ -7,13 +7,11 @@ with probability 1 - 1e-6, so that a correct optimizer fails a test with probabi
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import beta
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
@@ -54,21 +52,6 @@ def releases(
     return torch.tensor(found)
 
 
-def epsilon_lower_bound(first: torch.Tensor, second: torch.Tensor, delta: float) -> float:
-    """Returns the best lower bound over threshold tests chosen on one half of the runs and judged on the other."""
-    half = len(first) // 2
-
-    def bound(p: torch.Tensor, q: torch.Tensor, threshold: float) -> float:
-        hits, misses, n = int((p < threshold).sum()), int((q < threshold).sum()), len(p)
-        low = float(beta.ppf(FALSE_ALARM, hits, n - hits + 1)) if hits else 0.0
-        high = float(beta.ppf(1 - FALSE_ALARM, misses + 1, n - misses)) if misses < n else 1.0
-        return math.log((low - delta) / high) if low > delta else 0.0
-
-    choices = torch.quantile(first[:half], torch.linspace(0.02, 0.98, 49)).tolist()
-    best = max(choices, key=lambda c: bound(first[:half], second[:half], c))
-    return bound(first[half:], second[half:], best)
-
-
 # Data, neighbor, design, adjacency, noise multiplier, delta, and the share of the claim that the attack must reach:
 # Renyi accounting of ONE sampled step at a large delta is loose, exact accounting of an unsampled one is not.
 CASES = [
@@ -100,7 +83,7 @@ def test_no_attack_beats_the_reported_epsilon_and_one_with_less_noise_would(
 ) -> None:
     first = releases(data, design, adjacency, noise, seed=1)
     second = releases(neighbor, design, adjacency, noise, seed=2)
-    found = epsilon_lower_bound(first, second, delta)
+    found = dp.audit_outputs(first, second, delta=delta, confidence=1 - 2 * FALSE_ALARM).epsilon_lower
     epsilon = claimed(design, adjacency, noise, delta)
     assert power * epsilon <= found <= epsilon
     # the mutation: an optimizer that claimed six times the noise that it draws

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
+from torch_dpsco.accounting.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
+from torch_dpsco.accounting.events import Event
+from torch_dpsco.accounting.filter_modes import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report import PrivacyReport, make_report, rounded_up
-from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger_file import LedgerFile
+from torch_dpsco.accounting.opacus_face import epsilon_at_orders, register
+from torch_dpsco.accounting.report import PrivacyReport, attack_advantage, make_report
+from torch_dpsco.accounting.spending import Spending
+from torch_dpsco.errors import PrivacyError
 
 __all__ = ["Accountant"]
 
-_MAX_STEPS = 2**40
-_VERSION = 1
+_CACHED_QUERIES = 256
 
 
-class Accountant:
+class Accountant(Spending):
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
     Copies share the ledger: `copy.deepcopy` returns the accountant itself, because two fits on copies of a model spend
-    twice. Pickling raises, since a copy in another process would spend unseen.
+    twice. Pickling raises, since a copy in another process would spend unseen. With a ledger file every charge is on
+    the disk before `authorize` returns; a new accountant on the same file knows what was spent.
 
     Args:
         budget: refuse what would pass it; None records without limit.
-        adjacency: default of queries; a budget's adjacency wins.
+        adjacency: default of queries; a budget's adjacency wins. None: "add_remove" if the first event comes from
+            Opacus (`step`, the hook, `history`), else "replace_one".
         unit: what one record is; a budget's unit wins. Optimizers of another unit are refused.
+        ledger_path: of the ledger file (see `ledger_file`); None keeps the ledger in memory and checkpoints only.
+
+    Raises:
+        PrivacyError: the ledger file is in use, or damaged.
+        ValueError: the ledger file is of another adjacency or unit.
 
     Guarantee:
         The epsilon reported at delta bounds the composition of all authorized events under the adjacency asked for,
-        if their parameters were fixed in advance (a planned run; see `filters`). Source: spec accounting.md 2, 5, 7.
+        if their parameters were fixed in advance, or the budget's mode is adaptive (see `filters`). Steps of Opacus
+        optimizers count as sampled the way that Opacus says until `bind` has seen the loader. Source: spec
+        accounting.md 2, 3, 5, 7.
 
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian
@@ -48,22 +62,21 @@ class Accountant:
     """
 
     def __init__(
-        self, budget: Budget | None = None, *, adjacency: Adjacency = REPLACE_ONE, unit: str = "example"
+        self,
+        budget: Budget | None = None,
+        *,
+        adjacency: Adjacency | None = None,
+        unit: str = "example",
+        ledger_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.budget = budget
-        self.adjacency: Adjacency = budget.adjacency if budget else check_adjacency(adjacency)
-        self.unit = budget.unit if budget else check.choice(("example", "user"), unit=unit)
-        self.ledger = Ledger()
-        self._process = os.getpid()
-        # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
-        self._runs: list[tuple[str, int]] = []
-        self._charging = False
-        # (event, budget and events charged so far), and how many more of the event are then known to fit
-        self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
-
-    def __len__(self) -> int:
-        """Number of events charged."""
-        return len(self.ledger)
+        if budget is not None:
+            adjacency, unit = budget.adjacency, budget.unit
+        elif adjacency is not None:
+            check_adjacency(adjacency)
+        check.choice(("example", "user"), unit=unit)
+        chosen = None if budget is None else make_filter(budget)  # may raise, and must before a file is opened
+        super().__init__(_opened(adjacency, unit, ledger_path), budget, chosen)
+        self._answers: dict[tuple[float, Adjacency, str], tuple[int, float]] = {}  # with the events they are of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -71,91 +84,63 @@ class Accountant:
     def __reduce__(self) -> NoReturn:
         raise PrivacyError("an accountant must not be pickled: a copy would spend unseen; save state_dict() instead")
 
-    def require_unit(self, unit: str) -> None:
-        """Raises UnitError if events of another privacy unit were to be charged to this ledger."""
-        if unit != self.unit:
-            raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
+    # -- questions ----------------------------------------------------------------------------------------------------
 
-    def record(self, event: Event, count: int = 1) -> None:
-        """Charges an event that has happened already, even past the budget (truth wins over wishes)."""
-        self._charge(event, count)
+    def get_epsilon(
+        self,
+        delta: float,
+        *,
+        adjacency: Adjacency | None = None,
+        method: str | None = None,
+        alphas: Iterable[float] | None = None,
+        eps_error: float | None = None,
+        delta_error: float | None = None,
+        poisson: bool = True,
+    ) -> float:
+        """Returns epsilon spent at delta.
 
-    def _charge(self, event: Event, count: int) -> None:
-        if os.getpid() != self._process:
-            # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
-            raise PrivacyError(
-                "an accountant must be charged in the process that made it: a forked copy would spend unseen and "
-                "repeat the noise; make optimizer and accountant in the worker and bring their state_dict() back"
-            )
-        start = len(self.ledger)
-        self.ledger.add(event, count)
-        if not self._charging and len(self.ledger) > start:
-            self._runs.append((secrets.token_hex(16), start))
-            self._charging = True
-
-    def authorize(self, event: Event, count: int = 1) -> None:
-        """Charges an event that is about to happen, or refuses it.
-
-        Raises:
-            BudgetExceeded: the event would pass the budget; the ledger is unchanged.
-            AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
+        Args:
+            delta: in (0, 1).
+            adjacency: default the accountant's.
+            method: None or "best", or one of `curves.METHODS` for parameters fixed in advance.
+            alphas: Renyi orders to use, as Opacus' Renyi accountant has them; the default finds the best.
+            eps_error: of Opacus' numerical accountant; not needed.
+            delta_error: of Opacus' numerical accountant; not needed.
+            poisson: must be True; other sampling is declared by its events.
         """
-        check.count(count=count)
-        if self.budget is None:
-            self._charge(event, count)
-            return
-        left = self._room(self.budget, event, count)
-        self._charge(event, count)
-        self._allowance = (event, self.budget, len(self.ledger)), left - count
+        if not poisson:
+            # PRIVACY: batches of another law are never accounted as Poisson
+            # (test_poisson_false_and_misspelled_keywords_are_refused)
+            raise ValueError(
+                "poisson must be True (got False): call accountant.bind(loader) on a loader that shuffles, or record "
+                "events that say how batches were drawn"
+            )
+        adjacency = check_adjacency(adjacency or self.adjacency)
+        if alphas is not None:
+            return epsilon_at_orders(lambda level: self.ledger.cost(adjacency, level), alphas, delta)
+        key = (delta, adjacency, method or "best")
+        length, known = self._answers.get(key, (-1, 0.0))
+        if length == len(self):
+            return known
+        found = self._epsilon(delta, adjacency, method or "best")
+        if len(self._answers) >= _CACHED_QUERIES:
+            self._answers.clear()
+        self._answers[key] = len(self), found
+        return found
 
-    def _room(self, budget: Budget, event: Event, count: int) -> int:
-        # Runs of equal events are decided once: then authorizing is one comparison.
-        known, left = self._allowance or (None, 0)
-        if known == (event, budget, len(self.ledger)) and count <= left:
-            return left
-        if not self.admits(event, count):
-            self._refuse(event, count)
-        return self.max_steps(event) if known is not None and known[0] == event else count
-
-    def admits(self, event: Event, count: int = 1) -> bool:
-        """Returns whether the budget (always, without one) would admit the event; charges nothing."""
-        if self.budget is None:
-            return True
-        trial = self.ledger.evaluate(self.budget.delta, self.budget.adjacency, extra=event, count=count)
-        return trial.epsilon <= self.budget.epsilon
-
-    def _refuse(self, event: Event, count: int) -> NoReturn:
-        budget = self.budget
-        assert budget is not None
-        spent = self.ledger.epsilon(budget.delta, budget.adjacency)
-        asked = self.ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count).epsilon
-        raise BudgetExceeded(
-            f"{count} x {event} would bring epsilon to {rounded_up(asked, 6)}, past the budget of {budget.epsilon:.6g} "
-            f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(self)} events, room "
-            f"for {self.max_steps(event)} more of this event. Smallest epsilon that would admit it: "
-            f"{rounded_up(asked, 6)}"
-        )
-
-    def max_steps(self, event: Event) -> int:
-        """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
-        if self.budget is None:
-            raise ValueError("budget must be set to count the steps left (got None)")
-        if not self.admits(event):
-            return 0
-        low, high = 1, 2
-        while high < _MAX_STEPS and self.admits(event, high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.admits(event, middle) else (low, middle)
-        return low
-
-    def get_epsilon(self, delta: float, *, adjacency: Adjacency | None = None, method: str = "best") -> float:
-        """Returns epsilon spent at delta, under the accountant's adjacency unless another is asked for."""
-        return self.ledger.epsilon(delta, check_adjacency(adjacency or self.adjacency), method)
+    def _epsilon(self, delta: float, adjacency: Adjacency, method: str) -> float:
+        if self.adaptive and method == "best":
+            return adaptive_epsilon(self.ledger, delta, adjacency, self._budget)
+        return self.ledger.epsilon(delta, adjacency, method)
 
     def get_delta(self, epsilon: float, *, adjacency: Adjacency | None = None) -> float:
-        """Returns the delta spent at epsilon."""
+        """Returns the delta spent at epsilon, for parameters fixed in advance.
+
+        Raises:
+            ValueError: parameters may depend on what was released, so that only `get_epsilon` has an answer.
+        """
+        if self.adaptive:
+            raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
         return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
 
     def get_mu(self, *, adjacency: Adjacency | None = None) -> float:
@@ -165,13 +150,20 @@ class Accountant:
             ValueError: some event was sampled or has a failure probability, so that no mu holds.
         """
         cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
-        if cost.mu_squared is None or cost.failure:
+        if cost.mu_squared is None or cost.failure or cost.transcript or cost.per_side:
             raise ValueError("mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
         return math.sqrt(cost.mu_squared)
 
     def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns rho of zero-concentrated differential privacy; raises ValueError where `get_mu` does."""
-        return self.get_mu(adjacency=adjacency) ** 2 / 2.0
+        """Returns rho of zero-concentrated differential privacy.
+
+        Raises:
+            ValueError: some event has none, or a failure probability.
+        """
+        cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
+        if cost.zcdp is None or cost.zcdp[0] or cost.failure or cost.transcript or cost.per_side:
+            raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
+        return cost.zcdp[1]
 
     def report(self, delta: float | None = None, *, ahead: Event | None = None) -> PrivacyReport:
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
@@ -181,58 +173,120 @@ class Accountant:
             ahead: event of what a run still plans to do; gives the report its `planned_epsilon`. Nothing is charged.
         """
         if delta is None:
-            if self.budget is None:
+            if self._budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
-            delta = self.budget.delta
-        return make_report(self.ledger, delta, self.adjacency, self.unit, self.budget, ahead)
+            delta = self._budget.delta
+        report = make_report(self.ledger, delta, self.adjacency, self.unit, self._budget, ahead)
+        if self.adaptive:
+            report = self._adaptive_report(report)
+        return replace(report, assumptions=(*report.assumptions, *self._doubts()))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns primitives only: ledger (bit exact), settings and a digest."""
-        return {
-            "version": _VERSION,
-            "adjacency": self.adjacency,
-            "unit": self.unit,
-            "ledger": self.ledger.to_json(),
-            "runs": [list(run) for run in self._runs],
-            "digest": _digest(self.ledger, self._runs),
-        }
+    def _adaptive_report(self, report: PrivacyReport) -> PrivacyReport:
+        epsilons = {adjacency: self.get_epsilon(report.delta, adjacency=adjacency) for adjacency in report.epsilons}
+        fixed = "noise, rates and number of steps"  # what does not hold here
+        return replace(
+            report,
+            epsilons=epsilons,
+            method="filter or odometer, parameters may depend on what was released",
+            assumptions=tuple(line for line in report.assumptions if not line.startswith(fixed)),
+            advantage=attack_advantage(epsilons[report.adjacency], report.delta),
+            planned_epsilon=None,
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _doubts(self) -> Iterator[str]:
+        asserted = self._config.get("asserted", 0)
+        if asserted:
+            yield f"sampling of {asserted} steps asserted, not verified: accountant.bind(loader) was not called"
+        if self.suspicious_sampling:
+            yield "SUSPICIOUS SAMPLING: batches charged as Poisson looked fixed-size, epsilon may be under-reported"
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> History:
+        """The Poisson steps as Opacus keeps them: (noise multiplier, sampling rate, steps); other events are left out.
+
+        Assigning replaces the ledger, as Opacus' calibration needs it; PrivacyError if it holds anything but steps of
+        Opacus optimizers, or is kept in a file.
+        """
+        return history_of(self.ledger)
+
+    @history.setter
+    def history(self, history: Iterable[Sequence[float]]) -> None:
+        self._journal.require_own_process()
+        if len(self) > self._config.get("stepped", 0) or self._journal.file is not None:
+            # PRIVACY: (test_history_cannot_be_assigned_over_authorized_events)
+            raise PrivacyError(
+                "history must not replace events that were authorized, recorded or filed: make a new one"
+            )
+        self._journal.replace(foreign_book(history, secrets.token_hex(16), self._config["adjacency"], self.unit))
+        self._forget_answers()
+
+    def _forget_answers(self) -> None:
+        self._allowance = None
+        self._answers.clear()
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Returns primitives only: ledger (bit exact), settings and a digest.
+
+        Args:
+            destination: mapping to write into; default a new dict.
+        """
+        if destination is None:
+            destination = {}
+        destination.update(write_state(self._journal.book))
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, import_foreign: bool = False) -> None:
         """Restores a ledger; of two states of one history the later one wins, so that nothing charged is forgotten.
 
+        Args:
+            state_dict: of an accountant of this class (of version 1 too), which shares nothing with it afterwards.
+            import_foreign: take the state of Opacus' "rdp", "prv" or "gdp" accountant; the ledger must be empty.
+
         Raises:
-            ValueError: wrong version, adjacency, unit or digest.
+            ValueError: empty; wrong mechanism, version, adjacency, unit or digest.
             PrivacyError: the two states are of different histories, so that neither knows all charges; equal counts are
                 no proof of a common history.
         """
-        if state.get("version") != _VERSION:
-            raise ValueError(f"version must be {_VERSION} (got {state.get('version')!r})")
+        state = state_dict or {}
+        mine = self._config
+        if import_foreign and state.get("mechanism") in FOREIGN:
+            if "history" not in state:
+                raise ValueError("history must be in the state of an Opacus accountant")
+            book = foreign_book(state["history"], secrets.token_hex(16), mine["adjacency"], self.unit)
+        else:
+            book = read_state(state)
         for field in ("adjacency", "unit"):
-            if state.get(field) != getattr(self, field):
-                raise ValueError(
-                    f"{field} must be {getattr(self, field)!r}, this accountant's (got {state.get(field)!r})"
-                )
-        loaded = Ledger.from_json(state.get("ledger", ()))
-        runs = [(str(token), check.count(start=start)) for token, start in state.get("runs", ())]
-        if _digest(loaded, runs) != state.get("digest"):
-            raise ValueError("digest must match the ledger: the state was altered or is damaged")
-        # PRIVACY: two runs with equal counts are two runs (test_two_continuations_of_one_checkpoint_are_two_histories)
-        if _is_past(runs, len(loaded), self._runs, len(self.ledger)) and self.ledger.includes(loaded):
-            return  # a rolled-back run: what was charged since stays charged
-        if not (_is_past(self._runs, len(self.ledger), runs, len(loaded)) and loaded.includes(self.ledger)):
-            raise PrivacyError(
-                "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
-                "before the accountant is charged for anything else"
-            )
-        self.ledger, self._runs, self._charging = loaded, runs, False
-        self._allowance = None
+            given = book.config.get(field)
+            if given != mine[field] and None not in (given if field == "adjacency" else "", mine[field]):
+                raise ValueError(f"{field} must be {mine[field]!r}, this accountant's (got {given!r})")
+        book.config["adjacency"] = book.config["adjacency"] or mine["adjacency"]
+        self._journal.load(book)
+        self._forget_answers()
+
+    def close(self) -> None:
+        """Closes the ledger file, so that another accountant may open it; nothing can be charged here any more."""
+        if self._journal.file is not None:
+            self._journal.file.close()
 
 
-def _digest(ledger: Ledger, runs: list[tuple[str, int]]) -> str:
-    return hashlib.sha256(json.dumps([ledger.digest(), runs]).encode()).hexdigest()
+def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None) -> Journal:
+    """Returns an empty journal, or that of a ledger file."""
+    book = Book(config={"adjacency": adjacency, "unit": unit})
+    if path is None:
+        return Journal(book)
+    file = LedgerFile(path)
+    if file.is_empty:
+        return Journal(book, file)
+    known = file.book.config
+    if known.get("unit") != unit or (adjacency is not None and known.get("adjacency") != adjacency):
+        file.close()
+        raise ValueError(
+            f"ledger file must be for {adjacency or 'any adjacency'} and the unit {unit!r} (got "
+            f"{known.get('adjacency')!r} and {known.get('unit')!r} in {file.path!r})"
+        )
+    return Journal(file.book, file)
 
 
-def _is_past(first: list[tuple[str, int]], size: int, second: list[tuple[str, int]], total: int) -> bool:
-    """Returns whether a ledger of `size` events is an earlier state of one of `total`: it ends before they part."""
-    shared = len(first)
-    return second[:shared] == first and size <= (second[shared][1] if len(second) > shared else total)
+register(Accountant)

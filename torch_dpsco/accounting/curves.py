@@ -1,50 +1,48 @@
 """Interprets events: the cost of each one under an adjacency, and how costs compose and convert to epsilon.
 
-A `Cost` holds what composes by addition: the Renyi curve on a grid of orders, mu^2 where everything so far is an
-unsampled Gaussian (exact, Gaussian differential privacy), and the failure probability. Sequential composition adds
-costs, parallel composition takes their pointwise maximum (valid: the differing record lies in one part).
+A `Cost` holds what composes by addition, each where it is defined: the Renyi curve on a grid of orders, mu^2 of
+Gaussian differential privacy (exact for unsampled Gaussians), (xi, rho) of zero-concentrated privacy, the sum of pure
+epsilons, and failure probabilities of the three kinds. Sequential composition adds costs, parallel composition takes
+their pointwise maximum (valid for each measure by itself: the differing record lies in one part).
 
-Source: spec accounting.md sections 2, 4, 4.8, 5.6, 5.7.
+Source: spec accounting.md sections 2, 4, 4.8, 5.6, 5.7; architecture.md section 5 (failures).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, singledispatch
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting import events as kinds
 from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon
+from torch_dpsco.accounting.analysis.convert_failures import epsilon_with_failures
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
+from torch_dpsco.accounting.analysis.knorm import rdp_l2_knorm
+from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
     extended_orders,
     rdp_poisson_gaussian,
+    rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
 )
+from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
-from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    Adjacency,
-    Gaussian,
-    NonPrivate,
-    PoissonGaussian,
-    WORGaussian,
-)
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Gaussian, SimpleEvent
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["METHODS", "Cost", "Evaluation", "SimpleEvent", "cost_of", "delta_of", "epsilon_of", "orders_at"]
+__all__ = ["METHODS", "Cost", "Evaluation", "cost_of", "delta_of", "epsilon_of", "orders_at"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
-SimpleEvent: TypeAlias = Gaussian | PoissonGaussian | WORGaussian | NonPrivate
-METHODS = ("best", "gdp", "rdp", "zcdp")
+METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
 _MAX_LEVEL = 6  # orders up to 2^20
 
 
@@ -71,45 +69,77 @@ class Cost:
 
     Args:
         rdp: Renyi divergence bound per order of `orders_at(level)`.
-        mu_squared: mu^2 of Gaussian differential privacy, None unless all events are unsampled Gaussians.
-        log_survival: sum of log(1 - failure).
+        mu_squared: mu^2 of Gaussian differential privacy, None unless all events have one.
+        zcdp: (xi, rho) of zero-concentrated privacy, None unless all events have one.
+        pure: sum of pure epsilons, inf where there is none.
+        log_survival: sum of log(1 - failure) of couplings.
+        transcript: sum of transcript failures.
+        per_side: sum of failures on each side by itself.
     """
 
     rdp: FloatArray
-    mu_squared: float | None
-    log_survival: float
+    mu_squared: float | None = None
+    zcdp: tuple[float, float] | None = None
+    pure: float = math.inf
+    log_survival: float = 0.0
+    transcript: float = 0.0
+    per_side: float = 0.0
 
     @classmethod
     def zero(cls, level: int) -> Cost:
         """Returns the cost of nothing."""
-        return cls(np.zeros_like(orders_at(level)), 0.0, 0.0)
+        return cls(np.zeros_like(orders_at(level)), 0.0, (0.0, 0.0), 0.0)
 
     def __add__(self, other: Cost) -> Cost:
-        mu_squared = None if None in (self.mu_squared, other.mu_squared) else self.mu_squared + other.mu_squared  # type: ignore[operator]
-        return Cost(self.rdp + other.rdp, mu_squared, self.log_survival + other.log_survival)
+        mine, its = self.zcdp, other.zcdp
+        return Cost(
+            self.rdp + other.rdp,
+            _plus(self.mu_squared, other.mu_squared),
+            None if mine is None or its is None else (mine[0] + its[0], mine[1] + its[1]),
+            self.pure + other.pure,
+            self.log_survival + other.log_survival,
+            self.transcript + other.transcript,
+            self.per_side + other.per_side,
+        )
 
     def __mul__(self, times: int) -> Cost:
         if times == 0:  # 0 * inf is nan; nothing was released
-            return Cost(np.zeros_like(self.rdp), 0.0, 0.0)
-        mu_squared = None if self.mu_squared is None else times * self.mu_squared
-        return Cost(times * self.rdp, mu_squared, times * self.log_survival)
+            return Cost(np.zeros_like(self.rdp), 0.0, (0.0, 0.0), 0.0)
+        return Cost(
+            times * self.rdp,
+            None if self.mu_squared is None else times * self.mu_squared,
+            None if self.zcdp is None else (times * self.zcdp[0], times * self.zcdp[1]),
+            times * self.pure,
+            times * self.log_survival,
+            times * self.transcript,
+            times * self.per_side,
+        )
 
     @property
     def failure(self) -> float:
-        """Probability that some sensitivity was exceeded, rounded up."""
+        """Probability that some coupling fails, rounded up."""
         return min(1.0, -math.expm1(self.log_survival) * (1.0 + 1e-14))
 
     def maximum(self, other: Cost) -> Cost:
         """Returns the pointwise maximum: a bound whichever of the two parts holds the differing record."""
-        mu_squared = None if None in (self.mu_squared, other.mu_squared) else max(self.mu_squared, other.mu_squared)  # type: ignore[type-var]
-        return Cost(np.maximum(self.rdp, other.rdp), mu_squared, min(self.log_survival, other.log_survival))
+        mine, its = self.zcdp, other.zcdp
+        return Cost(
+            np.maximum(self.rdp, other.rdp),
+            _larger(self.mu_squared, other.mu_squared),
+            None if mine is None or its is None else (max(mine[0], its[0]), max(mine[1], its[1])),
+            max(self.pure, other.pure),
+            min(self.log_survival, other.log_survival),
+            max(self.transcript, other.transcript),
+            max(self.per_side, other.per_side),
+        )
 
 
-def _poisson_curve(event: PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> FloatArray:
-    if adjacency == REPLACE_ONE:
-        return rdp_poisson_gaussian_replace_one(event.q, event.noise_multiplier, orders)
-    # the remove direction is the larger one at every order
-    return rdp_poisson_gaussian(event.q, event.noise_multiplier, orders, "remove")
+def _plus(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second
+
+
+def _larger(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else max(first, second)
 
 
 @lru_cache(maxsize=4096)
@@ -119,24 +149,134 @@ def cost_of(event: SimpleEvent, adjacency: Adjacency, level: int = 0) -> Cost:
     Raises:
         AdjacencyError: the event has no guarantee under this adjacency.
     """
-    orders = orders_at(level)
-    if isinstance(event, NonPrivate):
-        return Cost(np.full_like(orders, math.inf), math.inf, 0.0)
-    if isinstance(event, Gaussian):
-        sensitivity = event.sensitivity(adjacency)
-        mu = 0.0 if sensitivity == 0 else math.inf if event.sigma == 0 else sensitivity / event.sigma
-        return Cost(mu * mu / 2.0 * orders, mu * mu, math.log1p(-event.failure))
-    if isinstance(event, PoissonGaussian):
-        if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
-            scale = event.q * (2.0 if adjacency == REPLACE_ONE else 1.0)
-            return cost_of(Gaussian(event.noise_multiplier, {adjacency: scale}), adjacency, level)
-        return Cost(_poisson_curve(event, adjacency, orders), None, 0.0)
+    if isinstance(event, kinds.Stated):
+        event.require(adjacency)
+    return _cost(event, adjacency, orders_at(level))
+
+
+@singledispatch
+def _cost(event: SimpleEvent, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
+
+
+@_cost.register
+def _(event: kinds.NonPrivate, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return Cost(np.full_like(orders, math.inf), math.inf, (0.0, math.inf), math.inf)
+
+
+def _of_mu(mu: float, orders: FloatArray) -> Cost:
+    rho = mu * mu / 2.0
+    return Cost(rho * orders, mu * mu, (0.0, rho), 0.0 if mu == 0 else math.inf)
+
+
+@_cost.register
+def _(event: Gaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    sensitivity = event.sensitivity(adjacency)
+    mu = 0.0 if sensitivity == 0 else math.inf if event.sigma == 0 else sensitivity / event.sigma
+    return replace(_of_mu(mu, orders), log_survival=math.log1p(-event.failure))
+
+
+@_cost.register
+def _(event: kinds.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return _of_mu(event.mu, orders)
+
+
+@_cost.register
+def _(event: kinds.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    if event.k > 1 and adjacency == REPLACE_ONE:
+        raise AdjacencyError(f"{event} is not defined under replace_one: no tight pair is proved for several records")
+    if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
+        scale = event.q * event.k * (2.0 if adjacency == REPLACE_ONE else 1.0)
+        return _cost(Gaussian(event.noise_multiplier, {adjacency: scale}), adjacency, orders)
+    q, noise = event.q, event.noise_multiplier
+    if event.k > 1:
+        both = (rdp_poisson_gaussian_group(q, noise, event.k, orders, way) for way in ("remove", "add"))
+        return Cost(np.maximum(*both))
+    if adjacency == REPLACE_ONE:
+        return Cost(rdp_poisson_gaussian_replace_one(q, noise, orders))
+    # the remove direction is the larger one at every order
+    return Cost(rdp_poisson_gaussian(q, noise, orders, "remove"))
+
+
+@_cost.register
+def _(event: kinds.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
     if adjacency == ADD_REMOVE:
         raise AdjacencyError(f"{event} is not defined under add_remove: its batch size depends on the data set size")
     if event.batch_size == event.dataset_size:
-        return cost_of(Gaussian(event.noise_multiplier, {adjacency: 2.0}), adjacency, level)
+        return _cost(Gaussian(event.noise_multiplier, {adjacency: 2.0}), adjacency, orders)
     rate = event.batch_size / event.dataset_size
-    return Cost(rdp_wor_gaussian(rate, event.noise_multiplier / 2.0, orders), None, 0.0)
+    return Cost(rdp_wor_gaussian(rate, event.noise_multiplier / 2.0, orders))
+
+
+def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) -> Cost:
+    if math.isinf(epsilon):
+        return Cost(np.full_like(orders, math.inf), None, (0.0, math.inf), math.inf)
+    mu_squared = 0.0 if epsilon == 0 else None
+    return Cost(rdp_pure(epsilon, orders) if rdp is None else rdp, mu_squared, (0.0, rho_pure(epsilon)), epsilon)
+
+
+@_cost.register
+def _(event: kinds.Laplace, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    # D_a is convex in the shift and 0 at 0, so that over all shifts of this L1 norm one coordinate is the worst
+    sensitivity = event.sensitivity(adjacency)
+    if sensitivity == 0 or event.scale == 0:
+        return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
+    return _of_pure(sensitivity / event.scale, orders, rdp_laplace(event.scale / sensitivity, orders))
+
+
+@_cost.register
+def _(event: kinds.AboveThreshold, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    sensitivity = event.sensitivity(adjacency)
+    if sensitivity == 0 or min(event.b_threshold, event.b_query) == 0:
+        return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
+    epsilon = above_threshold_epsilon(event.b_threshold, event.b_query, sensitivity, event.num_positives)
+    return _of_pure(epsilon, orders)
+
+
+@_cost.register
+def _(event: kinds.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return _of_pure(event.eps, orders)
+
+
+@_cost.register
+def _(event: kinds.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    # simulated by: tell all with probability delta, else a pure mechanism (Kairouz, Oh, Viswanath 2015)
+    return replace(_of_pure(event.eps, orders), log_survival=math.log1p(-event.delta))
+
+
+@_cost.register
+def _(event: kinds.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return _of_pure(event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None)
+
+
+@_cost.register
+def _(event: kinds.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return Cost(event.xi + event.rho * orders, None, (event.xi, event.rho))
+
+
+@_cost.register
+def _(event: kinds.ApproxZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return Cost(event.rho * orders, None, (0.0, event.rho), log_survival=math.log1p(-event.delta))
+
+
+@_cost.register
+def _(event: kinds.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    # (a - 1) D_a is convex and 0 at a = 1, so that a chord bounds it from above; past the last order nothing is known
+    known = np.concatenate([[1.0], event.orders])
+    heights = np.concatenate([[0.0], (np.asarray(event.orders) - 1.0) * np.asarray(event.values)])
+    with np.errstate(invalid="ignore"):
+        chord = np.interp(orders, known, heights, right=math.inf) / (orders - 1.0)
+    return Cost(np.where(np.isnan(chord), math.inf, chord))
+
+
+@_cost.register
+def _(event: kinds.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    nothing = Cost(np.zeros_like(orders), 0.0, (0.0, 0.0), 0.0)
+    if event.kind == "transcript":
+        return replace(nothing, transcript=event.probability)
+    if event.kind == "per_side":
+        return replace(nothing, per_side=event.probability)
+    return replace(nothing, log_survival=math.log1p(-event.probability))
 
 
 @dataclass(frozen=True)
@@ -157,13 +297,20 @@ def _rdp_evaluation(cost_at: Callable[[int], Cost], delta: float) -> Evaluation:
     return Evaluation(best.epsilon, "rdp", best.order)
 
 
-def epsilon_of(cost_at: Callable[[int], Cost], delta: float, method: str = "best") -> Evaluation:
+def epsilon_of(
+    cost_at: Callable[[int], Cost],
+    delta: float,
+    method: str = "best",
+    by_laws: Callable[[float], float | None] = lambda delta: None,
+) -> Evaluation:
     """Converts a cost into epsilon at delta.
 
     Args:
         cost_at: the cost on the order grid of a level (more orders are asked for when the last one is the best).
         delta: in (0, 1).
-        method: "best" (exact for unsampled Gaussians, else Renyi), "gdp", "zcdp" (unsampled Gaussians only), "rdp".
+        method: "best" (the least of the cheap bounds that are defined), "gdp", "zcdp", "pure", "rdp", or "pld" (the
+            tightest: privacy loss distributions; the best of the others where an event has none).
+        by_laws: epsilon at delta by privacy loss distributions, None where there is none.
 
     Raises:
         ValueError: unknown method, or one that is not defined for these events.
@@ -171,27 +318,55 @@ def epsilon_of(cost_at: Callable[[int], Cost], delta: float, method: str = "best
     check.open_interval(0.0, 1.0, delta=delta)
     check.choice(METHODS, method=method)
     cost = cost_at(0)
-    delta0 = cost.failure
-    if delta <= delta0:
-        return Evaluation(math.inf, "failure")
-    delta = (delta - delta0) / (1.0 - delta0)
-    if cost.mu_squared is None and method in ("gdp", "zcdp"):
+    if (method == "gdp" and cost.mu_squared is None) or (method == "zcdp" and cost.zcdp is None):
         raise ValueError(f"method must be 'best' or 'rdp' for sampled events (got {method!r})")
-    if cost.mu_squared is None or method == "rdp":
-        return _rdp_evaluation(cost_at, delta)
-    if math.isinf(cost.mu_squared):
-        return Evaluation(math.inf, "gdp")
-    if method == "zcdp":
-        return Evaluation(zcdp_epsilon(cost.mu_squared / 2.0, delta), "zcdp")
-    return Evaluation(gaussian_epsilon(math.sqrt(cost.mu_squared), delta), "gdp")
+
+    found = Evaluation(math.inf, "failure")
+
+    def converted(delta: float) -> float:
+        nonlocal found
+        found = _converted(cost_at, delta, method, by_laws)
+        return found.epsilon
+
+    if not (cost.failure or cost.transcript or cost.per_side):
+        converted(delta)
+        return found
+    epsilon = epsilon_with_failures(
+        delta, converted, coupling=cost.failure, transcript=cost.transcript, per_side=cost.per_side
+    )
+    return replace(found, epsilon=epsilon) if math.isfinite(epsilon) else Evaluation(math.inf, "failure")
+
+
+def _converted(
+    cost_at: Callable[[int], Cost], delta: float, method: str, by_laws: Callable[[float], float | None]
+) -> Evaluation:
+    cost = cost_at(0)
+    if cost.mu_squared is not None and method in ("best", "gdp", "pld"):  # exact: nothing is below it
+        exact = math.inf if math.isinf(cost.mu_squared) else gaussian_epsilon(math.sqrt(cost.mu_squared), delta)
+        return Evaluation(exact, "gdp")
+    found: list[Evaluation] = []
+    if method == "pld":
+        tightest = by_laws(delta)
+        if tightest is not None:
+            found.append(Evaluation(tightest, "pld"))
+        method = "best"
+    if method in ("best", "rdp"):
+        found.append(_rdp_evaluation(cost_at, delta))
+    if cost.zcdp is not None and method in ("best", "zcdp"):
+        xi, rho = cost.zcdp
+        found.append(Evaluation(math.inf if math.isinf(rho) else xi + zcdp_epsilon(rho, delta), "zcdp"))
+    if method in ("best", "pure"):
+        found.append(Evaluation(cost.pure, "pure"))
+    return min(found, key=lambda evaluation: evaluation.epsilon)
 
 
 def delta_of(cost: Cost, epsilon: float) -> float:
     """Converts a cost into delta at epsilon >= 0."""
     check.nonnegative(epsilon=epsilon)
     if cost.mu_squared is None:
-        delta = rdp_delta(orders_at(0), cost.rdp, epsilon)
+        delta = 0.0 if epsilon >= cost.pure else rdp_delta(orders_at(0), cost.rdp, epsilon)
     else:
         delta = 1.0 if math.isinf(cost.mu_squared) else gaussian_delta(math.sqrt(cost.mu_squared), epsilon)
     delta0 = cost.failure
-    return min(1.0, delta0 + (1.0 - delta0) * delta)
+    sides = (1.0 + math.exp(min(epsilon, 700.0))) * cost.per_side
+    return min(1.0, delta0 + (1.0 - delta0) * delta + cost.transcript + sides)

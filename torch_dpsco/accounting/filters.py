@@ -1,9 +1,13 @@
-"""Budgets, and filters that decide before an event whether it still fits.
+"""Budgets, and what a filter needs to decide before an event whether it still fits.
 
-A *planned* budget covers runs whose noise, rates and schedules are fixed in advance: an event is admitted while the
-composed epsilon stays within the target. Stopping early because of what was released is post-processing of the planned
-run, so that the target (not the smaller epsilon of the steps made) is then the guarantee. A stop decided by private
-data in any other way (a validation loss) is a release of its own.
+Parameters are either fixed in advance or chosen while the run goes on, and the two need different arithmetic:
+
+* "planned": noise, rates and numbers of steps are fixed in advance. An event is admitted while the composed epsilon
+  stays within the target. Stopping early because of what was released is post-processing of the planned run, so that
+  the target (not the smaller epsilon of the steps made) is then the guarantee. A stop decided by private data in any
+  other way (a validation loss) is a release of its own. With a `schedule` only declared events are admitted.
+* "gdp", "zcdp", "rdp", "rdp-mixture": adaptive. Every parameter may be chosen from everything released before, and so
+  may the stop; the target holds all the same, because the budget was fixed in advance. See `filter_modes`.
 
 Source: spec accounting.md section 7, holder.md section 3.5 (accounting B).
 """
@@ -11,20 +15,32 @@ Source: spec accounting.md section 7, holder.md section 3.5 (accounting B).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS, odometer_epsilon
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
 
-__all__ = ["Budget", "RDPFilter"]
+__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "RDPFilter", "odometer_epsilon", "renyi_budget"]
 
+ADAPTIVE_MODES = ("gdp", "zcdp", "rdp", "rdp-mixture")
+MODES = ("planned", *ADAPTIVE_MODES)
+
+_ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding
 _SLACK = 1.0 + 1e-12  # rounding of a sum of spends
+_LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
+_LARGEST_ORDER = 2.0**20  # of the grid on which curves are kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Budget:
     """A privacy target (epsilon, delta) with the neighboring relation and the unit that it protects.
+
+    Everything that an adaptive mode compares with is fixed here, before the run: a budget must not be chosen or changed
+    after the first release.
 
     Args:
         epsilon: > 0.
@@ -32,11 +48,26 @@ class Budget:
         adjacency: "replace_one" (default), "add_remove" or "zero_out". Budgets of different adjacencies are different
             promises and are never compared.
         unit: what one record is; "example" or "user".
-        mode: "planned": parameters fixed in advance (see the module's docstring).
+        mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "zcdp" (what
+            has a rho), "rdp" (any event, Renyi orders fixed in advance), "rdp-mixture" (any event, order not known).
+        orders: Renyi orders. "rdp": one number or several, all of which must stay within their budgets (more orders
+            only refuse earlier), or None for the one order that lets the `schedule` run longest. "rdp-mixture": at
+            least one; None for those of the odometer.
+        weights: of the orders of "rdp-mixture", > 0, with sum 1; None for equal ones.
+        failure: adaptive modes: part of delta set aside, in advance, for failure probabilities of events; the noise
+            is judged at delta - failure. In [0, delta).
+        schedule: (event, steps) pairs. "planned": None trusts that parameters are fixed in advance; otherwise only
+            declared events are admitted, in any order, each at most as often as declared (() admits nothing until
+            something is declared, see `declaring`). "rdp": the plan for which the order is chosen; no restriction.
+
+    Raises:
+        ValueError: a field is out of range, not used by the mode, or leaves no budget.
 
     Example:
         >>> Budget(1.0, 1e-5, adjacency="add_remove")
         Budget(epsilon=1.0, delta=1e-05, adjacency='add_remove', unit='example', mode='planned')
+        >>> Budget(1.0, 1e-5, mode="rdp", orders=20).adaptive
+        True
     """
 
     epsilon: float
@@ -44,13 +75,117 @@ class Budget:
     adjacency: Adjacency = REPLACE_ONE
     unit: str = "example"
     mode: str = "planned"
+    orders: float | Iterable[float] | None = None
+    weights: Iterable[float] | None = None
+    failure: float = 0.0
+    schedule: Iterable[tuple[Event, int]] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", check.positive(epsilon=self.epsilon))
-        object.__setattr__(self, "delta", check.open_interval(0.0, 1.0, delta=self.delta))
+        self._set(epsilon=check.positive(epsilon=self.epsilon))
+        self._set(delta=check.open_interval(0.0, 1.0, delta=self.delta))
         check_adjacency(self.adjacency)
         check.choice(("example", "user"), unit=self.unit)
-        check.choice(("planned",), mode=self.mode)
+        check.choice(MODES, mode=self.mode)
+        self._check_use()
+        if self.mode == "rdp-mixture" and self.orders is None:
+            self._set(orders=ODOMETER_ORDERS)
+        failure = check.nonnegative(failure=self.failure)
+        if failure and failure >= self.delta:
+            raise ValueError(f"failure must be < delta={self.delta:g}, of which it is a part (got {failure})")
+        self._set(failure=failure)
+        if self.schedule is not None:
+            self._set(schedule=tuple((event, check.count(steps=steps)) for event, steps in self.schedule))
+        if self.orders is not None:
+            self._set_orders()
+        if self.weights is not None:
+            self._set_weights()
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_use(self) -> None:
+        """Raises ValueError if a field is given that the mode does not use: it would promise what is not done."""
+        used = {
+            "orders": ("rdp", "rdp-mixture"),
+            "weights": ("rdp-mixture",),
+            "failure": ADAPTIVE_MODES,
+            "schedule": ("planned", "rdp"),
+        }
+        for name, modes in used.items():
+            value = getattr(self, name)
+            if self.mode not in modes and value is not None and value != 0.0:
+                raise ValueError(f"{name} must not be given in mode {self.mode!r} (got {value!r})")
+        if self.mode == "rdp" and self.orders is None and not self.schedule:
+            raise ValueError(
+                "orders must be given in mode 'rdp' (got None), or a schedule of (event, steps) to choose one order for"
+            )
+
+    def _set_orders(self) -> None:
+        given = self.orders if isinstance(self.orders, Iterable) else (self.orders,)
+        orders = tuple(check.order(orders=order) for order in given)
+        if not orders or len(set(orders)) < len(orders):
+            raise ValueError(f"orders must be different from each other, >= 1 of them (got {orders})")
+        for order in orders:
+            if not _LEAST_ORDER < order <= _LARGEST_ORDER:
+                raise ValueError(f"orders must be in ({_LEAST_ORDER}, 2^20] (got {order})")
+            if self.mode == "rdp":
+                renyi_budget(order, self.epsilon, self.noise_delta)
+        self._set(orders=orders)
+
+    def _set_weights(self) -> None:
+        assert self.weights is not None
+        weights = tuple(check.positive(weights=weight) for weight in self.weights)
+        if self.orders is None or len(weights) != len(tuple(self.orders)):  # type: ignore[arg-type]
+            raise ValueError(f"weights must be as many as orders, which must be given (got {len(weights)})")
+        if abs(math.fsum(weights) - 1.0) > 1e-12:
+            raise ValueError(f"weights must sum to 1 (got {math.fsum(weights)})")
+        self._set(weights=weights)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether parameters may be chosen from what was released before."""
+        return self.mode in ADAPTIVE_MODES
+
+    @property
+    def noise_delta(self) -> float:
+        """The part of delta left for the noise: delta - failure, rounded down by more than sums of failures round."""
+        return self.delta - self.failure * (1.0 + 2.0 * (_SLACK - 1.0))
+
+    def declaring(self, event: Event, steps: int) -> Budget:
+        """Returns a budget whose schedule holds `steps` more of the event.
+
+        Raises:
+            ValueError: there is no schedule to add to: parameters are trusted to be fixed, or the mode is adaptive.
+        """
+        if self.mode != "planned" or self.schedule is None:
+            raise ValueError("schedule must be given, as () at least, for a planned budget to take declarations")
+        return replace(self, schedule=(*self.schedule, (event, check.count(steps=steps))))
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        extra = ("orders", "weights", "schedule")
+        hidden = {name for name in extra if shown[name] is None} | ({"failure"} if self.failure == 0 else set())
+        return f"Budget({', '.join(f'{name}={value!r}' for name, value in shown.items() if name not in hidden)})"
+
+
+def renyi_budget(order: float, epsilon: float, delta: float) -> float:
+    """Returns the largest Renyi cost D at one order that converts to (epsilon, delta), rounded down.
+
+    D = epsilon + (log(delta) + log(a)) / (a - 1) - log((a - 1) / a), the conversion of `analysis.convert` solved for D.
+
+    Raises:
+        ValueError: the order is too small for the target (no budget is left), or an argument is out of range.
+    """
+    overhead = rdp_epsilon_at_order(0.0, order, delta)
+    # PRIVACY: rounded down by more than the error of the sum (test_an_exhausted_mode_is_its_target_exactly)
+    budget = epsilon - overhead - _ROUNDING * (epsilon + abs(overhead))
+    if budget <= 0:
+        raise ValueError(
+            f"order must leave a budget: at order {order:g} the conversion alone costs {overhead:.4g} of "
+            f"epsilon={epsilon:g}; take a larger order"
+        )
+    return budget
 
 
 class RDPFilter:

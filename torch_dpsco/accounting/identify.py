@@ -1,39 +1,170 @@
-"""Which design a loader draws by: only samplers that say so are believed.
+"""Which design a loader draws by: only samplers whose law is known are believed.
 
-Amplification by sampling is granted for the samplers of `torch_dpsco.sampling`, which carry their design. Everything
-else is refused: a shuffled or fixed-size loader accounted as Poisson under-reports epsilon by more than 10 times.
+Amplification by sampling is granted for the samplers of `torch_dpsco.sampling`, which carry their design, and, where no
+draw log is needed, for Opacus' Poisson sampler. A shuffled or sequential loader is known too, but claims nothing: each
+of its steps is an unsampled one. Everything else is refused: a shuffled or fixed-size loader accounted as Poisson
+under-reports epsilon by more than 10 times.
 
-Source: spec accounting.md section 6.
+Source: spec accounting.md section 6; architecture.md sections 5 and 10.21.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from torch_dpsco.accounting.designs import Design
+import numpy as np
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Design, Draw, Shuffled
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, Gaussian, NonPrivate, PoissonGaussian, Repeat
 from torch_dpsco.errors import UnknownSamplerError
 
-__all__ = ["identify"]
+__all__ = ["RatePoisson", "identify", "recognize"]
+
+_UNIFORMS = 2**24  # values of a float32 from torch.rand
+
+
+@dataclass(frozen=True)
+class RatePoisson(Design):
+    """Poisson sampling by a rate instead of an expected size: what Opacus' sampler does.
+
+    Args:
+        sample_rate: probability with which each record is in each batch, in [0, 1].
+        n: records of the loader's data set.
+
+    Example:
+        >>> RatePoisson(sample_rate=0.25, n=10).batch_size
+        3
+    """
+
+    sample_rate: float
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check.positive_count(n=self.n))
+        object.__setattr__(self, "sample_rate", check.between(0.0, 1.0, sample_rate=self.sample_rate))
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """Expected size of a batch, rounded up."""
+        return max(1, math.ceil(self.sample_rate * self.n))
+
+    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        return Repeat(self.draw_event(base, Draw(0)), draws)
+
+    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        if isinstance(base, NonPrivate):
+            return base
+        if base.failure:
+            raise ValueError(f"failure must be 0 for a query on sampled batches (got {base.failure})")
+        return PoissonGaussian(base.sigma / base.sensitivity(ADD_REMOVE), self.sample_rate)
 
 
 def identify(loader: Any) -> Design:
-    """Returns the design of a loader, of its batch sampler, or of a sampler itself.
+    """Returns the design of a loader, of its batch sampler, or of a sampler itself, if it is one of torch_dpsco.
 
-    A sampler of torch_dpsco given as `sampler=` is not believed: the loader would join several draws into a batch.
+    The optimizers of torch_dpsco ask here: they need the draw log that only these samplers keep. A sampler of
+    torch_dpsco given as `sampler=` is not believed: the loader would join several draws into a batch.
 
     Raises:
         UnknownSamplerError: the sampler is not one of torch_dpsco.
     """
+    design = _own_design(loader)
+    if design is None:
+        raise UnknownSamplerError(
+            f"loader must draw by a sampler of torch_dpsco (got {_names(loader)}). Ways out: optimizer.loader(dataset) "
+            f"draws Poisson batches; DataLoader(dataset, batch_sampler=PoissonSampler(...)) keeps your own loader; or "
+            f"build the optimizer without n= and design=, which claims no amplification"
+        )
+    return design
+
+
+def recognize(loader: Any) -> Design:
+    """Returns the design of a loader whose law of drawing is known, foreign ones included.
+
+    Known besides the samplers of torch_dpsco, under a plain DataLoader or Opacus' own: Opacus' Poisson sampler (also
+    behind its BatchMemoryManager), and torch's shuffled or sequential batches without replacement. The latter give
+    `Shuffled`, in the sense that each record is in one batch of each pass; no amplification is claimed for them.
+
+    Raises:
+        UnknownSamplerError: the law is not known, or not one that any accounting here covers; names the ways out.
+    """
+    design = _own_design(loader)
+    if design is None and isinstance(loader, DataLoader) and not _overridden(loader):
+        design = _foreign_design(loader.batch_sampler)
+    if design is None:
+        raise UnknownSamplerError(
+            f"loader must draw in a known way (got {_names(loader)}). Ways out: draw Poisson batches, by "
+            f"make_private(..., poisson_sampling=True) or DataLoader(dataset, batch_sampler=PoissonSampler(...)); "
+            f"declare the events yourself by accountant.record(event) instead of the hook; or claim no amplification "
+            f"with DataLoader(dataset, batch_size=..., shuffle=True), whose steps count as unsampled"
+        )
+    return design
+
+
+def _own_design(loader: Any) -> Design | None:
     # PRIVACY: (test_a_design_sampler_under_another_batch_sampler_is_refused)
     for source in (loader, getattr(loader, "batch_sampler", None)):
         design = getattr(source, "design", None)
         if isinstance(design, Design):
             return design
-    names = [type(loader).__name__]
+    return None
+
+
+def _overridden(loader: DataLoader[Any]) -> bool:
+    """Returns whether a subclass iterates in its own way, which may drop, repeat or join batches."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def _foreign_design(sampler: Any) -> Design | None:
+    if type(sampler) is BatchSplittingSampler:  # physical parts of the draws of another sampler
+        sampler = sampler.sampler
+        if isinstance(getattr(sampler, "design", None), Design):
+            return _own_design(sampler)
+    # exact types: a subclass may draw in another way (test_a_subclass_of_a_known_sampler_is_refused)
+    if type(sampler) is UniformWithReplacementSampler:
+        return RatePoisson(_drawn_rate(sampler.sample_rate), sampler.num_samples)
+    if type(sampler) is DistributedUniformWithReplacementSampler:
+        raise UnknownSamplerError(
+            "loader must draw in one process (got DistributedUniformWithReplacementSampler, which leaves empty batches "
+            "out, so that the number of steps tells about the data); use a world of size 1"
+        )
+    if type(sampler) is BatchSampler:
+        return _pass_design(sampler)
+    return None
+
+
+def _drawn_rate(rate: float) -> float:
+    """Returns the rate with which torch.rand(n) < rate selects, rounded up.
+
+    torch.rand has 2^24 values in float32, and the rate itself is compared in float32: P(U < q) = ceil(q 2^24) 2^-24.
+    """
+    rate = check.between(0.0, 1.0, sample_rate=rate)
+    # PRIVACY: rounding must only enlarge the cost (test_opacus_rate_is_the_one_that_its_sampler_draws_with)
+    return min(1.0, math.ceil(max(rate, float(np.float32(rate))) * _UNIFORMS) / _UNIFORMS)
+
+
+def _pass_design(sampler: BatchSampler) -> Design | None:
+    """Returns the design of batches cut from one pass without replacement."""
+    inner, batch_size = sampler.sampler, sampler.batch_size
+    if type(inner) is SequentialSampler:
+        n = len(inner)
+    elif type(inner) is RandomSampler:
+        n = len(inner.data_source)
+        if inner.replacement or inner.num_samples != n:  # another number joins parts of two permutations
+            return None
+    else:
+        return None
+    return Shuffled(min(batch_size, n), n) if n else None
+
+
+def _names(loader: Any) -> str:
     parts = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-    names += [type(part).__name__ for part in parts if part is not None]
-    raise UnknownSamplerError(
-        f"loader must draw by a sampler of torch_dpsco (got {' > '.join(names)}). Ways out: optimizer.loader(dataset) "
-        f"draws Poisson batches; DataLoader(dataset, batch_sampler=PoissonSampler(...)) keeps your own loader; or "
-        f"build the optimizer without n= and design=, which claims no amplification"
-    )
+    return " > ".join([type(loader).__name__, *(type(part).__name__ for part in parts if part is not None)])

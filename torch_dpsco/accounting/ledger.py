@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.curves import Cost, Evaluation, SimpleEvent, cost_of, delta_of, epsilon_of
+from torch_dpsco.accounting.analysis.pld import pld_epsilon
+from torch_dpsco.accounting.analysis.pld_loss import LossLaw
+from torch_dpsco.accounting.curves import Cost, Evaluation, cost_of, delta_of, epsilon_of
+from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
+    REPLACE_ONE,
     Adjacency,
     Event,
     Parallel,
     Repeat,
     Sequential,
-    event_from_json,
-    event_to_json,
+    SimpleEvent,
 )
+from torch_dpsco.accounting.laws import laws_of
 from torch_dpsco.errors import AdjacencyError
 
 __all__ = ["Ledger"]
 
 _BASE = ("", "")  # partition and part of events that touch all records
+_POSITIONAL = ("positional", False)
+_MOST_COMBINATIONS = 256
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
+_Kinds = dict[str, tuple[str, bool]]  # per partition: how it was cut, and whether its key is public
+_Laws = tuple[tuple[LossLaw, int], ...]
 
 
 def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
@@ -49,6 +59,29 @@ def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, in
         raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
     elif count:
         yield _BASE, event, count
+
+
+def _kinds(event: Event) -> Iterator[tuple[str, tuple[str, bool]]]:
+    if isinstance(event, Parallel):
+        yield event.partition, (event.partition_kind, event.key_public)
+    for inner in (event.event,) if isinstance(event, Repeat) else event.events if isinstance(event, Sequential) else ():
+        yield from _kinds(inner)
+
+
+def _require_defined(kinds: _Kinds, adjacency: Adjacency) -> None:
+    """Raises AdjacencyError where the largest part is no bound."""
+    for name, (kind, key_public) in kinds.items():
+        if kind == "positional" and adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                f"parts cut by position have no add_remove guarantee (partition {name!r}): removing a record shifts "
+                f"all later positions"
+            )
+        if kind == "keyed" and adjacency == REPLACE_ONE and not key_public:
+            # PRIVACY: (test_keyed_parts_have_no_replace_one_guarantee)
+            raise AdjacencyError(
+                f"parts by key have no replace_one guarantee (partition {name!r}): the new record may carry another "
+                f"key, so that two parts change; a public key that is kept needs key_public=True"
+            )
 
 
 def _sum_costs(counts: _Counts, adjacency: Adjacency, level: int) -> Cost:
@@ -72,6 +105,7 @@ class Ledger:
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._length = 0
         self._counts: dict[_Place, _Counts] = {}
+        self._kinds: _Kinds = {}
         self._parts: dict[str, list[_Place]] = {}
         self._costs: dict[tuple[Adjacency, int], dict[str, Cost]] = {}  # per partition: the largest part
         for event in events:
@@ -94,7 +128,9 @@ class Ledger:
 
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
-        for place, simple, times in list(_flatten(event, check.count(count=count))):
+        entries = list(_flatten(event, check.count(count=count)))
+        self._kinds = self._kinds_with(event)
+        for place, simple, times in entries:
             if place not in self._counts:
                 self._counts[place] = {}
                 self._parts.setdefault(place[0], []).append(place)
@@ -102,6 +138,13 @@ class Ledger:
             counts[simple] = counts.get(simple, 0) + times
             self._length += times
             self._invalidate(place)
+
+    def _kinds_with(self, event: Event | None) -> _Kinds:
+        kinds = dict(self._kinds)
+        for name, kind in _kinds(event) if event is not None else ():
+            if kinds.setdefault(name, kind) != kind:
+                raise ValueError(f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})")
+        return kinds
 
     def _invalidate(self, place: _Place) -> None:
         for key in list(self._costs):
@@ -120,10 +163,6 @@ class Ledger:
         costs[place[0]] = cost if known is None or place == _BASE else known.maximum(cost)
 
     def _partition_costs(self, adjacency: Adjacency, level: int) -> dict[str, Cost]:
-        if adjacency == ADD_REMOVE and any(self._parts.keys() - {""}):
-            raise AdjacencyError(
-                "parts cut by position have no add_remove guarantee: removing a record shifts all later positions"
-            )
         if (adjacency, level) not in self._costs:
             costs: dict[str, Cost] = {}
             for place in self._counts:
@@ -140,11 +179,10 @@ class Ledger:
         Raises:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
+        _require_defined(self._kinds_with(extra), adjacency)
         costs = dict(self._partition_costs(adjacency, level))
         trial: dict[_Place, _Counts] = {}
         for place, simple, times in _flatten(extra, count) if extra is not None else ():
-            if place != _BASE and adjacency == ADD_REMOVE:
-                raise AdjacencyError(f"parts cut by position have no add_remove guarantee (partition {place[0]!r})")
             counts = trial.setdefault(place, dict(self._counts.get(place, {})))
             counts[simple] = counts.get(simple, 0) + times
         for place, counts in trial.items():
@@ -160,7 +198,34 @@ class Ledger:
         self, delta: float, adjacency: Adjacency, method: str = "best", *, extra: Event | None = None, count: int = 1
     ) -> Evaluation:
         """Returns epsilon at delta with its method, optionally with `extra` recorded `count` more times."""
-        return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, method)
+
+        def by_laws(delta: float) -> float | None:
+            return self._pld_epsilon(delta, adjacency, extra, count)
+
+        return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, method, by_laws)
+
+    def _pld_epsilon(self, delta: float, adjacency: Adjacency, extra: Event | None, count: int) -> float | None:
+        """Returns epsilon by privacy loss laws; None where some event has no law, or there is no figure."""
+        places: dict[str, set[_Laws]] = {}
+        trial = {place: dict(counts) for place, counts in self._counts.items()}
+        for place, simple, times in _flatten(extra, count) if extra is not None else ():
+            counts = trial.setdefault(place, {})
+            counts[simple] = counts.get(simple, 0) + times
+        for (partition, _), counts in trial.items():
+            laws: dict[LossLaw, int] = {}
+            for event, times in counts.items():
+                known = laws_of(event, adjacency)
+                if known is None:
+                    return None
+                for law in known:
+                    laws[law] = laws.get(law, 0) + times
+            places.setdefault(partition, set()).add(tuple(sorted(laws.items(), key=repr)))
+        if math.prod(map(len, places.values())) > _MOST_COMBINATIONS:
+            return None
+        # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
+        results = [pld_epsilon([pair for part in parts for pair in part], delta) for parts in product(*places.values())]
+        found = [result.epsilon for result in results if result is not None]
+        return max(found, default=0.0) if len(found) == len(results) else None
 
     def epsilon(self, delta: float, adjacency: Adjacency, method: str = "best") -> float:
         """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""
@@ -177,6 +242,9 @@ class Ledger:
             row = event_to_json(event) | {"count": times}
             if partition:
                 row = {"type": "Parallel", "partition": partition, "parts": {part: [row]}}
+                kind, key_public = self._kinds[partition]
+                if (kind, key_public) != _POSITIONAL:
+                    row |= {"partition_kind": kind, "key_public": key_public}
             rows.append(row)
         return rows
 

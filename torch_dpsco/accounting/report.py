@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.curves import SimpleEvent
 from torch_dpsco.accounting.designs import Design, Disjoint
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -24,6 +23,7 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     PoissonGaussian,
     Repeat,
+    SimpleEvent,
     WORGaussian,
 )
 from torch_dpsco.accounting.filters import Budget

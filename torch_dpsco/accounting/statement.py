@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.accounting.events import event_to_json
+from torch_dpsco.accounting.event_json import event_to_json
 from torch_dpsco.accounting.report import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 from torch_dpsco.accounting.wording import (
     GROUPS,

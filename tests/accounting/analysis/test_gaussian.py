@@ -100,6 +100,14 @@ def test_the_exact_delta_at_the_inverse_is_at_most_delta(epsilon, delta):
     assert exact_log_delta(epsilon, 2 * mu) <= mp.log(delta)
 
 
+@given(st.floats(1e-3, 100), st.floats(-40, math.log(0.5)))
+def test_what_mu_calibrates_is_within_the_target_it_was_calibrated_for(epsilon, log_delta):
+    delta = math.exp(log_delta)
+    sigma = gaussian_sigma(epsilon, delta, sensitivity=1.0)
+    assert gaussian_epsilon(1.0 / sigma, delta) <= epsilon
+    assert gaussian_epsilon(gaussian_mu(epsilon, delta), delta) <= epsilon
+
+
 @given(st.floats(0.0, 100.0), deltas, st.floats(1e-6, 1e6))
 def test_sigma_never_falls_short_of_the_exact_noise(epsilon, delta, sensitivity):
     sigma = gaussian_sigma(epsilon, delta, sensitivity)

@@ -18,8 +18,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis.convert_failures import delta_with_failure
 
-__all__ = ["RDPEpsilon", "rdp_delta", "rdp_epsilon", "rdp_epsilon_at_order", "rdp_epsilon_classic"]
+__all__ = [
+    "RDPEpsilon",
+    "delta_with_failure",
+    "rdp_delta",
+    "rdp_epsilon",
+    "rdp_epsilon_at_order",
+    "rdp_epsilon_classic",
+]
 
 FloatArray = NDArray[np.float64]
 

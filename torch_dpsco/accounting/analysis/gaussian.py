@@ -36,6 +36,7 @@ FloatArray = NDArray[np.float64]
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
+_INVERSE = 1e-13  # of mu: more than both inverses round, so that epsilon(mu(epsilon)) is never above epsilon
 _ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
 
 
@@ -152,7 +153,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     infeasible = 2 * feasible
     while gaussian_log_delta(epsilon, infeasible) <= target:
         infeasible *= 2
-    return math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible))) * (1 - _ROUNDING)
+    return math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible))) * (1 - _INVERSE)
 
 
 def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part, refusal
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Gaussian,
+)
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
+
+# -- adjacency by the first event -------------------------------------------------------------------------------------
+
+
+def test_who_comes_first_decides():
+    opacus, ours, none = Accountant(), Accountant(), Accountant()
+    opacus.step(noise_multiplier=1.0, sample_rate=0.01)
+    ours.authorize(STEP)
+    ours.step(noise_multiplier=1.0, sample_rate=0.01)
+    opacus.authorize(STEP)
+    assert (opacus.adjacency, ours.adjacency, none.adjacency) == (ADD_REMOVE, REPLACE_ONE, REPLACE_ONE)
+    signed = Accountant()
+    signed.require_unit("example")  # an optimizer was built, and promised replace_one
+    signed.step(noise_multiplier=1.0, sample_rate=0.01)
+    assert signed.adjacency == REPLACE_ONE
+    fixed = Accountant(Budget(8.0, DELTA, adjacency=ZERO_OUT))
+    fixed.step(noise_multiplier=1.0, sample_rate=0.01)
+    assert fixed.adjacency == ZERO_OUT
+
+
+def test_a_request_that_charges_nothing_decides_nothing():
+    accountant = Accountant()
+    accountant.authorize(STEP, 0)
+    with pytest.raises(ValueError, match="q must be in"):
+        accountant.step(noise_multiplier=1.0, sample_rate=1.5)
+    with pytest.raises(ValueError, match="event must be a value"):
+        accountant.record("step")
+    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
+    assert accountant.adjacency == ADD_REMOVE
+
+
+# -- phases -----------------------------------------------------------------------------------------------------------
+
+
+def test_events_inside_a_phase_are_charged_to_its_part():
+    phased, plain = Accountant(), Accountant()
+    for name in ("0", "1", "2"):
+        with phased.phase(name, partition="p"):
+            phased.authorize(Gaussian(30.0, {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}))
+        plain.authorize(part(name))
+    phased.authorize(WHOLE)
+    plain.authorize(WHOLE)
+    assert phased.ledger.to_json() == plain.ledger.to_json()
+    assert phased.get_epsilon(DELTA) == plain.get_epsilon(DELTA)
+
+
+def test_a_phase_counts_in_questions_too():
+    accountant = Accountant(Budget(1.0, DELTA))
+    with accountant.phase(0, partition="p"):
+        room = accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE))
+        accountant.authorize(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
+        refusal(accountant, WHOLE.only(ZERO_OUT, REPLACE_ONE))
+    assert accountant.max_steps(WHOLE) == 0
+    with accountant.phase(1, partition="p"):  # other records
+        assert accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE)) == room
+        assert accountant.admits(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
+
+
+def test_phases_do_not_nest_and_end_when_something_is_raised():
+    accountant = Accountant()
+    with accountant.phase("0", partition="p"):
+        with pytest.raises(SequenceError, match="a phase on part '0' is open"), accountant.phase("1", partition="q"):
+            pass
+        with pytest.raises(ValueError, match="must not contain another"):
+            accountant.authorize(part("0"))
+    with pytest.raises(RuntimeError, match="broken"), accountant.phase("0", partition="p"):
+        raise RuntimeError("broken")
+    with pytest.raises(ValueError, match="partition must be a non-empty name"), accountant.phase("0", partition=""):
+        pass
+    with pytest.raises(ValueError, match="kind must be one of"), accountant.phase("0", partition="p", kind="random"):
+        pass
+    assert len(accountant) == 0
+    accountant.authorize(WHOLE)
+    assert [row["type"] for row in accountant.state_dict()["ledger"]] == ["Gaussian"]
+
+
+# -- budgets of other modes -------------------------------------------------------------------------------------------
+
+
+def test_an_adaptive_budget_is_fixed_once_charged():
+    accountant = Accountant(Budget(1.0, DELTA, mode="gdp"))
+    accountant.authorize(Gaussian(30.0, {REPLACE_ONE: 1.0}))
+    assert accountant.adaptive
+    assert accountant.get_epsilon(DELTA) == 1.0 > accountant.get_epsilon(DELTA, method="gdp")
+    assert accountant.report().epsilon == 1.0
+    assert not any("fixed before the run" in line for line in accountant.report().assumptions)
+    with pytest.raises(ValueError, match="delta must be given for an adaptive run"):
+        accountant.get_delta(1.0)
+    before = image(accountant)
+    with pytest.raises(ValueError, match="unsampled Gaussian noise only"):
+        accountant.authorize(STEP)
+    assert "the sum of mu" in refusal(accountant, Gaussian(0.5, {REPLACE_ONE: 1.0}))
+    for other in (Budget(2.0, DELTA, mode="gdp"), Budget(2.0, DELTA), None):
+        with pytest.raises(PrivacyError, match="budget must be fixed before the first event"):
+            accountant.budget = other
+    assert image(accountant) == before
+
+
+def test_an_event_recorded_as_adaptive_turns_to_the_odometer_for_good():
+    plain, accountant = Accountant(), Accountant()
+    for each in (plain, accountant):
+        each.record(STEP, 100)
+    before = accountant.get_epsilon(DELTA)
+    accountant.record(STEP, 1, adaptive=True)
+    plain.record(STEP)
+    assert accountant.adaptive
+    assert accountant.get_epsilon(DELTA) > plain.get_epsilon(DELTA) > before
+    resumed = Accountant()
+    resumed.load_state_dict(accountant.state_dict())
+    assert resumed.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
+
+
+def test_only_declared_steps_fit_a_schedule():
+    accountant = Accountant(Budget(1.0, DELTA, schedule=()))
+    refusal(accountant, STEP)
+    accountant.declare(STEP, 20)
+    accountant.authorize(STEP, 20)
+    refusal(accountant, STEP)
+    with pytest.raises(SequenceError, match="declared before the first event"):
+        accountant.declare(STEP, 1)
+    too_much = Accountant(Budget(1.0, DELTA, schedule=()))
+    with pytest.raises(BudgetExceeded, match="the schedule would bring epsilon"):
+        too_much.declare(STEP, 10**6)
+    assert too_much.budget.schedule == ()
+    trusting = Accountant(Budget(1.0, DELTA))
+    trusting.declare(STEP, 1)  # without a schedule parameters are trusted to be fixed
+    trusting.authorize(STEP, 2)
+
+
+def test_a_budget_of_another_adjacency_or_unit_is_refused():
+    accountant = Accountant(Budget(1.0, DELTA))
+    for other in (Budget(1.0, DELTA, adjacency=ADD_REMOVE), Budget(1.0, DELTA, unit="user")):
+        with pytest.raises(PrivacyError, match="budget must be for 'replace_one' and 'example'"):
+            accountant.budget = other
+    assert accountant.budget == Budget(1.0, DELTA)
+
+
+# -- answers that are kept --------------------------------------------------------------------------------------------
+
+
+def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
+    accountant, seen = Accountant(), set()
+    for _ in range(3):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+        for _ in range(2):
+            answers = [
+                accountant.get_epsilon(delta, adjacency=adjacency, method=method)
+                for delta in (1e-5, 1e-6)
+                for adjacency in (ADD_REMOVE, REPLACE_ONE)
+                for method in (None, "rdp")
+            ]
+            fresh = [
+                accountant.ledger.epsilon(delta, adjacency, method)
+                for delta in (1e-5, 1e-6)
+                for adjacency in (ADD_REMOVE, REPLACE_ONE)
+                for method in ("best", "rdp")
+            ]
+            assert answers == fresh
+        seen.add(tuple(answers))
+    assert len(seen) == 3
+    accountant.history = [(5.0, 0.01, 3)]  # as many events
+    assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)
+    accountant.ledger.add(STEP)
+    assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
+from torch_dpsco.accounting import ledger_file
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.events import ADD_REMOVE, Gaussian, PoissonGaussian
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.ledger_file import LedgerFile
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "spent.jsonl"
+
+
+def charged(path: Path, *events) -> Accountant:
+    """Returns a closed accountant that charged the events to the file."""
+    accountant = Accountant(ledger_path=path)
+    for event in events:
+        accountant.authorize(event)
+    accountant.close()
+    return accountant
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def refused(path: Path) -> str:
+    before = path.read_bytes()
+    with pytest.raises(PrivacyError) as caught:
+        Accountant(ledger_path=path)
+    assert path.read_bytes() == before
+    return str(caught.value)
+
+
+def test_a_new_accountant_on_the_same_file_knows_every_bit(path):
+    first = Accountant(ledger_path=path)
+    for event in (STEP, STEP, FIXED, WHOLE, part("0"), PoissonGaussian(0.1, 1 / 3)):
+        first.authorize(event, 3)
+    first.record(STEP, 7, adaptive=True)
+    first.step(noise_multiplier=1.1, sample_rate=0.3)
+    first.close()
+    second = Accountant(ledger_path=path)
+    assert image(second) == image(first)
+    assert (second.adjacency, second.adaptive) == (first.adjacency, True)
+    assert second.report(DELTA).assumptions == first.report(DELTA).assumptions
+
+
+def test_the_line_is_on_the_disk_before_authorize_returns(path, monkeypatch):
+    events: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: (events.append("sync"), real(fd))[1])
+    accountant = Accountant(ledger_path=path)
+    for count in range(1, 4):
+        synced = len(events)
+        accountant.authorize(STEP)
+        assert len(events) > synced
+        assert [row["at"] for row in lines(path)[1:]] == list(range(count))
+
+
+def test_every_authorize_is_one_line_and_a_request_for_nothing_none(path):
+    accountant = Accountant(Budget(8.0, DELTA), ledger_path=path)
+    accountant.authorize(STEP, 0)
+    assert path.read_bytes() == b""
+    accountant.authorize(STEP, 5)
+    accountant.authorize(STEP)
+    assert [(row["at"], row["count"]) for row in lines(path)[1:]] == [(0, 5), (5, 1)]
+    before = path.read_bytes()
+    for refuse, error in (
+        (lambda: accountant.authorize(Gaussian(0.01, {"replace_one": 1.0})), BudgetExceeded),
+        (lambda: accountant.authorize("step"), ValueError),
+        (lambda: accountant.authorize(STEP, -1), ValueError),
+        (lambda: accountant.record("step"), ValueError),
+        (lambda: accountant.step(noise_multiplier=-1.0, sample_rate=0.1), ValueError),
+    ):
+        with pytest.raises(error):
+            refuse()
+    assert path.read_bytes() == before
+    assert len(accountant) == 6
+
+
+def test_the_adjacency_and_unit_of_a_file_are_kept(path):
+    opacus = Accountant(ledger_path=path)
+    opacus.step(noise_multiplier=1.0, sample_rate=0.1)
+    opacus.close()
+    again = Accountant(ledger_path=path)
+    assert again.adjacency == ADD_REMOVE
+    again.close()
+    for other in ({"adjacency": "replace_one"}, {"unit": "user"}):
+        with pytest.raises(ValueError, match="ledger file must be for"):
+            Accountant(ledger_path=path, **other)
+    Accountant(ledger_path=path, adjacency=ADD_REMOVE).close()  # a refused one has let go of the lock
+
+
+def test_a_file_counts_against_the_budget(path):
+    charged(path, *[STEP] * 3)
+    budget = Budget(0.5, DELTA)
+    fresh, resumed = Accountant(budget), Accountant(budget, ledger_path=path)
+    assert resumed.max_steps(STEP) > 0
+    assert resumed.max_steps(STEP) == fresh.max_steps(STEP) - 3
+
+
+# -- who may write ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused(path):
+    first = Accountant(ledger_path=path)
+    first.authorize(STEP)
+    assert "in use by another accountant or process" in refused(path)
+    first.authorize(STEP)
+    first.close()
+    assert len(Accountant(ledger_path=path)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_another_process_is_refused_and_a_forked_copy_too(path):
+    first = Accountant(ledger_path=path)
+    first.authorize(STEP)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for attempt in (lambda: Accountant(ledger_path=path), lambda: first.authorize(STEP)):
+                try:
+                    attempt()
+                    os.write(write, b"allowed\n")
+                except PrivacyError as error:
+                    os.write(write, f"{error}\n".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as messages:
+        second, forked = messages.read().splitlines()
+    assert "in use by another accountant" in second
+    assert "in the process that made it" in forked
+    first.authorize(STEP)
+    assert [row["at"] for row in lines(path)[1:]] == [0, 1]
+
+
+def test_a_closed_accountant_charges_nothing(path):
+    accountant = charged(path, STEP)
+    with pytest.raises(PrivacyError, match="is closed or failed"):
+        accountant.authorize(STEP)
+    assert len(accountant) == 1
+
+
+@pytest.mark.parametrize("harm", ["unlink", "truncate", "append", "replace"])
+def test_a_file_deleted_or_changed_in_a_run_is_noticed(path, harm):
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+    if harm == "unlink":
+        path.unlink()
+    elif harm == "truncate":
+        os.truncate(path, 10)
+    elif harm == "append":
+        path.write_bytes(path.read_bytes() + b"x")
+    else:
+        other = path.with_suffix(".other")
+        other.write_bytes(path.read_bytes())
+        other.replace(path)
+    with pytest.raises(PrivacyError, match="was changed or deleted by somebody else"):
+        accountant.authorize(STEP)
+    assert len(accountant) == 1
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_a_disk_that_fails_lets_nothing_be_released(path, failing, monkeypatch):
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+
+    def fail(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ledger_file.os, failing, fail)
+        with pytest.raises(PrivacyError, match=r"could not be written .*No space left"):
+            accountant.authorize(STEP)
+    with pytest.raises(PrivacyError, match="is closed or failed"):  # who knows what the disk holds
+        accountant.authorize(STEP)
+    accountant.close()
+    assert len(Accountant(ledger_path=path)) in (1, 2)
+
+
+def test_an_event_added_past_the_accountant_is_written_with_the_next_charge(path):
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+    accountant.ledger.add(WHOLE, 5)
+    accountant.authorize(STEP)
+    accountant.close()
+    assert image(Accountant(ledger_path=path)) == image(accountant)
+
+
+def test_history_cannot_be_assigned_over_a_file(path):
+    accountant = Accountant(ledger_path=path)
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(PrivacyError, match="history must not replace events"):
+        accountant.history = []
+    assert len(accountant) == 1
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_cut_of_a_file_is_charged_at_least_as_what_was_authorized_before_it(path, monkeypatch):
+    """A crash leaves a beginning of the file. Complete lines are all there, and a torn one counts as well."""
+    accountant = Accountant(ledger_path=path)
+    for event in (STEP, WHOLE, STEP, part("0")):
+        accountant.authorize(event, 2)
+    accountant.close()
+    monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: None)  # for speed
+    content = path.read_bytes()
+    ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
+    for cut in range(len(content)):
+        path.write_bytes(content[:cut])
+        complete = sum(end < cut for end in ends)  # the first line is no charge
+        torn = cut > 0 and content[cut - 1 : cut] != b"\n"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UtilityWarning)
+            resumed = Accountant(ledger_path=path)
+        nothing_before = complete < 2 and cut != ends[1]
+        assert len(resumed) == 2 * max(0, complete - 1) + (0 if nothing_before or not torn else 2)
+        resumed.authorize(STEP)
+        resumed.close()
+        assert image(Accountant(ledger_path=path)) == image(resumed)
+
+
+def test_a_torn_last_line_is_charged_and_told(path):
+    charged(path, STEP, WHOLE)
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"at": 2, "count": 1, "dig')
+    with pytest.warns(UtilityWarning, match="was torn by a crash"):
+        resumed = Accountant(ledger_path=path)
+    assert len(resumed) == 3
+    assert {str(event): count for _, _, event, count in resumed.ledger.entries()} == {str(STEP): 1, str(WHOLE): 2}
+    resumed.close()
+    assert len(Accountant(ledger_path=path)) == 3  # mended, without a further warning
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_a_damaged_line_is_refused(path, number):
+    charged(path, STEP, STEP, WHOLE)
+    rows = path.read_bytes().splitlines(keepends=True)
+    for damaged in (
+        rows[number].replace(b'"count": 1', b'"count": 0').replace(b'"unit": "example"', b'"unit": "user"'),
+        rows[number].replace(b"p", b"q", 1),
+        b"\n",
+        b"[]\n",
+        b"\xff\xfe\n",
+        b'{"at": 0, "count": 1}\n',
+    ):
+        assert damaged != rows[number]
+        path.write_bytes(b"".join([*rows[:number], damaged, *rows[number + 1 :]]))
+        assert f"line {number + 1} of ledger file" in refused(path)
+
+
+def test_lines_left_out_doubled_or_exchanged_are_refused(path):
+    charged(path, STEP, STEP, WHOLE)
+    first, *rows = path.read_bytes().splitlines(keepends=True)
+    for order in ([1, 2], [0, 0, 1, 2], [0, 2, 1], [0, 2]):
+        path.write_bytes(b"".join([first, *(rows[k] for k in order)]))
+        assert "is damaged or altered" in refused(path)
+
+
+def test_a_line_that_does_not_follow_is_refused_even_with_a_true_digest(path):
+    for row, gist in (
+        ({"at": 7, "count": 1, "event": {"type": "NonPrivate"}}, "at must be 1"),
+        ({"at": 1, "count": -1, "event": {"type": "NonPrivate"}}, "count must be an integer >= 0"),
+        ({"at": 1, "count": 1, "event": {"type": "Unknown"}}, "event type must be one of"),
+        ({"at": 1, "count": 1}, "event"),
+        ({"at": 1, "count": 1, "event": 5}, "cannot be understood"),
+        ({"ledger": 5}, "state must hold"),
+    ):
+        path.unlink(missing_ok=True)
+        charged(path, STEP)
+        file = LedgerFile(path)
+        file.append(row)
+        file.close()
+        assert gist in refused(path)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_ahead_of_the_checkpoint_wins(path):
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP, 5)
+    checkpoint = accountant.state_dict()
+    accountant.authorize(STEP, 3)
+    accountant.close()
+    resumed = Accountant(ledger_path=path)
+    with pytest.warns(UtilityWarning, match="3 released events ahead of the checkpoint"):
+        resumed.load_state_dict(checkpoint)
+    assert image(resumed) == image(accountant)
+    resumed.load_state_dict(accountant.state_dict())  # level: nothing to tell
+    resumed.authorize(STEP)
+    resumed.close()
+    with pytest.warns(UtilityWarning, match="4 released events ahead"):
+        Accountant(ledger_path=path).load_state_dict(checkpoint)
+
+
+def test_a_checkpoint_ahead_of_the_file_is_written_to_it(path):
+    source = Accountant()
+    source.authorize(STEP, 5)
+    source.authorize(part("0"))
+    target = Accountant(ledger_path=path)
+    target.load_state_dict(source.state_dict())
+    assert len(lines(path)) == 1
+    target.close()
+    again = Accountant(ledger_path=path)
+    assert image(again) == image(source)
+    again.authorize(STEP)
+    again.close()
+    assert len(Accountant(ledger_path=path)) == 7
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_the_file_unchanged(path):
+    charged(path, STEP)
+    other = Accountant()
+    other.authorize(STEP)
+    resumed = Accountant(ledger_path=path)
+    before = path.read_bytes()
+    with pytest.raises(PrivacyError, match="would forget events charged here"):
+        resumed.load_state_dict(other.state_dict())
+    assert (path.read_bytes(), len(resumed)) == (before, 1)

@@ -1,0 +1,69 @@
+"""Neighboring relations, and sensitivities per relation.
+
+* `add_remove`: the neighbor has one record more or less; the data set size is not public;
+* `zero_out`: one record is replaced by a null record that contributes 0; sizes and positions stay;
+* `replace_one`: one record is replaced by an arbitrary other one; the data set size is public.
+
+Source: spec accounting.md section 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, cast
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import AdjacencyError
+
+__all__ = [
+    "ADD_REMOVE",
+    "ADJACENCIES",
+    "CLIP_UNITS",
+    "REPLACE_ONE",
+    "ZERO_OUT",
+    "Adjacency",
+    "Sens",
+    "assign",
+    "check_adjacency",
+    "sensitivity_of",
+    "sorted_sens",
+]
+
+Adjacency: TypeAlias = Literal["add_remove", "zero_out", "replace_one"]
+ADD_REMOVE: Adjacency = "add_remove"
+ZERO_OUT: Adjacency = "zero_out"
+REPLACE_ONE: Adjacency = "replace_one"
+ADJACENCIES: tuple[Adjacency, ...] = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
+
+# L2 sensitivity of a sum of rows clipped at 1: a replaced row takes one vector of norm <= 1 away and adds another.
+CLIP_UNITS: Mapping[Adjacency, float] = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+
+
+def check_adjacency(adjacency: str) -> Adjacency:
+    """Returns the adjacency; raises ValueError for an unknown name."""
+    return check.choice(ADJACENCIES, adjacency=adjacency)
+
+
+Sens: TypeAlias = "Mapping[Adjacency, float] | tuple[tuple[Adjacency, float], ...]"
+
+
+def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
+    """Returns sensitivities in one order, so that events are hashable and equal ones compare equal."""
+    pairs = sens.items() if isinstance(sens, Mapping) else sens
+    if not pairs:
+        raise ValueError("sens must name at least one adjacency (got none)")
+    return tuple(sorted({check_adjacency(a): check.nonnegative(sens=s) for a, s in pairs}.items()))
+
+
+def sensitivity_of(event: Any, adjacency: Adjacency) -> float:
+    """Returns the sensitivity of an event with `sens`; raises AdjacencyError if it is not defined there."""
+    for name, value in cast("tuple[tuple[Adjacency, float], ...]", event.sens):
+        if name == adjacency:
+            return value
+    raise AdjacencyError(f"{event} is not defined under {adjacency}")
+
+
+def assign(event: object, **values: object) -> None:
+    """Sets fields of a frozen value while it is built."""
+    for name, value in values.items():
+        object.__setattr__(event, name, value)

@@ -1,0 +1,348 @@
+"""The L2 K-norm mechanism: noise of density proportional to exp(-epsilon |z|_2 / sensitivity), in R^dim.
+
+Measure z in units of the sensitivity. Between a data set and a neighbor the center moves by v, |v| <= 1; the moment
+E exp(c (|Z - v| - |Z|)) is convex and even in v, so |v| = 1 is the worst. The privacy loss is epsilon eta with
+
+    eta = |z - v| - |z|  in [-1, 1],
+
+one of the two elliptic coordinates with foci 0 and v. The other, xi = |z - v| + |z|, has the density
+(xi^2 - 1)^((dim-3)/2) (xi^2 - eta^2) e^(-epsilon xi / 2), and integrates to Bessel functions K: under either center,
+eta has the density (for the neighbor with the opposite sign in the exponent)
+
+    e^(epsilon eta / 2) (1 - eta^2)^((dim-3)/2) (kappa + 1 - eta^2) / constant,
+    kappa = 2 (dim - 1) / epsilon * K_(nu+1)(epsilon / 2) / K_nu(epsilon / 2),     nu = dim / 2 - 1.
+
+So the loss is symmetric, every quantity is one integral over eta = sin(theta) in (0, 1), and (a - 1) D_a has even a
+closed form in Bessel functions, which the tests use (its functions overflow for large dim).
+
+Differs from the spec: 4.7 integrates over (radius, angle) on 400 x 400 points; one dimension gives all digits.
+
+Source: accounting spec, section 4.7; output spec, section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+from scipy.special import gammaincinv
+
+from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis import quadrature as quad
+from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pure
+from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
+
+__all__ = [
+    "knorm_delta",
+    "knorm_logpdf",
+    "knorm_mean_norm",
+    "knorm_radius_quantile",
+    "knorm_scale",
+    "knorm_second_moment",
+    "rdp_l2_knorm",
+]
+
+_DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
+_PANELS = 32
+_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
+_NODES = ((np.arange(_PANELS)[:, None] + (1 + _POINTS) / 2) / _PANELS).ravel()
+_LOG_WEIGHTS = np.log(np.tile(_WEIGHTS / 2 / _PANELS, _PANELS))
+_LEAST_EPSILON = 1e-100  # below, the bound of randomized response serves: products underflow
+
+
+def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
+    """Returns the Renyi divergence of one K-norm release.
+
+    For moderate a epsilon it is about a epsilon^2 / (2 dim), the price of a Gaussian of nearly equal energy, and far
+    below that of other epsilon-DP mechanisms; it tends to epsilon as a grows.
+
+    Args:
+        epsilon: >= 0, the pure epsilon of the release: the noise has the scale `knorm_scale(epsilon, sensitivity)`.
+        dim: >= 1, coordinates of the release.
+        order: Renyi order(s) a > 1.
+
+    Returns:
+        D_a, rounded up, and never above `rdp_pure`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: one release of a vector with that L2 sensitivity, whatever the adjacency of the sensitivity.
+
+    Source: accounting spec, section 4.7.
+
+    Example:
+        >>> round(rdp_l2_knorm(epsilon=1.0, dim=100, order=2.0), 7)
+        0.0099988
+    """
+    epsilon = _validate.nonnegative(epsilon=epsilon)
+    dim = _validate.positive_count(dim=dim)
+
+    def curve(block: FloatArray) -> FloatArray:
+        worst = rdp_pure(epsilon, block)
+        if epsilon < _LEAST_EPSILON:
+            return worst
+        if dim == 1:
+            return np.minimum(rdp_laplace(1 / epsilon, block), worst)
+        # PRIVACY: quadrature errors are below what is added (test_the_curve_is_not_below_its_closed_form)
+        return np.minimum(quad.divergence(block, _log_excess(epsilon, dim, block)), worst)
+
+    return quad.by_order(curve, order)
+
+
+def knorm_delta(epsilon: float, pure_epsilon: float, dim: int) -> float:
+    """Returns the exact privacy profile of one K-norm release, the hockey stick at e^epsilon, rounded up.
+
+    delta = integral over loss > epsilon of (1 - e^(epsilon - loss)) under the release: both directions are equal.
+
+    Args:
+        epsilon: >= 0.
+        pure_epsilon: >= 0, the epsilon of the mechanism.
+        dim: >= 1.
+
+    Returns:
+        delta in [0, 1], at most `pure_delta`; 0 for epsilon >= pure_epsilon.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: one release is (epsilon, delta)-DP under the adjacency of its sensitivity.
+
+    Source: accounting spec, section 4.7.
+
+    Example:
+        >>> knorm_delta(epsilon=1.61, pure_epsilon=4.0, dim=100) < 1e-5
+        True
+    """
+    epsilon = _validate.nonnegative(epsilon=epsilon)
+    pure = _validate.nonnegative(pure_epsilon=pure_epsilon)
+    dim = _validate.positive_count(dim=dim)
+    worst = pure_delta(epsilon, pure)
+    if epsilon >= pure or pure < _LEAST_EPSILON:
+        return worst
+    if dim == 1:
+        return min(worst, -math.expm1((epsilon - pure) / 2) * (1 + 1e-15))
+    epsilon = min(epsilon, pure * (1 - 1e-6))  # closer to pure, delta is that of this smaller epsilon: an upper bound
+
+    def kernel(loss: FloatArray) -> FloatArray:
+        return np.log(-np.expm1(np.minimum(epsilon - loss, 0.0)))
+
+    # E_P[1 - e^(epsilon - loss)] with P of exponent + loss/2
+    log_mass = _log_integral(pure, dim, np.array([pure / 2]), kernel, start=math.asin(epsilon / pure))[0]
+    log_delta = float(log_mass) - _log_total(pure, dim)
+    # PRIVACY: 1e-9 exceeds the quadrature error (test_the_profile_is_not_below_its_integral_in_high_precision)
+    return min(worst, math.exp(min(0.0, log_delta)) * (1 + 1e-9))
+
+
+def knorm_scale(epsilon: float, sensitivity: float) -> float:
+    """Returns the scale s of the noise density exp(-|z| / s) that makes a release epsilon-DP, rounded up.
+
+    Args:
+        epsilon: > 0.
+        sensitivity: L2 sensitivity under the adjacency asked for, > 0.
+
+    Returns:
+        sensitivity / epsilon. The radius of the noise is Gamma(dim, s), its direction uniform.
+
+    Raises:
+        ValueError: an argument is not positive and finite, or the scale overflows.
+
+    Guarantee: epsilon-DP (delta = 0) of one release, by the triangle inequality: |log p(z - w) / p(z - w')| <=
+    |w - w'| / s.
+
+    Source: accounting spec, section 9; output spec, section 2.1.
+
+    Example:
+        >>> knorm_scale(epsilon=0.5, sensitivity=0.25)
+        0.5
+    """
+    epsilon = _validate.positive(epsilon=epsilon)
+    sensitivity = _validate.positive(sensitivity=sensitivity)
+    scale = _validate.finite(scale=sensitivity / epsilon)
+    # PRIVACY: the division rounds (test_the_scale_never_falls_short_of_the_exact_ratio)
+    short = Fraction(scale) * Fraction(epsilon) < Fraction(sensitivity)
+    return math.nextafter(scale, math.inf) if short else scale
+
+
+def knorm_mean_norm(dim: int, sensitivity: float, epsilon: float) -> float:
+    """Returns the mean norm of the noise, dim sensitivity / epsilon.
+
+    Args:
+        dim: >= 1.
+        sensitivity: > 0.
+        epsilon: > 0.
+
+    Source: output spec, section 2.1.
+
+    Example:
+        >>> knorm_mean_norm(dim=50, sensitivity=0.02, epsilon=0.5)
+        2.0
+    """
+    dim = _validate.positive_count(dim=dim)
+    return dim * knorm_scale(epsilon, sensitivity)
+
+
+def knorm_second_moment(dim: int, sensitivity: float, epsilon: float) -> float:
+    """Returns the mean squared norm of the noise, dim (dim + 1) (sensitivity / epsilon)^2.
+
+    Args:
+        dim: >= 1.
+        sensitivity: > 0.
+        epsilon: > 0.
+
+    Source: output spec, section 2.1.
+
+    Example:
+        >>> round(knorm_second_moment(dim=50, sensitivity=0.02, epsilon=0.5), 6)
+        4.08
+    """
+    dim = _validate.positive_count(dim=dim)
+    return dim * (dim + 1) * knorm_scale(epsilon, sensitivity) ** 2
+
+
+def knorm_radius_quantile(dim: int, sensitivity: float, epsilon: float, quantile: float) -> float:
+    """Returns the quantile of the norm of the noise, a Gamma variable of shape dim and scale sensitivity / epsilon.
+
+    Args:
+        dim: >= 1.
+        sensitivity: > 0.
+        epsilon: > 0.
+        quantile: in (0, 1).
+
+    Source: output spec, section 2.1.
+
+    Example:
+        >>> round(knorm_radius_quantile(dim=1, sensitivity=0.02, epsilon=0.5, quantile=0.5), 6)
+        0.027726
+    """
+    dim = _validate.positive_count(dim=dim)
+    quantile = _validate.open_interval(0.0, 1.0, quantile=quantile)
+    return float(gammaincinv(dim, quantile)) * knorm_scale(epsilon, sensitivity)
+
+
+def knorm_logpdf(value: Sequence[float] | FloatArray, sensitivity: float, epsilon: float) -> float:
+    """Returns the log density of the noise at one point.
+
+    log p(z) = -|z| / s - log(2 pi^(dim/2) Gamma(dim) / Gamma(dim/2)) - dim log(s), s = sensitivity / epsilon.
+
+    Args:
+        value: (dim,) point.
+        sensitivity: > 0.
+        epsilon: > 0.
+
+    Source: output spec, section 2.1.
+
+    Example:
+        >>> round(knorm_logpdf([0.0], sensitivity=0.02, epsilon=0.1), 6)
+        0.916291
+    """
+    point = np.asarray(value, dtype=np.float64)
+    if point.ndim != 1 or point.size == 0:
+        raise ValueError(f"value must be a 1-d array of at least one number (got shape {point.shape})")
+    dim, scale = point.size, knorm_scale(epsilon, sensitivity)
+    log_sphere = math.log(2) + dim / 2 * math.log(math.pi) - math.lgamma(dim / 2)
+    return float(-np.linalg.norm(point) / scale) - log_sphere - math.lgamma(dim) - dim * math.log(scale)
+
+
+def _log_excess(epsilon: float, dim: int, order: FloatArray) -> FloatArray:
+    """Returns log E, E = E_Q[r^a] - 1, by the two-sided kernel: Q has the exponent -loss / 2 on loss > 0."""
+    column = order[:, None]
+
+    def kernel(loss: FloatArray) -> FloatArray:
+        return quad.two_sided(column, loss) - column * loss
+
+    slopes = (order - 0.5) * epsilon
+    return _log_integral(epsilon, dim, slopes, kernel) - _log_total(epsilon, dim)
+
+
+def _log_total(epsilon: float, dim: int) -> float:
+    """Returns the log of the constant of the density of eta."""
+
+    def kernel(loss: FloatArray) -> FloatArray:
+        return np.log1p(np.exp(-loss))
+
+    return float(_log_integral(epsilon, dim, np.array([epsilon / 2]), kernel)[0])
+
+
+def _log_integral(
+    epsilon: float,
+    dim: int,
+    slopes: FloatArray,
+    kernel: Callable[[FloatArray], FloatArray],
+    start: float = 0.0,
+) -> FloatArray:
+    """Returns log of the integral over theta in (start, pi/2) of w(theta) exp(slope sin(theta) + kernel(loss)).
+
+    loss = epsilon sin(theta) and w = cos^(dim-2)(theta) (1 + cos^2(theta) / kappa): the Jacobian cancels the pole that
+    dim = 2 has in eta, and w is entire. Each slope has nodes of its own, 32 panels of 16 points on the interval where
+    slope sin + (dim-2) log cos, which is concave in theta, is within e^-50 of its peak.
+
+    Args:
+        epsilon: > 0.
+        dim: >= 2.
+        slopes: (K,) each > 0.
+        kernel: maps (K, nodes) losses to logarithms <= log 2, which grow at most as a power of theta.
+        start: lower end, in [0, pi/2).
+    """
+    low, high = _window(slopes, dim, start)
+    theta = low[:, None] + (high - low)[:, None] * _NODES
+    sine = np.sin(theta)
+    with np.errstate(divide="ignore", under="ignore"):
+        log_cosine = np.log1p(-sine * sine) / 2
+        weight = (dim - 2) * np.where(sine < 1, log_cosine, -800.0) if dim > 2 else np.zeros_like(theta)
+        weight = weight + np.log1p(np.cos(theta) ** 2 / _kappa(epsilon, dim))
+        terms = weight + slopes[:, None] * sine + kernel(epsilon * sine) + _LOG_WEIGHTS
+        top = terms.max(axis=1)
+        total: FloatArray = np.log(np.sum(np.exp(terms - top[:, None]), axis=1)) + top + np.log(high - low)
+    return total
+
+
+def _window(slopes: FloatArray, dim: int, start: float) -> tuple[FloatArray, FloatArray]:
+    """Returns the theta on both sides of the peak of slope sin + (dim-2) log cos where it has fallen by `_DEPTH`."""
+    power = dim - 2
+    sine = 2 * slopes / (power + np.hypot(power, 2 * slopes))
+    peak = np.maximum(np.arcsin(np.minimum(sine, 1.0)), start)
+
+    def fall(theta: FloatArray) -> FloatArray:
+        # differences by product formulas: the values themselves may be 1e9 with a fall of 1
+        half = (theta - peak) / 2
+        drop: FloatArray = -2 * slopes * np.sin(half) * np.cos(peak + half)
+        if power:
+            ratio = np.maximum(np.cos(theta), 1e-320) / np.maximum(np.cos(peak), 1e-300)
+            drop = drop - power * np.log(ratio)
+        return drop
+
+    inside_low, outside_low = peak, np.full_like(peak, start)
+    inside_high, outside_high = peak, np.full_like(peak, math.pi / 2)
+    for _ in range(60):  # the outer ends are kept: too wide is safe
+        middle = (inside_low + outside_low) / 2
+        deep = fall(middle) > _DEPTH
+        outside_low, inside_low = np.where(deep, middle, outside_low), np.where(deep, inside_low, middle)
+        middle = (inside_high + outside_high) / 2
+        deep = fall(middle) > _DEPTH
+        outside_high, inside_high = np.where(deep, middle, outside_high), np.where(deep, inside_high, middle)
+    return outside_low, outside_high
+
+
+def _kappa(epsilon: float, dim: int) -> float:
+    """Returns 2 (dim-1) / epsilon * K_(nu+1)(x) / K_nu(x), nu = dim/2 - 1, x = epsilon/2.
+
+    K_nu(x) = 1/2 integral over the real line of e^(nu t - x cosh t). The peak is at e^t = (nu + h) / x with
+    h = hypot(nu, x). At a distance u from it the exponent has fallen by h (cosh u - 1) + nu (sinh u - u), which on the
+    left is at least nu (|u| - 1), and 0.3 h u^2 for |u| < 1. The ratio is the mean of e^t; the trapezoid rule converges
+    geometrically.
+    """
+    nu, x = dim / 2 - 1, epsilon / 2
+    h = math.hypot(nu, x)
+    step = min(0.1, 0.4 / math.sqrt(h))
+    right = math.acosh(1 + 2 * _DEPTH / h)
+    left = math.sqrt(_DEPTH / 0.3 / h)
+    if left > 1:
+        left = math.log((nu + h) / x) + math.log(4 * _DEPTH / x) + 1
+        left = min(left, _DEPTH / nu + 1) if nu > 0 else left
+    u = np.arange(-math.ceil(left / step), math.ceil(right / step) + 1, dtype=np.float64) * step
+    weight = np.exp(nu * u - (h + nu) / 2 * np.expm1(u) - x * x / (h + nu) / 2 * np.expm1(-u))
+    mean = np.sum(weight * np.exp(u)) / np.sum(weight)
+    return 2 * (dim - 1) / epsilon * (nu + h) / x * float(mean)

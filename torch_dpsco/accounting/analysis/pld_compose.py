@@ -1,0 +1,274 @@
+"""Composition of grid laws by tilted Fourier transforms, with a bound on everything that arithmetic may get wrong.
+
+Let p_i be the finite masses of law i, T_i its number of releases, theta >= 0, and c_i any numbers near
+K_i(theta) = log sum p_i e^(theta l). The tilted laws p_i e^(theta l - c_i) have masses near 1. With g the convolution
+of all, T_i times each, and C = sum T_i c_i, the composed mass at l is g(l) e^(C - theta l): an absolute error of g is a
+relative error of the composed mass near the losses that theta aims at, be they ever so improbable. g is computed on a
+window of N points, as a circular convolution. These are upper bounds, all of them added to delta:
+
+1. Window. Mass of g outside wraps around into the window: that only adds. The contribution that mass above the upper
+   end U of the window would make is, for any s >= 0, at most
+
+       sum_{l > U} g(l) e^(C - theta l) <= e^(sum T_i K_i(s) - s U).
+
+   That of mass below the window concerns only epsilons below the window, of which nothing is said.
+2. Transforms. Let law i have mass x_i at its largest atom, taken as its origin, and r_i elsewhere: its transform is
+   F_i = 1 + w_i, w_i = (x_i - 1) + FFT(rest), |w_i| <= |x_i - 1| + r_i. A mixed-radix FFT of N points is a product of
+   at most log2 N levels of sparse matrices, and the product of their absolute values is the matrix of ones: each value
+   is within eta r_i of the exact one, eta = 8 u log2(2N), u = 2^-53 (a radix-2 level costs a sum, u, and a product
+   with a rounded factor, (1 + sqrt 5) u; radices 3 and 5, which count 1.6 and 2.3 levels, 9 u and 11 u). log F_i is
+   taken with an error of 128 u r_i / |F_i| (`_log_near_one`); 4 u r_i S more are for sums over S laws, and 4 u r_i R
+   for sums over the R rows of N points into which a law is folded. So, with
+
+       e_i = (eta + 4 u (32 + S + R)) r_i + 2 u |x_i - 1|,   a_i = |F_i| + e_i,   A = prod a_i^T_i,
+
+   the product of powers is within A sum T_i e_i / a_i (telescoping) of the exact one, exponentials add
+   A (400 + 100 S) u, and the inverse transform eta times the mean of A. Hence, if the frequencies with A < e^-80 are
+   set to 0,
+
+       |fl(g) - g| <= E = mean over frequencies of A (sum T_i e_i / a_i + eta + ..) + A [A < e^-80],
+
+   and g is replaced by max(fl(g) + E, 0) >= g. With rare losses (r_i small), E depends on sum T_i r_i, not sum T_i.
+   A single release needs no transform: E = 0, and masses are enlarged by 2 u R.
+3. Exponentials e^x of rounded x have relative errors below 4 u (1 + the sizes of what x is the sum of), and are
+   enlarged by that; suffix sums of N positive terms have less than N u each.
+
+With A_k = sum_{j > k} p_j,
+
+    delta(k h) = sum_{j > k} p_j (1 - e^((k-j) h)) = (1 - e^-h) sum_{i >= k} A_i e^((k-i) h):  only positive terms.
+
+Source: accounting spec, section 5.2; Higham, Accuracy and Stability of Numerical Algorithms, section 24.1 (transforms).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import scipy.fft
+
+from torch_dpsco.accounting.analysis.pld_grid import GridLaw
+from torch_dpsco.accounting.analysis.pld_pairs import UNIT
+from torch_dpsco.accounting.analysis.pld_plan import Counted, Window
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
+
+__all__ = ["DeltaCurve", "coarsening", "compose"]
+
+_ETA = 8 * UNIT  # per level of a transform
+_CLIP = 300.0  # exponents farther than this from those of the losses aimed at are not followed
+
+
+@dataclass(frozen=True, eq=False)
+class TiltedLaw:
+    """A law with masses p e^(theta l - log_norm), which sum to 1 up to rounding.
+
+    Args:
+        law: the law p.
+        mass: (n,) tilted masses, rounded up.
+        log_norm: the number c.
+    """
+
+    law: GridLaw
+    mass: FloatArray
+    log_norm: float
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaCurve:
+    """An upper bound on log delta at the grid losses (first + i) grid; between them, delta is below the chord in e^eps.
+
+    Args:
+        first: index of the first grid point.
+        grid: h.
+        log_delta: (N,) bounds, <= 0.
+        log_rounding: (N,) logarithm of the part of delta that stands for items 1 and 2 of the module.
+    """
+
+    first: int
+    grid: float
+    log_delta: FloatArray
+    log_rounding: FloatArray
+
+    def epsilon(self, log_delta: float) -> float | None:
+        """Returns the least epsilon with at most this delta; None if the window does not show one."""
+        below = self.log_delta <= log_delta
+        k = int(np.argmax(below))
+        if not below[k]:
+            return None
+        if k == 0:
+            return self.first * self.grid
+        high, low = math.exp(self.log_delta[k - 1] - log_delta), math.exp(self.log_delta[k] - log_delta)
+        share = (high - 1 + 8 * UNIT * high) / (high - low)
+        return (self.first + k - 1) * self.grid + math.log1p(min(share, 1.0) * math.expm1(self.grid))
+
+    def log_delta_at(self, epsilon: float) -> float:
+        """Returns log delta at an epsilon; that of the nearest end outside of the window, or 0 below it."""
+        k = math.floor(epsilon / self.grid) - self.first
+        if k < 0:
+            return 0.0
+        if k + 1 >= self.log_delta.size:
+            return float(self.log_delta[-1])
+        high, low = float(self.log_delta[k]), float(self.log_delta[k + 1])
+        # rounded down: the share of the way to the next, lower point
+        share = math.expm1(epsilon - (self.first + k) * self.grid - 4 * UNIT * abs(epsilon)) / math.expm1(self.grid)
+        value = high + math.log1p(min(max(share, 0.0), 1.0) * math.expm1(low - high) * (1 - 8 * UNIT))
+        return min(0.0, value + 8 * UNIT * (2 + abs(value)))
+
+    def rounding_at(self, epsilon: float) -> float:
+        """Returns the share of delta that is a margin for rounding and the window."""
+        k = min(max(math.floor(epsilon / self.grid) - self.first, 0), self.log_delta.size - 1)
+        return math.exp(min(self.log_rounding[k] - self.log_delta[k], 0.0))
+
+
+def tilted(law: GridLaw, tilt: float) -> TiltedLaw:
+    """Returns p e^(tilt l), normalized."""
+    log_mass, exponents = _exponents(law, tilt)
+    top = float(exponents.max())
+    mass = np.exp(exponents - top)
+    total = float(mass.sum())
+    # PRIVACY: rounded up (test_the_error_bound_covers_the_difference_to_an_exact_convolution)
+    mass *= (1 + 4 * UNIT * (4 + 2 * np.abs(log_mass) + np.abs(exponents) + abs(top))) / total
+    return TiltedLaw(law, mass, top + math.log(total))
+
+
+def coarsening(law: GridLaw, tilt: float) -> float:
+    """Returns what doubling the grid would add to log sum p e^(tilt l).
+
+    That is between 1 and 3 times what this grid, instead of an ever finer one, has added: 1 if the grid is wider than
+    the variations of the loss, 3 if much narrower. An odd dot moved to its even neighbors, masses and e^-l kept, gains
+    a factor 1 + (e^(th) - 1) (1 - e^(-(1+t)h)) / (1 + e^-h) of its e^(t l).
+    """
+    _, exponents = _exponents(law, tilt)
+    share = np.exp(exponents - exponents.max())
+    odd = float(share[(law.first + 1) % 2 :: 2].sum()) / float(share.sum())
+    gain = math.expm1(tilt * law.grid) * -math.expm1(-(1 + tilt) * law.grid) / (1 + math.exp(-law.grid))
+    return math.log1p(odd * gain)
+
+
+def _exponents(law: GridLaw, tilt: float) -> tuple[FloatArray, FloatArray]:
+    """Returns log p, floored at log 1e-300, and log p + tilt l."""
+    log_mass = np.log(np.maximum(law.mass, 1e-300))
+    return log_mass, log_mass + tilt * law.losses()
+
+
+def transform_size(points: float) -> int:
+    """Returns the least of 2^j, 5/4 2^j, 3/2 2^j that is at least `points`: few sizes, so that transforms repeat."""
+    power = 1 << max(math.ceil(points) - 1, 7).bit_length() - 1
+    return next(size for size in (power, power * 5 // 4, power * 3 // 2, 2 * power) if size >= points)
+
+
+def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
+    """Returns the curve of delta of a composition.
+
+    Args:
+        laws: laws on one grid, and their numbers of releases.
+        view: tilt and window; its low end becomes the first grid point.
+        aim: a loss near the epsilon of interest: exponentials are scaled there.
+    """
+    grid, tilt = laws[0][0].grid, view.tilt
+    first = math.floor(view.low / grid)
+    size = transform_size(view.width / grid + 4)
+    parts = [(tilted(law, tilt), count) for law, count in laws]
+    losses = np.asarray((first + np.arange(size)) * grid, dtype=np.float64)
+    mass, error = _convolved(parts, first, size)
+    log_scale = math.fsum(count * part.log_norm for part, count in parts)
+    # PRIVACY: the margin for rounding (test_the_error_bound_covers_the_difference_to_an_exact_convolution)
+    finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (log_scale - tilt * aim)
+    finite = np.maximum(finite, -1e5)  # -inf where no mass is above
+    # |log_norm| + log n bounds the numbers that log_norm is the sum of
+    summed = math.fsum(count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts)
+    slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
+    log_lost = _log_beyond(laws, losses[-1], view.rise)
+    log_infinite = _log(-math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws)))
+    log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (8 + np.abs(finite))
+    log_delta[losses - aim < -_CLIP / max(tilt, 1.0)] = 0.0
+    log_error = _log(error) + log_scale - tilt * losses + _log_geometric(tilt, grid, size)
+    return DeltaCurve(first, grid, np.minimum(log_delta, 0.0), np.logaddexp(log_error, log_lost))
+
+
+def _convolved(parts: list[tuple[TiltedLaw, int]], first: int, size: int) -> tuple[FloatArray, float]:
+    """Returns the circular convolution of the tilted laws from index `first` on, and the bound E on its error."""
+    rows = max(part.mass.size for part, _ in parts) / size + 2  # of `_folded`, each an addition
+    if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
+        folded = _folded(parts[0][0].mass, parts[0][0].law.first, size) * (1 + 2 * rows * UNIT)
+        return np.roll(folded, -first % size), 0.0
+    levels, half = math.log2(2 * size) + 16 + (len(parts) + rows) / 2, size // 2 + 1
+    log_size, angle, log_bound, slope = np.zeros(half), np.zeros(half), np.zeros(half), np.zeros(half)
+    for part, count in parts:
+        atom = int(np.argmax(part.mass))
+        rest = part.mass.copy()
+        rest[atom] = 0.0
+        first -= count * (part.law.first + atom)
+        moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
+        log_one, direction = _log_near_one(moved)
+        error = _ETA * levels * float(rest.sum()) + 2 * UNIT * abs(float(part.mass[atom]) - 1)
+        bound = np.exp(log_one) + error
+        log_size += count * log_one
+        angle += count * direction
+        log_bound += count * np.log(bound)
+        slope += (count * error) / bound
+    bound = np.exp(log_bound)
+    bound[1 : size - half + 1] *= 2  # frequencies that stand for their conjugates
+    total = float(bound @ (slope + (_ETA * levels + (400 + 100 * len(parts)) * UNIT))) / size
+    kept = log_bound > -80  # the rest is set to 0: an error of at most its bound
+    product = np.zeros(half, dtype=np.complex128)
+    product[kept] = np.exp(log_size[kept] + 1j * angle[kept])
+    total += float(bound[~kept].sum()) / size
+    return np.roll(scipy.fft.irfft(product, size), -first % size), total * 1.001
+
+
+def _log_near_one(moved: npt.NDArray[np.complex128]) -> tuple[FloatArray, FloatArray]:
+    """Returns log |1 + w| and arg(1 + w), for small w with errors that are small relative to w."""
+    real, imaginary = moved.real, moved.imag
+    small = np.maximum(np.abs(real), np.abs(imaginary)) < 0.25
+    square = np.where(small, real * (2 + real) + imaginary * imaginary, 0.0)
+    with np.errstate(divide="ignore"):
+        direct = np.log(np.maximum(np.hypot(1 + real, imaginary), 1e-300))
+    return np.where(small, np.log1p(square) / 2, direct), np.arctan2(imaginary, 1 + real)
+
+
+def _folded(mass: FloatArray, first: int, size: int) -> FloatArray:
+    """Returns the masses summed by index modulo `size`."""
+    start = first % size
+    rows = -(-(start + mass.size) // size)
+    total = np.zeros(rows * size)
+    total[start : start + mass.size] = mass
+    folded: FloatArray = total.reshape(rows, size).sum(axis=0)
+    return folded
+
+
+def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) -> FloatArray:
+    """Returns log of sum_{j > k} m_j e^(-tilt l_j) (1 - e^(l_k - l_j)) for every k, exponents clipped upwards."""
+    weighted = mass * np.exp(np.clip(-tilt * losses, -700.0, _CLIP))
+    above = np.zeros_like(weighted)
+    above[:-1] = np.cumsum(weighted[:0:-1])[::-1]
+    sums = np.cumsum((above * np.exp(np.clip(-losses, -700.0, _CLIP)))[::-1])[::-1]
+    with np.errstate(divide="ignore"):
+        result: FloatArray = np.log(sums) + losses + _log(-math.expm1(-grid))
+    return result
+
+
+def _log_beyond(laws: Counted, end: float, rise: float) -> float:
+    """Returns log of the bound on what losses above `end` contribute."""
+    exponent = 1e-6 - rise * end
+    for law, count in laws:
+        _, logs = _exponents(law, rise)
+        top = float(logs.max())
+        exponent += count * (top + math.log(float(np.exp(logs - top).sum())) + 64 * UNIT * (8 + abs(top)))
+    return exponent
+
+
+def _log_geometric(tilt: float, grid: float, size: int) -> float:
+    """Returns log of sum_{m >= 1} e^(-tilt m h) (1 - e^(-m h)), at most N."""
+    if tilt == 0:
+        return math.log(size)
+    return min(
+        math.log(size),
+        -_log(math.expm1(tilt * grid)) + _log(-math.expm1(-grid)) - _log(-math.expm1(-(1 + tilt) * grid)),
+    )
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf

@@ -1,0 +1,264 @@
+"""Pure differential privacy in the other currencies: Renyi curves, zCDP and exact privacy profiles.
+
+Of all epsilon-DP pairs, randomized response
+
+    P = (p, 1 - p),   Q = (1 - p, p),   p = e^epsilon / (1 + e^epsilon),
+
+is the worst: every epsilon-DP pair is an image of it under a common Markov kernel (Kairouz, Oh and Viswanath 2015),
+also one answer at a time (userlevel spec, section 4.5). Its Renyi divergence is
+
+    (a - 1) D_a = log(1 + E),   E = 2 sinh(a epsilon / 2) sinh((a - 1) epsilon / 2) / cosh(epsilon / 2)
+                = (a - 1) epsilon + log1p(e^(-(2a - 1) epsilon)) - log1p(e^-epsilon).
+
+Laplace noise of scale b = 1/t on a number of sensitivity 1 is better at every order: its density is known, and
+
+    (a - 1) D_a = log( a/(2a-1) e^((a-1) t) + (a-1)/(2a-1) e^(-a t) ).
+
+Both are evaluated by their excess E, a sum or product of positive terms, where it is small, and by the exponents where
+it is large, so that neither 1 + E rounds to 1 nor anything overflows.
+
+Source: accounting spec, section 4.7; Mironov 2017.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import overload
+
+import numpy as np
+
+from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis import quadrature as quad
+from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
+
+__all__ = ["laplace_delta", "pure_delta", "rdp_laplace", "rdp_pure", "rho_pure"]
+
+_LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
+
+
+def rdp_laplace(scale: float, order: Orders) -> Orders:
+    """Returns the Renyi divergence of Laplace noise on a number of sensitivity 1.
+
+    Args:
+        scale: b >= 0, the scale of the noise over the sensitivity under the adjacency asked for.
+        order: Renyi order(s) a > 1.
+
+    Returns:
+        D_a, rounded up; inf for scale = 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: one release of a number with that sensitivity, whatever the adjacency of the sensitivity; or of a vector
+    with that L1 sensitivity and independent noise of that scale: (a - 1) D_a is convex in t and 0 at 0, so that the
+    costs of the coordinates add up to at most that of the sum of their shifts.
+
+    Source: accounting spec, section 4.7; Mironov 2017, proposition 6.
+
+    Example:
+        >>> round(rdp_laplace(scale=1.0, order=2.0), 6)
+        0.619124
+    """
+    scale = _validate.nonnegative(scale=scale)
+    inverse = 1 / scale if scale > 0 else math.inf
+
+    def curve(block: FloatArray) -> FloatArray:
+        return _laplace(inverse, block)
+
+    return quad.by_order(curve, order)
+
+
+@overload
+def rdp_pure(epsilon: float, order: float) -> float: ...
+
+
+@overload
+def rdp_pure(epsilon: float, order: FloatArray) -> FloatArray: ...
+
+
+def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
+    """Returns the largest Renyi divergence that an epsilon-DP mechanism can have: that of randomized response.
+
+    Args:
+        epsilon: >= 0 (inf allowed).
+        order: Renyi order(s) a >= 1; at 1 the Kullback-Leibler divergence epsilon tanh(epsilon / 2).
+
+    Returns:
+        D_a, rounded up, and never above epsilon.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: every epsilon-DP mechanism, interactive ones included, under the adjacency of its epsilon.
+
+    Source: accounting spec, section 4.7; userlevel spec, section 4.5; output spec, section 1.
+
+    Example:
+        >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)
+        (0.735326, 0.462117)
+    """
+    epsilon = _validate.nonnegative(epsilon=epsilon, allow_inf=True)
+    values = np.asarray(order, dtype=np.float64)
+    if values.ndim > 1:
+        raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
+    for bad in np.atleast_1d(values)[~((values >= 1) & (values < np.inf)).ravel()]:
+        raise ValueError(f"order must be finite and >= 1 (got {bad})")
+    # PRIVACY: the pair is the worst of all (test_no_random_epsilon_dp_pair_costs_more_than_randomized_response)
+    result = _randomized_response(epsilon, np.atleast_1d(values))
+    return float(result[0]) if values.ndim == 0 else result
+
+
+def rho_pure(epsilon: float) -> float:
+    """Returns the least rho for which epsilon-DP implies rho-zCDP: epsilon tanh(epsilon / 2).
+
+    The privacy loss L of randomized response is +-epsilon with mean m = epsilon tanh(epsilon / 2), and by Kearns and
+    Saul (1998) log E[e^(t (L - m))] <= m t^2: that is the optimal proxy variance 2m of a two-point law. So
+    (a - 1) D_a = log E[e^((a-1) L)] <= m (a - 1) a, with equality as a -> 1. It is below epsilon^2 / 2 and epsilon.
+
+    Args:
+        epsilon: >= 0 (inf allowed).
+
+    Returns:
+        rho, rounded up.
+
+    Raises:
+        ValueError: epsilon is negative or not a number.
+
+    Guarantee: every epsilon-DP mechanism is rho-zCDP, under the adjacency of its epsilon.
+
+    Source: accounting spec, section 4.7.
+
+    Example:
+        >>> round(rho_pure(1.0), 6)
+        0.462117
+    """
+    epsilon = _validate.nonnegative(epsilon=epsilon, allow_inf=True)
+    if epsilon == 0:
+        return 0.0
+    # PRIVACY: 2e-15 exceeds the rounding of tanh and product (test_rho_is_not_below_its_high_precision_value)
+    return min(epsilon, max(_LEAST, epsilon * math.tanh(epsilon / 2) * (1 + 2e-15)))
+
+
+def laplace_delta(epsilon: float, scale: float) -> float:
+    """Returns the exact privacy profile of Laplace noise on a number of sensitivity 1, the hockey stick at e^epsilon.
+
+    With t = 1/scale the loss is t on one side of both means, -t on the other and linear between, so that
+    P(loss > epsilon) - e^epsilon Q(loss > epsilon) = 1 - e^((epsilon - t) / 2) for |epsilon| < t.
+
+    Args:
+        epsilon: any finite number; a negative one is a threshold e^epsilon < 1, where the profile is >= 1 - e^epsilon.
+        scale: b >= 0.
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: accounting spec, section 5.1.
+
+    Example:
+        >>> round(laplace_delta(epsilon=0.5, scale=1.0), 6)
+        0.221199
+    """
+    epsilon = _validate.finite(epsilon=epsilon)
+    scale = _validate.nonnegative(scale=scale)
+    if scale < _LEAST:
+        return 1.0
+    # exact, since epsilon - 1/scale in floats would lose all digits where delta is small
+    gap = float(Fraction(epsilon) - 1 / Fraction(scale))
+    return _profile(gap / 2 if epsilon > -1 / scale else epsilon)
+
+
+def pure_delta(epsilon: float, pure_epsilon: float) -> float:
+    """Returns the largest delta at `epsilon` of a mechanism that is `pure_epsilon`-DP: that of randomized response.
+
+    Args:
+        epsilon: any finite number.
+        pure_epsilon: >= 0 (inf allowed).
+
+    Returns:
+        (e^pure_epsilon - e^epsilon) / (1 + e^pure_epsilon), and max(0, 1 - e^epsilon) beyond +-pure_epsilon, rounded
+        up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: accounting spec, sections 4.7 and 5.1; Kairouz, Oh and Viswanath 2015.
+
+    Example:
+        >>> round(pure_delta(epsilon=0.5, pure_epsilon=1.0), 6)
+        0.287649
+    """
+    epsilon = _validate.finite(epsilon=epsilon)
+    worst = _validate.nonnegative(pure_epsilon=pure_epsilon, allow_inf=True)
+    if epsilon <= -worst:
+        return _profile(epsilon)
+    return _profile(epsilon - worst, 1 + math.exp(-worst))
+
+
+def _profile(exponent: float, divisor: float = 1.0) -> float:
+    """Returns (1 - e^exponent) / divisor, or 0 if that is negative, rounded up."""
+    # PRIVACY: 1e-15 exceeds the rounding (test_profiles_are_not_below_their_high_precision_values)
+    return min(1.0, max(0.0, -math.expm1(exponent)) / divisor * (1 + 1e-15))
+
+
+def _laplace(inverse: float, order: FloatArray) -> FloatArray:
+    """D_a of Laplace noise; `inverse` is 1/scale.
+
+    With g(y) = (e^y - 1 - y) / y^2 > 0, E = (a - 1) F, F = a t^2 ((a - 1) g((a-1) t) + a g(-a t)) / (2a - 1): the terms
+    linear in t cancel exactly and are left out.
+    """
+    if math.isinf(inverse):
+        return np.full_like(order, np.inf)
+    excess = order - 1
+    with np.errstate(over="ignore", under="ignore"):
+        up = np.minimum(excess * inverse, 1.0)
+        weighted = excess * _second_difference(up) + order * _second_difference(-order * inverse)
+        small = _from_slope(order * inverse * inverse * weighted / (2 * order - 1), excess)
+        # large: e^((a-1) t) a/(2a-1) (1 + (a-1)/a e^(-(2a-1) t)); for a near 1 the logs are of the order of a - 1
+        rest = np.log1p(excess / order * np.exp(-(2 * order - 1) * inverse)) - np.log1p(excess / order)
+        large = inverse + rest / excess
+        return _cost(np.where(excess * inverse < 1.0, small, large), inverse)
+
+
+def _randomized_response(epsilon: float, order: FloatArray) -> FloatArray:
+    """D_a of randomized response; at a = 1 its limit."""
+    if math.isinf(epsilon):
+        return np.full_like(order, np.inf)
+    excess = order - 1
+    with np.errstate(over="ignore", under="ignore"):
+        half = np.minimum(excess * epsilon, 1.0) / 2
+        sinh_over_excess = epsilon / 2 * np.where(half > 0, np.sinh(half) / np.where(half > 0, half, 1.0), 1.0)
+        ratio = -np.exp(half) * np.expm1(-order * epsilon) / (1 + math.exp(-epsilon))  # sinh over cosh
+        small = _from_slope(2 * ratio * sinh_over_excess, excess)
+        # large: D = epsilon - log((1 + e^-epsilon) / (1 + e^(-(2a-1) epsilon))) / (a - 1), the ratio as 1 + gap
+        far = np.exp(-(2 * order - 1) * epsilon)
+        gap = -math.exp(-epsilon) * np.expm1(-2 * excess * epsilon) / (1 + far)
+        large = epsilon - np.log1p(gap) / np.where(excess > 0, excess, 1.0)
+        return np.minimum(_cost(np.where(excess * epsilon < 1.0, small, large), epsilon), epsilon)
+
+
+def _from_slope(slope: FloatArray, excess: FloatArray) -> FloatArray:
+    """Returns log(1 + E) / (a - 1) for E = (a - 1) slope, with the relative accuracy of the slope."""
+    moment = np.minimum(excess * slope, 1e100)  # larger ones are not used
+    safe = np.where(moment > 0, moment, 1.0)
+    result: FloatArray = slope * np.where(moment > 0, np.log1p(safe) / safe, 1.0)
+    return result
+
+
+def _second_difference(y: FloatArray) -> FloatArray:
+    """Returns (e^y - 1 - y) / y^2, by its series for |y| < 1."""
+    total = np.zeros_like(y)
+    near = np.clip(y, -1.0, 1.0)
+    for k in range(22, 1, -1):  # sum of y^(k-2) / k!; what is left out is below 1e-22
+        total = total * near + 1 / math.factorial(k)
+    far = np.where(np.abs(y) < 1.0, 1.0, y)
+    return np.where(np.abs(y) < 1.0, total, (np.expm1(far) - far) / far / far)
+
+
+def _cost(value: FloatArray, epsilon: float) -> FloatArray:
+    """Returns the value rounded up; where it underflows, the least cost that is reported for a positive epsilon."""
+    # PRIVACY: covers rounding and underflow (test_no_curve_is_below_its_high_precision_value)
+    return np.maximum(quad.rounded_up(value), _LEAST) if epsilon > 0 else np.zeros_like(value)

@@ -1,0 +1,180 @@
+"""What is charged and where it comes from, as a value, with the formats in which it is stored.
+
+Source: spec accounting.md section 3 (state, resume rules).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.event_json import event_from_json, event_to_json
+from torch_dpsco.accounting.events import Event, PoissonGaussian
+from torch_dpsco.accounting.ledger import Ledger
+
+__all__ = [
+    "FOREIGN",
+    "MARKS",
+    "MECHANISM",
+    "Book",
+    "History",
+    "Row",
+    "charge_row",
+    "foreign_book",
+    "history_of",
+    "read_state",
+    "write_state",
+]
+
+Row = dict[str, Any]
+History = list[tuple[float, float, int]]
+MECHANISM = "dpsco"
+FOREIGN = ("rdp", "prv", "gdp")  # accountants of Opacus, which all keep the same history
+_VERSION = 2
+
+# Facts about charges, kept as numbers of events: made by an Opacus optimizer; their sampling taken on trust; their
+# parameters chosen from what was released before.
+MARKS = ("stepped", "asserted", "adaptive")
+
+
+@dataclass
+class Book:
+    """What is charged, and where it comes from.
+
+    Args:
+        ledger: the events.
+        runs: (token, events before it) of each process or accountant that charged.
+        config: adjacency, unit, and facts of the accountant; primitives only.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger)
+    runs: list[tuple[str, int]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def to_row(self) -> Row:
+        """Returns the book as primitives."""
+        return {"ledger": self.ledger.to_json(), "runs": [list(run) for run in self.runs], "config": dict(self.config)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Book:
+        """Builds a book from primitives; raises ValueError for malformed ones."""
+        try:
+            runs = [(str(token), check.count(start=start)) for token, start in row.get("runs", ())]
+            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(row.get("config", {})))
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"state must hold ledger, runs and config as they were written ({error})") from error
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of everything."""
+        content = [self.ledger.digest(), self.runs, self.config]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def knows(self, other: Book) -> bool:
+        """Returns whether another book is an earlier state of this one: it ends before the two part.
+
+        Equal counts are no proof of that: two runs from one checkpoint release twice.
+        """
+        # PRIVACY: (test_two_continuations_of_one_checkpoint_are_two_histories)
+        shared = len(other.runs)
+        end = self.runs[shared][1] if len(self.runs) > shared else len(self.ledger)
+        same = self.runs[:shared] == other.runs and len(other.ledger) <= end
+        return same and self.ledger.includes(other.ledger)
+
+    def mark(self, marks: Iterable[str], events: int) -> None:
+        """Adds to the numbers of events of which a fact is known."""
+        for name in marks:
+            self.config[name] = self.config.get(name, 0) + events
+
+    def apply(self, row: Row) -> None:
+        """Adds a charge; raises ValueError if it does not follow the events so far."""
+        at, count = check.count(at=row.get("at")), check.count(count=row.get("count"))
+        if at != len(self.ledger):
+            raise ValueError(f"at must be {len(self.ledger)}, the number of events before (got {at})")
+        self.ledger.add(event_from_json(row["event"]), count)
+        if "run" in row:
+            self.runs.append((str(row["run"]), at))
+        self.mark((name for name in MARKS if row.get(name)), len(self.ledger) - at)
+
+
+def charge_row(event: Event, count: int, at: int, run: str | None, marks: Iterable[str]) -> Row:
+    """Returns a charge as primitives, to be read by `Book.apply`."""
+    row: Row = {"at": at, "count": count, "event": event_to_json(event)} | dict.fromkeys(marks, True)
+    return row if run is None else row | {"run": run}
+
+
+def history_of(ledger: Ledger) -> History:
+    """Returns the Poisson steps of a ledger in Opacus' form: (noise multiplier, sampling rate, steps)."""
+    return [
+        (event.noise_multiplier, event.q, times)
+        for partition, _, event, times in ledger.entries()
+        if not partition and isinstance(event, PoissonGaussian) and event.k == 1
+    ]
+
+
+def foreign_book(history: Iterable[Sequence[float]], run: str, adjacency: Adjacency | None, unit: str) -> Book:
+    """Returns the book of a history in Opacus' form, whose sampling is taken on trust.
+
+    Raises:
+        ValueError: an entry is not (noise multiplier >= 0, rate in [0, 1], steps >= 0).
+    """
+    book = Book(config={"adjacency": adjacency, "unit": unit})
+    for entry in history:
+        if len(entry) != 3:
+            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})")
+        book.ledger.add(PoissonGaussian(entry[0], entry[1]), check.count(steps=entry[2]))
+    if len(book.ledger):
+        book.runs.append((run, 0))
+        book.config["adjacency"] = adjacency or ADD_REMOVE
+        book.mark(("stepped", "asserted"), len(book.ledger))
+    return book
+
+
+def write_state(book: Book) -> Row:
+    """Returns the state dict of a book: primitives only, no part shared with it."""
+    facts: Row = {"mechanism": MECHANISM, "version": _VERSION, "history": history_of(book.ledger)}
+    return facts | book.to_row() | {"digest": book.digest()}
+
+
+def read_state(state: Mapping[str, Any]) -> Book:
+    """Returns the book of a state dict, sharing nothing with it; reads version 1 too.
+
+    Raises:
+        ValueError: empty, of another accountant or version, malformed, altered or damaged.
+    """
+    if not state:
+        raise ValueError("state_dict must not be empty")
+    version, mechanism = state.get("version"), state.get("mechanism")
+    if mechanism in FOREIGN:
+        raise ValueError(
+            f"mechanism must be {MECHANISM!r} (got {mechanism!r}): load_state_dict(state, import_foreign=True) takes "
+            f"the states of Opacus' accountants, whose sampling is then taken on trust"
+        )
+    if version == 1 and mechanism is None:
+        return _read_version_1(state)
+    if mechanism != MECHANISM:
+        raise ValueError(f"mechanism must be {MECHANISM!r} (got {mechanism!r})")
+    if version != _VERSION:
+        raise ValueError(f"version must be 1 or {_VERSION} (got {version!r})")
+    book = Book.from_row(state)
+    # PRIVACY: (test_one_altered_count_or_bit_of_a_float_is_noticed)
+    _require_digest(state, book.digest())
+    if [list(entry) for entry in state.get("history", ())] != [list(entry) for entry in history_of(book.ledger)]:
+        raise ValueError("history must match the ledger: the state was altered or is damaged")
+    return book
+
+
+def _read_version_1(state: Mapping[str, Any]) -> Book:
+    book = Book.from_row({key: state.get(key, ()) for key in ("ledger", "runs")})
+    _require_digest(state, hashlib.sha256(json.dumps([book.ledger.digest(), book.runs]).encode()).hexdigest())
+    book.config |= {"adjacency": state.get("adjacency"), "unit": state.get("unit")}
+    return book
+
+
+def _require_digest(state: Mapping[str, Any], digest: str) -> None:
+    if state.get("digest") != digest:
+        raise ValueError("digest must match the ledger: the state was altered or is damaged")

@@ -1,0 +1,203 @@
+"""The interface of filters, and the planned modes. See `filter_modes` for adaptive ones and `make_filter`.
+
+A filter is a pure function of the budget (fixed in advance) and the ledger: it keeps nothing, so that a refusal cannot
+change anything, a cheaper event may still fit, and a resumed run needs the ledger alone. Charging is `Ledger.add`.
+
+Source: spec accounting.md section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch_dpsco.accounting.events import Event, Repeat
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.errors import BudgetExceeded
+
+__all__ = ["ULP", "Filter", "PlannedFilter", "ScheduledFilter", "Usage"]
+
+_MAX_STEPS = 2**40
+ULP = 2.0**-52
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How much of one resource a ledger uses, of what the budget has."""
+
+    resource: str
+    spent: float
+    limit: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays within the limit; not for an infinite or undefined cost."""
+        # limits are rounded down by more than these four units in the last place
+        return self.spent <= self.limit * (1.0 + 4.0 * ULP)
+
+    @property
+    def share(self) -> float:
+        """Part of the limit in use; inf where there is no limit to use."""
+        return self.spent / self.limit if self.limit > 0 else math.inf if self.spent > 0 else 0.0
+
+
+class Filter(ABC):
+    """Decides whether an event fits a budget, given a ledger. Nothing is ever charged here.
+
+    Args:
+        budget: fixed before the first event.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+
+    @abstractmethod
+    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+        """Returns the use of every resource, with the event as if it had been charged `count` more times.
+
+        Raises:
+            ValueError: the mode cannot take an event; it is named.
+            AdjacencyError: an event has no guarantee under the budget's adjacency.
+        """
+
+    def admits(self, ledger: Ledger, event: Event, count: int = 1) -> bool:
+        """Returns whether `count` such events fit after those of the ledger; raises as `usages` does."""
+        return self._fits(ledger, event, count)
+
+    def _fits(self, ledger: Ledger, event: Event | None, count: int) -> bool:
+        # PRIVACY: all, not any (test_an_order_that_still_fits_does_not_save_one_that_does_not)
+        return all(usage.fits for usage in self.usages(ledger, event, count))
+
+    def holds(self, ledger: Ledger) -> bool:
+        """Returns whether the ledger is within the budget, so that the target is its guarantee."""
+        return self._fits(ledger, None, 0)
+
+    def usage(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> Usage:
+        """Returns the use of the resource that is closest to its limit."""
+        return max(self.usages(ledger, event, count), key=lambda usage: usage.share)
+
+    def max_steps(self, ledger: Ledger, event: Event) -> int:
+        """Returns how many such events fit, 0 to 2^40: that many are admitted and one more is not."""
+        return _most(lambda count: self.admits(ledger, event, count))
+
+    def remaining(self, ledger: Ledger) -> str:
+        """Returns in words what is left of the resource that is closest to its limit."""
+        usage = self.usage(ledger)
+        left = max(0.0, usage.limit - usage.spent)
+        return f"{left:.6g} of {usage.limit:.6g} left ({usage.resource})"
+
+    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
+        """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
+        budget, uses = self.budget, self.usages(ledger, event, count)
+        asked = max((usage for usage in uses if not usage.fits), key=lambda usage: usage.share, default=uses[0])
+        spent = next((usage.spent for usage in self.usages(ledger) if usage.resource == asked.resource), 0.0)
+        return (
+            f"{count} x {event} would bring {asked.resource} to {rounded_up(asked.spent, 6)}, past the budget of "
+            f"{asked.limit:.6g} ({budget.mode}, epsilon={budget.epsilon:.6g} at delta={budget.delta:g}, "
+            f"{budget.adjacency}); spent {rounded_up(spent, 6)} in {len(ledger)} events, "
+            f"remaining {max(0.0, asked.limit - spent):.6g}, room for {self.max_steps(ledger, event)} more of this "
+            f"event"
+        )
+
+
+def _most(admits: Callable[[int], bool], guess: int = 1) -> int:
+    """Returns the largest admitted count up to 2^40; admitting a count implies admitting each smaller one."""
+    low, high, step = 0, max(1, guess), max(1, guess // 8)
+    while high <= _MAX_STEPS and admits(high):
+        low, high, step = high, high + step, 2 * step
+    high = min(high, _MAX_STEPS + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if admits(middle) else (low, middle)
+    return low
+
+
+class PlannedFilter(Filter):
+    """Parameters fixed in advance, as the caller promises: the composed epsilon stays within the target."""
+
+    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+        """Returns epsilon."""
+        budget = self.budget
+        found = ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count)
+        return (Usage("epsilon", found.epsilon, budget.epsilon),)
+
+    def _fits(self, ledger: Ledger, event: Event | None, count: int) -> bool:
+        return self.usages(ledger, event, count)[0].spent <= self.budget.epsilon
+
+    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
+        """Returns why the event is refused, and the least epsilon that would admit it."""
+        budget, spent, most = self.budget, self.usage(ledger).spent, self.max_steps(ledger, event)
+        asked = rounded_up(self.usage(ledger, event, count).spent, 6)
+        return (
+            f"{count} x {event} would bring epsilon to {asked}, past the budget of {budget.epsilon:.6g} "
+            f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(ledger)} events, "
+            f"room for {most} more of this event. Smallest epsilon that would admit it: {asked}"
+        )
+
+    def max_steps(self, ledger: Ledger, event: Event) -> int:
+        """Returns how many such events fit, 0 to 2^40, without charging anything."""
+        budget = self.budget
+
+        def fits_renyi(count: int) -> bool:  # never less than what `admits` compares, and fast
+            spent = ledger.evaluate(budget.delta, budget.adjacency, "rdp", extra=event, count=count)
+            return spent.epsilon <= budget.epsilon
+
+        return _most(lambda count: self.admits(ledger, event, count), _most(fits_renyi))
+
+
+class ScheduledFilter(Filter):
+    """Parameters fixed in advance, as declared: each declared event is admitted at most as often as declared.
+
+    The whole schedule fits the target, or the filter is not built. Order and stop may then depend on what was released:
+    let V(M) be the largest hockey stick of any rule that runs the declared events M, each once, in an order of its
+    choice. Whatever x is first, the rest is a rule for M - x given the output of x, so that V(M) is at most that of x
+    composed with the dominating pairs of M - x: by induction, of all of M, in which the order does not matter. An event
+    left out is post-processing of one that was run and ignored.
+
+    Raises:
+        BudgetExceeded: the schedule as a whole passes the target; nothing was released.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(budget)
+        assert budget.schedule is not None
+        self._plan = Ledger(Repeat(event, steps) for event, steps in budget.schedule)
+        self._declared = _counts(self._plan)
+        planned = self._plan.epsilon(budget.delta, budget.adjacency)
+        if planned > budget.epsilon:
+            raise BudgetExceeded(
+                f"the schedule would bring epsilon to {rounded_up(planned, 6)}, past the budget of "
+                f"{budget.epsilon:.6g} at delta={budget.delta:g} ({budget.adjacency}); declare fewer steps"
+            )
+
+    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+        """Returns the steps of every declared event, and of others with the limit 0."""
+        asked = _counts(ledger)
+        for key, times in _counts(Ledger([Repeat(event, count)]) if event is not None else Ledger()).items():
+            asked[key] = asked.get(key, 0) + times
+        found = [_steps(key, times, self._declared.get(key, 0)) for key, times in asked.items()]
+        found += [_steps(key, 0, limit) for key, limit in self._declared.items() if key not in asked]
+        return tuple(found) or (Usage("steps of the schedule", 0.0, 0.0),)
+
+    def usage(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> Usage:
+        """Returns the steps of the whole schedule."""
+        usages = self.usages(ledger, event, count)
+        return Usage("steps of the schedule", sum(u.spent for u in usages), sum(u.limit for u in usages))
+
+
+_Key: TypeAlias = tuple[str, str, Event]
+
+
+def _counts(ledger: Ledger) -> dict[_Key, int]:
+    return {(partition, part, event): times for partition, part, event, times in ledger.entries()}
+
+
+def _steps(key: _Key, times: int, limit: int) -> Usage:
+    partition, part, event = key
+    place = f" on part {part} of {partition}" if partition else ""
+    return Usage(f"declared steps of {event}{place}", times, limit)

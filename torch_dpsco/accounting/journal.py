@@ -1,0 +1,115 @@
+"""The journal: charges events to a book, on the disk first, in the one process that may."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Collection
+
+from torch_dpsco.accounting.book import Book, charge_row
+from torch_dpsco.accounting.events import Event, Repeat
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger_file import LedgerFile
+from torch_dpsco.errors import PrivacyError, UtilityWarning
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """A book that is only added to, and the file that knows it first.
+
+    Args:
+        book: what is charged so far.
+        file: write-ahead file, or None.
+    """
+
+    def __init__(self, book: Book, file: LedgerFile | None = None) -> None:
+        self.book, self.file = book, file
+        self._filed = len(book.ledger) if file is not None and not file.is_empty else -1  # events that the file knows
+        self._process = os.getpid()
+        self._charging = False
+
+    def charge(self, event: Event, count: int, marks: Collection[str] = ()) -> int:
+        """Adds an event; returns how many simple events that are.
+
+        Raises:
+            ValueError: bad event or count; nothing is changed.
+            PrivacyError: another process than the one that made the journal, or the file could not be written.
+        """
+        self.require_own_process()
+        ledger = self.book.ledger
+        start = len(ledger)
+        if self.file is not None or not self._charging:
+            self._charge_first(event, count, marks)
+        # PRIVACY: on the disk before it is in the book, in the book before noise
+        # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
+        ledger.add(event, count)
+        added = len(ledger) - start
+        if marks and added:
+            self.book.mark(marks, added)
+        if added:
+            self._filed = len(ledger)
+        return added
+
+    def _charge_first(self, event: Event, count: int, marks: Collection[str]) -> None:
+        """Names the run, and writes the charge ahead; does nothing for a charge of nothing."""
+        if not len(Ledger([Repeat(event, count)])):  # the whole event is checked here, before the file sees it
+            return
+        at, run = len(self.book.ledger), None
+        if not self._charging:
+            # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
+            run = secrets.token_hex(16)
+        if self.file is not None:
+            if self._filed != at:  # a new file, or a ledger that was added to by hand
+                self.file.append(self.book.to_row())
+            self._filed = -1  # until the book has it too
+            self.file.append(charge_row(event, count, at, run, marks))
+        if run is not None:
+            self.book.runs.append((run, at))
+            self._charging = True
+
+    def require_own_process(self) -> None:
+        """Raises PrivacyError in a forked copy."""
+        if os.getpid() != self._process:
+            # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
+            raise PrivacyError(
+                "an accountant must be charged in the process that made it: a forked copy would spend unseen and "
+                "repeat the noise; make optimizer and accountant in the worker and bring their state_dict() back"
+            )
+
+    def load(self, book: Book) -> None:
+        """Takes over a book of which this one is an earlier state, or keeps what it knows itself.
+
+        Raises:
+            PrivacyError: the two books have different histories, so that neither knows all charges.
+        """
+        mine = self.book
+        if mine.knows(book):
+            self._tell_of_rollback(len(mine.ledger) - len(book.ledger))
+            if book.config.get("suspicious"):
+                mine.config["suspicious"] = True
+            return  # a rolled-back run: what was charged since stays charged
+        if not book.knows(mine):
+            raise PrivacyError(
+                "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
+                "before the accountant is charged for anything else"
+            )
+        self.replace(book)
+
+    def replace(self, book: Book) -> None:
+        """Replaces the book by another, on the disk first."""
+        self.require_own_process()
+        if self.file is not None:
+            self.file.append(book.to_row())
+        self.book, self._charging, self._filed = book, False, len(book.ledger)
+
+    def _tell_of_rollback(self, released: int) -> None:
+        # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
+        if released and self.file is not None:
+            warnings.warn(
+                f"ledger file {self.file.path!r} is {released} released events ahead of the checkpoint: they were "
+                f"rolled back but stay charged, and the run repeats them with fresh noise",
+                UtilityWarning,
+                stacklevel=5,
+            )

@@ -1,0 +1,242 @@
+"""Spending: the part of the accountant that charges events, within a budget if there is one.
+
+Source: spec accounting.md sections 3, 5, 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.events import Event, Parallel
+from torch_dpsco.accounting.filter_base import Filter
+from torch_dpsco.accounting.filter_modes import make_filter
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.opacus_face import OpacusFace
+from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
+
+__all__ = ["Spending"]
+
+
+class Spending(OpacusFace):
+    """Charges events before their noise is drawn, and refuses those that would pass the budget.
+
+    Args:
+        journal: what is charged so far.
+        budget: refuse what would pass it; None records without limit.
+        chosen: the budget's filter.
+    """
+
+    def __init__(self, journal: Journal, budget: Budget | None, chosen: Filter | None) -> None:
+        super().__init__()
+        self._journal = journal
+        self._place: tuple[str, str, str, bool] | None = None  # phase: part, partition, kind, key_public
+        # (event, budget and events charged so far), and how many more of the event are then known to fit
+        self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
+        self._budget, self._filter = budget, chosen
+
+    def __len__(self) -> int:
+        """Number of events charged."""
+        return len(self._journal.book.ledger)
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was charged."""
+        return self._journal.book.ledger
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        return self._journal.book.config
+
+    @property
+    def unit(self) -> str:
+        """What one record is."""
+        return str(self._config["unit"])
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Default of queries."""
+        return self._config["adjacency"] or REPLACE_ONE
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether some parameter was, or may be, chosen from what was released before."""
+        return bool(self._config.get("adaptive")) or (self._budget is not None and self._budget.adaptive)
+
+    @property
+    def suspicious_sampling(self) -> bool:
+        """Whether batches that were charged as Poisson looked fixed-size."""
+        return bool(self._config.get("suspicious"))
+
+    @property
+    def budget(self) -> Budget | None:
+        """What may be spent; None is no limit."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        for known in (self._budget, budget):
+            if len(self) and budget != self._budget and known is not None and (known.adaptive or known.schedule):
+                # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
+                raise PrivacyError(f"budget must be fixed before the first event in this mode (got {budget})")
+        fixed = self._config["adjacency"]
+        if budget is not None and (fixed not in (None, budget.adjacency) or budget.unit != self.unit):
+            raise PrivacyError(f"budget must be for {self.adjacency!r} and {self.unit!r}, the accountant's")
+        self._filter = None if budget is None else make_filter(budget)
+        if budget is not None:
+            self._config["adjacency"] = budget.adjacency
+        self._budget = budget
+
+    def require_unit(self, unit: str) -> None:
+        """Signs an optimizer up: raises UnitError for another privacy unit, and fixes the default adjacency."""
+        if unit != self.unit:
+            raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
+        # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
+        self._config["adjacency"] = self.adjacency
+
+    def declare(self, event: Event, steps: int) -> None:
+        """Adds steps to the schedule of a budget that has one; without a schedule parameters are trusted to be fixed.
+
+        Raises:
+            SequenceError: something was released already.
+            BudgetExceeded: the schedule would pass the budget.
+        """
+        if self._budget is None or self._budget.schedule is None or self._budget.mode != "planned":
+            return
+        if len(self):
+            raise SequenceError(f"steps must be declared before the first event ({len(self)} were charged)")
+        self.budget = self._budget.declaring(event, steps)
+
+    @contextmanager
+    def phase(
+        self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
+    ) -> Iterator[None]:
+        """Charges the events inside to one part of a partition of the records.
+
+        Args:
+            part: name of the part.
+            partition: name that identifies the partition (see `events.Parallel`).
+            kind: "positional" or "keyed".
+            key_public: whether a key is public and kept by a replacement.
+
+        Raises:
+            SequenceError: a phase is open already.
+        """
+        if self._place is not None:
+            raise SequenceError(f"a phase on part {self._place[0]!r} is open: phases must not be nested")
+        Parallel({str(part): ()}, partition, kind, key_public)  # its checks, before anything runs
+        self._place = str(part), partition, kind, key_public
+        try:
+            yield
+        finally:
+            self._place = None
+
+    def _placed(self, event: Event) -> Event:
+        if self._place is None:
+            return event
+        part, partition, kind, key_public = self._place
+        return Parallel({part: (event,)}, partition, kind, key_public)
+
+    # -- charging -----------------------------------------------------------------------------------------------------
+
+    def record(self, event: Event, count: int = 1, *, adaptive: bool = False) -> None:
+        """Charges an event that has happened already, even past the budget (truth wins over wishes).
+
+        Args:
+            event: what happened.
+            count: how often, >= 0.
+            adaptive: whether its parameters were chosen from what was released before.
+        """
+        self._charge(self._placed(event), check.count(count=count), ("adaptive",) if adaptive else ())
+
+    def authorize(self, event: Event, count: int = 1) -> None:
+        """Charges an event that is about to happen, or refuses it.
+
+        Raises:
+            BudgetExceeded: the event would pass the budget; the ledger is unchanged.
+            AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
+            PrivacyError: the ledger file could not be written; nothing may be released.
+        """
+        self._authorize(self._placed(event), count)
+
+    def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
+        """Charges a step of an Opacus optimizer (see `OpacusFace`)."""
+        marks = ("stepped", "asserted") if asserted else ("stepped",)
+        charge = self._charge if happened else self._authorize
+        charge(self._placed(event), 1, marks, adjacency)
+
+    def suspect(self) -> None:
+        """Notes that the sampling is probably not what was asserted (see `OpacusFace`)."""
+        self._config["suspicious"] = True
+
+    def _authorize(
+        self, event: Event, count: int, marks: Collection[str] = (), adjacency: Adjacency = REPLACE_ONE
+    ) -> None:
+        check.count(count=count)
+        if self._budget is None:
+            self._charge(event, count, marks, adjacency)
+            return
+        left = self._room(self._budget, event, count)
+        self._charge(event, count, marks, adjacency)
+        self._allowance = (event, self._budget, len(self)), left - count
+
+    def _charge(
+        self, event: Event, count: int, marks: Collection[str] = (), adjacency: Adjacency = REPLACE_ONE
+    ) -> None:
+        undecided = self._config["adjacency"] is None
+        if undecided:
+            self._config["adjacency"] = adjacency  # before the charge: the first line of a ledger file names it
+        added = 0
+        try:
+            added = self._journal.charge(event, count, marks)
+        finally:
+            if undecided and not added:
+                self._config["adjacency"] = None
+
+    def _room(self, budget: Budget, event: Event, count: int) -> int:
+        # Runs of equal events are decided once: then authorizing is one comparison.
+        known, left = self._allowance or (None, 0)
+        if known == (event, budget, len(self)) and count <= left:
+            return left
+        if not self._admits(event, count):
+            self._refuse(event, count)
+        return self._most(event) if known is not None and known[0] == event else count
+
+    def admits(self, event: Event, count: int = 1) -> bool:
+        """Returns whether the budget (always, without one) would admit the event; charges nothing."""
+        return self._admits(self._placed(event), count)
+
+    def _admits(self, event: Event, count: int) -> bool:
+        return self._filter is None or self._filter.admits(self.ledger, event, count)
+
+    def max_steps(self, event: Event) -> int:
+        """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
+        return self._most(self._placed(event))
+
+    def _most(self, event: Event) -> int:
+        if self._filter is None:
+            raise ValueError("budget must be set to count the steps left (got None)")
+        return self._filter.max_steps(self.ledger, event)
+
+    def _refuse(self, event: Event, count: int) -> NoReturn:
+        budget = self._budget
+        assert budget is not None
+        assert self._filter is not None
+        if budget.adaptive or budget.schedule is not None:
+            raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
+        spent = self.ledger.epsilon(budget.delta, budget.adjacency)
+        asked = self.ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count).epsilon
+        raise BudgetExceeded(
+            f"{count} x {event} would bring epsilon to {rounded_up(asked, 6)}, past the budget of {budget.epsilon:.6g} "
+            f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(self)} events, room "
+            f"for {self._most(event)} more of this event. Smallest epsilon that would admit it: "
+            f"{rounded_up(asked, 6)}"
+        )
