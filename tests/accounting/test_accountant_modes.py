@@ -172,6 +172,11 @@ def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
             assert answers == fresh
         seen.add(tuple(answers))
     assert len(seen) == 3
+    rich, poor = Budget(2.0, 1e-5, ADD_REMOVE, mode="gdp"), Budget(1.0, 1e-5, ADD_REMOVE, mode="gdp")
+    empty = Accountant(rich)
+    assert empty.get_epsilon(1e-5) == 2.0
+    empty.budget = poor
+    assert empty.get_epsilon(1e-5) == 1.0
     accountant.history = [(5.0, 0.01, 3)]  # as many events
     assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)
     accountant.ledger.add(STEP)

@@ -76,7 +76,9 @@ class Accountant(Spending):
         check.choice(("example", "user"), unit=unit)
         chosen = None if budget is None else make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path), budget, chosen)
-        self._answers: dict[tuple[float, Adjacency, str], tuple[int, float]] = {}  # with the events they are of
+        self._answers: dict[
+            tuple[float, Adjacency, str, Budget | None], tuple[int, float]
+        ] = {}  # with the events they are of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -118,7 +120,7 @@ class Accountant(Spending):
         adjacency = check_adjacency(adjacency or self.adjacency)
         if alphas is not None:
             return epsilon_at_orders(lambda level: self.ledger.cost(adjacency, level), alphas, delta)
-        key = (delta, adjacency, method or "best")
+        key = (delta, adjacency, method or "best", self.budget)  # an adaptive answer is that of the budget
         length, known = self._answers.get(key, (-1, 0.0))
         if length == len(self):
             return known

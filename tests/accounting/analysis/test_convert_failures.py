@@ -153,6 +153,16 @@ def test_mu_upper_is_above_every_point_of_the_curve(noise, delta_min):
             assert math.log(delta) <= gaussian_log_delta(float(epsilon), mu) * (1 - 1e-12)
 
 
+@given(st.floats(0.05, 3.0), st.floats(0.1, 5.0))
+def test_a_single_point_is_met_by_the_least_mu_that_reaches_it(mu, epsilon):
+    log_delta = gaussian_log_delta(epsilon, mu)
+    if log_delta < math.log(1e-9):
+        return
+    found = mu_upper([0.0, epsilon, 2 * epsilon], [math.exp(log_delta), 0.0, 0.0])
+    assert gaussian_log_delta(epsilon, found) >= math.log(math.exp(log_delta))
+    assert found == pytest.approx(mu, rel=1e-8)
+
+
 def test_a_gaussian_curve_is_summarized_by_its_own_mu():
     grid = np.linspace(0, 12, 12_001)
     mu = mu_upper(grid, [gaussian_delta(0.7, float(epsilon)) for epsilon in grid])
