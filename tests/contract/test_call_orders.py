@@ -21,7 +21,7 @@ import torch_dpsco as dp
 from tests.contract.call_orders import CallOrders
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped, clipped
 from torch_dpsco.sampling import DrawLog
@@ -71,10 +71,7 @@ def charges_for_more_noise(patch: Patch) -> None:
 
 
 def charges_forgotten_by_loading(patch: Patch) -> None:
-    def load(self: dp.Accountant, state: dict) -> None:
-        self.ledger = Ledger.from_json(state["ledger"])
-
-    patch.setattr(dp.Accountant, "load_state_dict", load)
+    patch.setattr(Journal, "load", Journal.replace)
 
 
 def copies_with_a_ledger_of_their_own(patch: Patch) -> None:
