@@ -32,6 +32,7 @@ def curves(draw):
 @given(curves(), deltas)
 @example(([2.0, 64.0], [1e-9, 1e-8]), 1e-5)
 @example(([1.5], [0.0]), 0.5)
+@example(([1640.0, 2.0], [2.0**-14, 1.0]), 2.0**-14)  # log(delta) and log(order) cancel
 def test_delta_at_the_converted_epsilon_is_at_most_delta(curve, delta):
     orders, values = curve
     found = rdp_epsilon(orders, values, delta)

@@ -17,6 +17,7 @@ from torch_dpsco.accounting.analysis import pld
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
+from torch_dpsco.accounting.analysis.pld_compose import DeltaCurve
 from torch_dpsco.accounting.analysis.pld_grid import GridLaw
 from torch_dpsco.accounting.analysis.pld_loss import (
     ApproxLoss,
@@ -78,13 +79,14 @@ def test_the_decision_table_is_reproduced(law, row):
         assert epsilon(law(noise), steps) == pytest.approx(expected, rel=1e-3)
 
 
-def random_settings() -> list[tuple[float, float, int, float, str]]:
+def random_settings() -> list:
     rng = np.random.default_rng(7)
     chosen = []
     for number in range(30):
         rate, noise = 10 ** rng.uniform(-3.5, -0.1), 10 ** rng.uniform(-0.25, 0.7)
         steps, delta = int(10 ** rng.uniform(0, 3)), 10 ** rng.uniform(-8, -2)
-        chosen.append((rate, noise, steps, delta, ("add_remove", "replace_one")[number % 2]))
+        setting = rate, noise, steps, delta, ("add_remove", "replace_one")[number % 2]
+        chosen.append(pytest.param(*setting, marks=pytest.mark.slow if number >= 10 else ()))
     return chosen
 
 
@@ -110,7 +112,7 @@ def test_laplace_agrees_with_dp_accounting():
 
 def fourier_path(mu: float, steps: int, query: pld._Query, grid: float) -> pld.PLDResult | None:
     """The general path on Gaussians, which the public functions answer in closed form."""
-    return pld._one_way(((GaussianLoss(mu / math.sqrt(steps)), steps),), query, grid)
+    return pld._improved(((GaussianLoss(mu / math.sqrt(steps)), steps),), query, grid).result
 
 
 @given(
@@ -157,13 +159,11 @@ def test_the_worse_direction_is_reported():
         ledger = ((PoissonLoss(rate, noise), steps),)
         exchanged = ((PoissonLoss(rate, noise, reverse=True), steps),)
         query = pld._AtEpsilon(at)
-        ways = [pld._one_way(order, query, 1e-4).delta for order in (ledger, exchanged)]
+        ways = [pld._improved(order, query, 1e-4).result.delta for order in (ledger, exchanged)]
         assert pld_delta(ledger, at).delta == pld_delta(exchanged, at).delta == max(ways)
     assert ways[0] == pytest.approx(ways[1], rel=1e-6)  # the total variation distance has no order
-    assert (
-        pld._one_way(ledger, pld._AtDelta(1e-5, 1e-5), 1e-4).epsilon
-        > 1.05 * pld._one_way(exchanged, pld._AtDelta(1e-5, 1e-5), 1e-4).epsilon
-    )
+    ways = [pld._improved(order, pld._AtDelta(1e-5, 1e-5), 1e-4).result.epsilon for order in (ledger, exchanged)]
+    assert pld_epsilon(exchanged, 1e-5).epsilon == ways[0] > 1.05 * ways[1]
 
 
 def test_fixed_batches_accounted_by_one_ordering_are_under_reported():
@@ -300,6 +300,18 @@ def test_extreme_settings_get_a_figure_near_or_below_the_renyi_bound(law, steps,
     bound = rdp_epsilon(ORDERS, steps * curve, delta).epsilon
     assert 0 < found.epsilon < bound
     assert found.rounding < 0.02
+
+
+def test_what_rounding_took_from_the_losses_is_added():
+    curve = DeltaCurve(-3, 0.5, np.log([0.9, 0.8, 0.7, 0.5, 0.2, 0.1, 0.05]), np.full(7, -40.0))
+    for delta in (0.04, 0.06, 0.2, 0.3):
+        exact = pld._AtDelta(delta, delta).answer(curve, 0.0)
+        shifted = pld._AtDelta(delta, delta).answer(curve, 0.03)
+        assert exact is shifted is None if delta < 0.05 else shifted.epsilon == pytest.approx(exact.epsilon + 0.03)
+    for epsilon in (0.2, 0.9):
+        shifted = pld._AtEpsilon(epsilon).answer(curve, 0.03).delta
+        assert shifted == pytest.approx(pld._AtEpsilon(epsilon - 0.03).answer(curve, 0.0).delta)
+        assert shifted > pld._AtEpsilon(epsilon).answer(curve, 0.0).delta
 
 
 def test_large_deltas_cost_nothing_and_epsilon_zero_has_the_total_variation():

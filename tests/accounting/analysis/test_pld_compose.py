@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +78,29 @@ def test_any_error_is_within_the_bound(atom, size, points, count, seed):
     wrapped = np.zeros(number, dtype=LONG)
     np.add.at(wrapped, (part.law.first * count + np.arange(exact.size)) % number, exact)
     assert float(np.abs(mass - wrapped).max()) <= bound
+
+
+@pytest.mark.parametrize("size", [128, 160, 192, 4096, 6144, 5 << 14])
+def test_transforms_are_as_accurate_as_stated(size):
+    rng = np.random.default_rng(size)
+    largest = 0.0
+    for spread in (1, 3, size):
+        vector = np.zeros(size)
+        vector[rng.integers(0, size, spread)] = rng.random(spread)
+        error = np.abs(scipy.fft.rfft(vector) - scipy.fft.rfft(vector.astype(LONG)))
+        largest = max(largest, float(error.max()) / math.fsum(vector))
+    assert 2.0**-56 < largest <= pld_compose._ETA * math.log2(2 * size)
+
+
+@pytest.mark.parametrize("size", [8, 40, 160, 512])
+def test_a_single_release_is_folded_without_a_transform(size):
+    part = tilted(random_law(np.random.default_rng(size), 300, 0.3), 0.0)
+    mass, bound = pld_compose._convolved([(part, 1)], -70, size)
+    wrapped = np.zeros(size, dtype=LONG)
+    np.add.at(wrapped, (part.law.first + np.arange(300) + 70) % size, part.mass.astype(LONG))
+    assert bound == 0.0
+    assert np.all(mass >= wrapped)
+    assert np.all(mass <= wrapped * (1 + 1e-13))
 
 
 LAWS = [

@@ -163,6 +163,15 @@ def test_the_masses_of_both_hypotheses_are_kept(law, grid):
     assert put.infinite - lost < 1e-18
 
 
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+def test_what_lies_beyond_the_reach_moves_up(law):
+    # so short a reach that the tails count
+    put = law.on_grid(0.01, 1.5)
+    assert math.fsum(put.mass) + put.infinite >= 1
+    for epsilon in np.linspace(0.0, law.span(1.0)[1], 5):
+        assert hockey_stick(put, epsilon) >= exact(law, epsilon + put.shift) * (1 - 1e-15)
+
+
 @pytest.mark.parametrize("law", SAMPLED, ids=repr)
 def test_exchanged_laws_are_dual(law):
     # H_t(Q, P) = 1 - t + t H_(1/t)(P, Q)

@@ -121,9 +121,11 @@ def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilo
     total_variation = np.sqrt(-np.expm1(-value))
     if total_variation.min() <= delta * (1 - _ROUNDING):
         return RDPEpsilon(0.0, float(order[np.argmin(total_variation)]))
-    correction = np.log1p(-1 / order) - (log_delta + np.log(order)) / (order - 1)
+    shape = np.log1p(-1 / order)
+    correction = shape - (log_delta + np.log(order)) / (order - 1)
+    terms = value - shape + (np.log(order) - log_delta) / (order - 1)  # their sizes: the terms may cancel
     # PRIVACY: rounded up by more than the error of the sum (test_delta_at_the_converted_epsilon_is_at_most_delta)
-    epsilon = value + correction + _ROUNDING * (value + np.abs(correction))
+    epsilon = value + correction + _ROUNDING * terms
     epsilon[order <= _LEAST_ORDER] = math.inf
     best = int(np.argmin(epsilon))
     return RDPEpsilon(max(0.0, float(epsilon[best])), float(order[best]))

@@ -36,7 +36,7 @@ FloatArray = NDArray[np.float64]
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
-_INVERSE = 1e-13  # of mu: more than both inverses round, so that epsilon(mu(epsilon)) is never above epsilon
+_INVERSE = 1e-13  # of mu: room for what 1/sigma and sqrt(mu^2) round
 _ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
 
 
@@ -133,7 +133,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     Raises:
         ValueError: epsilon is negative or not finite, or delta is not in (0, 1).
 
-    Guarantee: gaussian_delta(mu, epsilon) <= delta for the mu returned.
+    Guarantee: gaussian_delta(mu, epsilon) <= delta and gaussian_epsilon(mu, delta) <= epsilon for the mu returned.
 
     Source: accounting spec, section 5.6; holder spec, section 3.4.
 
@@ -142,7 +142,9 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         0.268051
     """
     epsilon = _validate.nonnegative(epsilon=epsilon)
-    target = _target(delta)
+    # Two slacks below what gaussian_epsilon aims at, so that the kernel's error cannot put epsilon(mu) above epsilon:
+    # a budget would refuse the very noise that was calibrated for it.
+    target = _target(delta) * (1 + 2 * _SLACK)
 
     def excess(minus_log_mu: float) -> float:
         return gaussian_log_delta(epsilon, math.exp(-minus_log_mu)) - target
@@ -153,7 +155,8 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     infeasible = 2 * feasible
     while gaussian_log_delta(epsilon, infeasible) <= target:
         infeasible *= 2
-    return math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible))) * (1 - _INVERSE)
+    mu = math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible)))
+    return mu * (1 - _INVERSE)
 
 
 def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:

@@ -41,6 +41,7 @@ _POINTS = 1 << 21  # grid points of a law: about half a second
 _ALL_POINTS = 1 << 22  # of all laws together
 _MAX_LAWS = 512  # laws, weighted, beyond which their grids would be too coarse for a figure worth its time
 _ENOUGH = 1 << 18  # points beyond which a coarser grid is tried
+_FEW = 1 << 14  # points up to which nothing is saved on a window
 _LOOSE = 1e-3  # of epsilon, or of log delta, that the grid may cost
 _REACHES = (9.0, 12.0, 16.0, 24.0, 37.0)  # standard deviations kept: few, so that grid laws repeat
 _MAX_GRID = 0.25
@@ -170,7 +171,7 @@ class _AtDelta(_Query):
         return _Plan(tilt, epsilon(tilt), math.log(self.finite), _LOOSE * tilt * epsilon(tilt))
 
     def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
-        # PRIVACY: what rounding took from the losses is added (test_no_figure_is_below_the_exact_gaussian)
+        # PRIVACY: what rounding took from the losses is added (test_what_rounding_took_from_the_losses_is_added)
         found = curve.epsilon(math.log(self.delta))
         if found is None:
             return None
@@ -219,48 +220,67 @@ def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
     return tuple(sorted(((law, count) for law, count in counts.items() if count), key=repr))
 
 
+class _Reading(NamedTuple):
+    """An answer for one order of the pairs, None if there is none, and whether more work could improve it."""
+
+    result: PLDResult | None
+    final: bool
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Larger is worse."""
+        return (math.inf, math.inf) if self.result is None else self.result[:2]
+
+
 @lru_cache(maxsize=1024)
 def _both_ways(ledger: Ledger, query: _Query, grid: float) -> PLDResult | None:
-    """Returns the worse answer of the two orders of the pairs."""
-    orders = dict.fromkeys([ledger, tuple((law.exchanged(), count) for law, count in ledger)])
+    """Returns the worse answer of the two orders of the pairs, improving only the one that decides."""
     # PRIVACY: each order over the whole list, then the larger (test_the_worse_direction_is_reported)
-    answers = []
-    for order in orders:
-        answer = _one_way(order, query, grid)
-        # fewer points have less rounding: a coarser grid may be tighter, and both are bounds
-        while answer is not None and answer.rounding > _MUCH_ROUNDING:
-            coarser = _one_way(order, query, 8 * answer.grid)
-            if coarser is None or coarser[:2] >= answer[:2]:
-                break
-            answer = coarser
-        if answer is None:
-            return None
-        answers.append(answer)
-    return max(answers, key=lambda answer: (answer.epsilon, answer.delta))
+    orders = dict.fromkeys([ledger, tuple((law.exchanged(), count) for law, count in ledger)])
+    readings = {order: _one_way(order, query, grid, refine=False) for order in orders}
+    while True:
+        order = max(readings, key=lambda order: readings[order].rank)
+        if readings[order].final:
+            return readings[order].result
+        readings[order] = _improved(order, query, grid)
+
+
+def _improved(ledger: Ledger, query: _Query, grid: float) -> _Reading:
+    """Returns the best answer for the pairs as they are ordered."""
+    reading = _one_way(ledger, query, grid, refine=True)
+    # fewer points have less rounding: a coarser grid may be tighter, and both are bounds
+    while reading.result is not None and reading.result.rounding > _MUCH_ROUNDING:
+        coarser = _one_way(ledger, query, 8 * reading.result.grid, refine=True)
+        if coarser.rank >= reading.rank:
+            break
+        reading = coarser
+    return _Reading(reading.result, final=True)
 
 
 class _Scene(NamedTuple):
-    """Laws on their final grid, where to look, and what doubling the grid would add to the cumulant."""
+    """Laws on their grid, where to look, what doubling the grid would add to the cumulant, and if that is too much."""
 
     laws: Counted
     plan: _Plan
     view: Window
     cost: float
+    coarse: bool
 
 
-def _one_way(ledger: Ledger, query: _Query, grid: float) -> PLDResult | None:
-    """Returns the answer for the pairs as they are ordered."""
-    scene = _resolved(ledger, query, grid)
+def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Reading:
+    """Returns the answer for the pairs as they are ordered, on a finer grid only if `refine`."""
+    scene = _resolved(ledger, query, grid, refine)
     if scene is None:
-        return None
+        return _Reading(None, final=True)
     curve = compose(scene.laws, scene.view, scene.plan.epsilon)
     answer = query.answer(curve, math.fsum(count * law.shift for law, count in scene.laws))
     if answer is None:
-        return None
-    return query.with_error(answer, scene.cost, scene.plan.tilt)
+        return _Reading(None, final=refine)
+    good = not scene.coarse and answer.rounding <= _MUCH_ROUNDING
+    return _Reading(query.with_error(answer, scene.cost, scene.plan.tilt), final=good)
 
 
-def _resolved(ledger: Ledger, query: _Query, grid: float) -> _Scene | None:
+def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scene | None:
     """Chooses the grid, and how far into the tails to go."""
     weight = sum(law.weight for law, _ in ledger)
     points = min(_POINTS, _ALL_POINTS // weight)
@@ -284,8 +304,8 @@ def _resolved(ledger: Ledger, query: _Query, grid: float) -> _Scene | None:
         view = _view(cumulant, plan, sum(count for _, count in laws), step)
         cost = math.fsum(count * coarsening(law, plan.tilt) for law, count in laws)
         factor = _regrid(cost / plan.tolerance, view.width / step, span / step, points)
-        if factor == 1 or (factor < 1 and coarsened):
-            return _Scene(laws, plan, view, cost)
+        if factor == 1 or (factor < 1 and (coarsened or not refine)):
+            return _Scene(laws, plan, view, cost, factor < 1 and not coarsened)
         coarsened = coarsened or factor > 1
         step *= factor
     return None
@@ -294,10 +314,10 @@ def _resolved(ledger: Ledger, query: _Query, grid: float) -> _Scene | None:
 def _view(cumulant: Cumulant, plan: _Plan, steps: int, step: float) -> Window:
     """Returns the window of the plan's tilt, or a narrower one at the price of a little rounding."""
     view = window(cumulant, plan.tilt)
-    if view.width / step > _ENOUGH / 16:
+    if view.width / step > _FEW:
         spare = math.log(1e7 / steps) if steps < 1e7 else 0.0
         view = narrowed(cumulant, plan.tilt, plan.epsilon, spare)
-    return view.including(plan.epsilon - step)
+    return view.including(plan.epsilon - step, _FEW * step)
 
 
 def _regrid(cost: float, width: float, span: float, points: int) -> float:

@@ -102,9 +102,9 @@ class Window:
         """Length of the window."""
         return self.high - self.low
 
-    def including(self, loss: float) -> Window:
-        """Returns the window extended down to a loss, unless it becomes more than 4 times as wide."""
-        farther = self.low > loss and self.high - loss <= 4 * self.width
+    def including(self, loss: float, widest: float) -> Window:
+        """Returns the window extended down to a loss, unless it becomes wider than `widest` and 4 times its width."""
+        farther = self.low > loss and self.high - loss <= max(widest, 4 * self.width)
         return replace(self, low=loss) if farther else self
 
 
