@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 
-from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.pld import pld_epsilon
@@ -59,17 +59,27 @@ def times() -> list[tuple[str, float]]:
     many = Accountant(adjacency="add_remove")
     for k in range(1000):
         many.record(PoissonGaussian(1.0 + k / 1000, RATE), 1000)
+    opacus = RDPAccountant()
+
+    def one_step(one: IAccountant) -> None:
+        one.step(noise_multiplier=1.0, sample_rate=RATE)
+
+    target = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
     rows = [
-        ("record() of a step, times 1000", median_ms(lambda: [accountant.record(step) for _ in range(1000)])),
-        ("get_epsilon, first query (Renyi)", median_ms(fresh(lambda: Ledger([step]).epsilon(DELTA, "add_remove")))),
-        ("get_epsilon, cached (Renyi)", median_ms(lambda: accountant.get_epsilon(DELTA))),
+        ("step(), times 1000", median_ms(lambda: [one_step(accountant) for _ in range(1000)])),
+        ("Opacus RDPAccountant.step(), times 1000", median_ms(lambda: [one_step(opacus) for _ in range(1000)])),
+        (
+            "get_epsilon, first query (Renyi)",
+            median_ms(fresh(lambda: Ledger([step]).epsilon(DELTA, "add_remove", "rdp"))),
+        ),
+        ("get_epsilon, cached", median_ms(lambda: accountant.get_epsilon(DELTA))),
         ("10^6 steps of 1000 noises, first query", median_ms(lambda: many.get_epsilon(DELTA), 1)),
         ("the same after one more step", median_ms(lambda: (many.record(step), many.get_epsilon(DELTA)))),
         (
-            "calibration of the noise (Renyi)",
+            "calibration of the noise",
             median_ms(
                 lambda: noise_multiplier(
-                    1.0, DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove"
+                    next(target), DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove"
                 ),
                 3,
             ),

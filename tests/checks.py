@@ -119,9 +119,9 @@ def check_that_the_charge_precedes_the_noise() -> None:
     authorize = opt.accountant.authorize
     before = opt._noise.get_state()
 
-    def undrawn(event: object, count: int = 1) -> None:
+    def undrawn(event: object, **details: int) -> None:
         assert torch.equal(opt._noise.get_state(), before)
-        authorize(event, count)
+        authorize(event, **details)
 
     opt.accountant.authorize = undrawn
     step(model, opt, torch.ones(1, 1))

@@ -106,7 +106,7 @@ def test_noise_before_the_charge_is_caught():
             authorize(*owed.pop())
             return answer
 
-        patch.setattr(dp.Accountant, "authorize", lambda *args: owed.append(args))
+        patch.setattr(dp.Accountant, "authorize", lambda *args, **_: owed.append(args))
         patch.setattr(Oracle, "release", charge_last)
 
     def draws_first(patch: Patch) -> None:
@@ -148,7 +148,7 @@ def _without_charge(patch: Patch) -> None:
     authorize, draw_event = dp.Accountant.authorize, Poisson.draw_event
     last = []
     patch.setattr(Poisson, "draw_event", lambda self, base, draw: last.append(draw) or draw_event(self, base, draw))
-    patch.setattr(dp.Accountant, "authorize", lambda self, event: authorize(self, event, min(last[-1].size, 1)))
+    patch.setattr(dp.Accountant, "authorize", lambda self, event, **_: authorize(self, event, min(last[-1].size, 1)))
 
 
 def _without_noise(patch: Patch) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from tqdm.auto import tqdm
 
 import torch_dpsco as dp
 from torch_dpsco.attach import is_attached
@@ -81,7 +80,7 @@ def frames(capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the bar at each step, however fast they are."""
-    monkeypatch.setattr("torch_dpsco.train.tqdm", partial(tqdm, mininterval=0, miniters=1))
+    monkeypatch.setattr("torch_dpsco.train._SHOW_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("every_step")

@@ -4,27 +4,14 @@ A vector is `{"function", "inputs", "expected", tolerance}` in a file `FAMILY.js
 `tests/vectors/api_map.json` says which callable of the package computes it, how its inputs are called there (`args`),
 which arguments the vector leaves out (`fixed`) and which field of the result is meant (`returns`).
 
-What counts as equal (architecture.md, section 11):
-
-| family, tolerance | a number x agrees with the expected e if |
-|---|---|
-| `rtol`, `atol` (accounting, output) | abs(x - e) <= atol + rtol abs(e) |
-| `rel`, `abs` (userlevel) | abs(x - e) <= max(abs, rel abs(e)) |
-| one number t (heavytail) | abs(x - e) <= max(t abs(e), t / 1000); fields named T: also +-1 |
-| one number t (holder) | <= t abs(e); t at e = 0; t max(1, abs(e)) if the function's name contains "log" |
-| no tolerance, or 0 | x == e (integers, booleans) |
-| `ledger_epsilon`, `epsilon_*` (accounting) | e - 5e-4 <= x <= e + rtol e + atol: lower is under-accounting |
-| `*_sigma*` (output) | as above and x >= e (1 - 1e-9): less noise is never accepted |
-| `{min, max}`, `{sigma_at_least, sigma_at_most}` | x lies in the interval (and the plan's delta, recomputed, holds) |
-| null, `{raises}`, `{error}` | the call raises ValueError (null: or returns None) |
-
-A function that the package does not have yet is skipped as "not built" and counted in the summary; for the functions in
-`BUILT` that is a failure.
+`tests/vector_rules.py` says what counts as agreement. A function that the package does not have yet is skipped as "not
+built" and counted in the summary; for the functions in `BUILT` that is a failure.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,17 +22,8 @@ import pytest
 import torch
 
 from tests import adapters
-from tests.adapters import (
-    API_MAP,
-    FOLDER,
-    NotBuiltError,
-    Vector,
-    call,
-    load,
-    parse,
-    recomputed_filter_delta,
-    resolve,
-)
+from tests.adapters import API_MAP, FOLDER, NotBuiltError, Vector, call, load, parse, resolve
+from tests.vector_rules import PROBABILITIES, mismatches
 
 # Functions that the package has: "not built" is no excuse for these.
 BUILT = {
@@ -63,110 +41,19 @@ BUILT = {
     ],
     "heavytail": [
         *("gdp_delta", "gdp_to_eps", "gdp_mu_from_eps_delta", "zcdp_to_eps_tight", "rho_from_eps_delta_zcdp_tight"),
-        *("wor_subsampled_gaussian_rdp", "l2_clip"),
+        *("wor_subsampled_gaussian_rdp", "l2_clip", "zcdp_to_eps_bs16", "compose_parallel_rho"),
+        *("compose_sequential_rho", "binomial_shift_renyi_windowed"),
     ],
     "output": [
         *("analytic_gaussian_sigma", "gaussian_delta", "gaussian_epsilon", "pure_dp_rdp", "delta_with_failure"),
         *("knorm_mean_norm", "knorm_second_moment", "knorm_radius_quantile", "knorm_logpdf"),
+        *("zhao_gaussian_sigma", "zhao_c_delta", "noisy_gd_gdp"),
     ],
     "userlevel": [
         *("laplace_diff_tail", "svt_bad_pass_prob", "svt_sequence_prob", "delta_svt_plus_gaussian", "mu_for_budget"),
         *("rdp_pure_dp", "els_mog_delta_one_step"),
     ],
 }
-
-
-def mismatches(vector: Vector, actual: Any) -> list[str]:
-    """Returns what is wrong with a computed value; nothing if it agrees with the vector."""
-    expected = vector.expected
-    if expected is None or (isinstance(expected, dict) and {"raises", "error"} & set(expected)):
-        if isinstance(actual, ValueError) or (expected is None and actual is None):
-            return []
-        return [f"ValueError expected (got {actual!r})"]
-    if isinstance(actual, ValueError):
-        return [f"raised {actual!r}"]
-    return [*_compare(vector, expected, actual, "result"), *_recompute(vector, actual)]
-
-
-def _compare(vector: Vector, expected: Any, actual: Any, path: str) -> Iterator[str]:
-    if isinstance(expected, dict) and set(expected) == {"min", "max"}:
-        if not (_is_number(actual) and expected["min"] <= float(actual) <= expected["max"]):
-            yield f"{path}: {actual!r} is not in [{expected['min']}, {expected['max']}]"
-    elif isinstance(expected, dict):
-        returns = API_MAP[vector.key].get("returns", {})
-        for name, value in expected.items():
-            yield from _compare(vector, value, _field(actual, returns.get(name, name)), f"{path}.{name}")
-    elif isinstance(expected, list):
-        items = actual.tolist() if isinstance(actual, (np.ndarray, torch.Tensor)) else actual
-        if not isinstance(items, (list, tuple)) or len(items) != len(expected):
-            yield f"{path}: {len(expected)} items expected (got {actual!r})"
-            return
-        for index, (value, item) in enumerate(zip(expected, items, strict=True)):
-            yield from _compare(vector, value, item, f"{path}[{index}]")
-    elif isinstance(expected, (bool, str)) or expected is None:
-        if not isinstance(actual, (bool, np.bool_, str, type(None))) or actual != expected:
-            yield f"{path}: {expected!r} expected (got {actual!r})"
-    else:
-        low, high = accepted(vector, path.rpartition(".")[2], expected)
-        if not (_is_number(actual) and low <= float(actual) <= high):
-            yield f"{path}: {expected!r} expected, accepted are [{low!r}, {high!r}] (got {actual!r})"
-
-
-def accepted(vector: Vector, field: str, expected: float) -> tuple[float, float]:
-    """Returns the interval of accepted values of a number of a vector (the table of this module's docstring)."""
-    if field == "sigma_at_least":
-        return expected, math.inf
-    if field == "sigma_at_most":
-        return -math.inf, expected
-    if math.isinf(expected):
-        return expected, expected
-    slack = _slack(vector, field, abs(expected))
-    low, high = expected - slack, expected + slack
-    if vector.family == "accounting" and vector.function.startswith(("ledger_epsilon", "epsilon_")):
-        low = expected - 5e-4
-    if vector.family == "output" and "_sigma" in vector.function:
-        low = max(low, expected * (1 - 1e-9))
-    return low, high
-
-
-def _slack(vector: Vector, field: str, size: float) -> float:
-    tolerance = vector.tolerance
-    if isinstance(tolerance, dict) and set(tolerance) == {"rtol", "atol"}:
-        return tolerance["atol"] + tolerance["rtol"] * size
-    if isinstance(tolerance, dict):
-        return max(tolerance["abs"], tolerance["rel"] * size)
-    if not tolerance:
-        return 1.0 if vector.family == "heavytail" and field == "T" else 0.0
-    if vector.family == "heavytail":
-        return max(tolerance * size, tolerance * 1e-3, 1.0 if field == "T" else 0.0)
-    if vector.family == "holder":
-        if "log" in vector.function:
-            return tolerance * max(1.0, size)
-        return tolerance * size if size else tolerance
-    raise ValueError(f"{vector}: a single tolerance has no meaning in this family")
-
-
-def _recompute(vector: Vector, plan: Any) -> Iterator[str]:
-    if vector.key != "userlevel:calibrate_tight":
-        return
-    inputs = vector.inputs
-    delta = recomputed_filter_delta(
-        plan, n_users=inputs["n"], steps=inputs["T"], epsilon=inputs["eps"], pair_radius=inputs["tau"]
-    )
-    if not delta <= inputs["delta"]:
-        yield f"the plan's delta is {delta!r}, above the target {inputs['delta']!r}"
-
-
-def _field(actual: Any, name: str) -> Any:
-    if isinstance(actual, dict):
-        return actual.get(name, f"no field {name!r}")
-    return getattr(actual, name, f"no field {name!r}")
-
-
-def _is_number(actual: Any) -> bool:
-    if isinstance(actual, torch.Tensor):
-        return actual.numel() == 1 and actual.dtype != torch.bool
-    return isinstance(actual, (int, float, np.integer, np.floating)) and not isinstance(actual, bool)
 
 
 # The vectors.
@@ -199,6 +86,19 @@ def test_every_vector_has_a_callable_and_a_name_for_each_input():
         entry = API_MAP[vector.key]
         assert set(vector.inputs) <= set(entry["args"]), vector.key
         assert not set(entry["args"].values()) & set(entry.get("fixed", {})), vector.key
+
+
+def test_a_formula_of_several_families_has_one_implementation():
+    homes = {}
+    for key, entry in API_MAP.items():
+        place = entry["module"], entry["name"]
+        if entry["alias_of"] is not None:
+            canonical = API_MAP[entry["alias_of"]]
+            assert canonical["alias_of"] is None, key
+            assert place == (canonical["module"], canonical["name"]), key
+        else:
+            homes.setdefault((*place, str(entry.get("fixed", {}))), []).append(key)
+    assert [keys for keys in homes.values() if len(keys) > 1] == []
 
 
 # The rules: each accepts what it should and, above all, refuses what it should.
@@ -266,15 +166,32 @@ def _vector(key, expected, tolerance):
 
 RULES = [
     # key, expected, tolerance, accepted values, refused values
-    ("accounting:gaussian_delta", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.71, 2.29], [1.69, 2.31, math.nan]),
+    ("accounting:gaussian_mu", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.71, 2.29], [1.69, 2.31, math.nan]),
     ("accounting:ledger_epsilon", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.9996, 2.29], [1.9994, 2.31]),
     ("accounting:epsilon_wor_replace_one", 2.0, {"rtol": 0.1, "atol": 0.0}, [1.9996, 2.19], [1.9994, 2.21]),
     ("accounting:ledger_epsilon", math.inf, {"rtol": 0.1, "atol": 0.1}, [math.inf], [1e300, math.nan]),
     ("output:knorm_mean_norm", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.71, 2.29], [1.69, 2.31]),
     ("output:analytic_gaussian_sigma", 2.0, {"rtol": 0.1, "atol": 0.0}, [2.0, 2.19], [1.999, 2.0 * (1 - 2e-9), 2.21]),
+    (
+        "output:objpert_delta_general",
+        1e-118,
+        {"rtol": 1e-6, "atol": 1e-14},
+        [1.0009e-118],
+        [0.0, 9.98e-119, 1.002e-118],
+    ),
+    ("output:objpert_delta_general", 0.0, {"rtol": 1e-6, "atol": 1e-14}, [0.0, 9e-15], [2e-14]),
+    ("output:objpert_delta_general", 0.5, {"rtol": 1e-6, "atol": 1e-14}, [0.5000004], [0.5000006]),
+    ("heavytail:exp_mech_quantile_probs", [1e-30, 0.5], 1e-9, [[1e-30, 0.5]], [[0.0, 0.5], [1e-20, 0.5]]),
+    (
+        "heavytail:binomial_shift_renyi_windowed",
+        {"rdp": 1e-9, "lost_mass": 1e-9},
+        1e-5,
+        [{"rdp": 5e-9, "lost_mass": 1.0009e-9}],
+        [{"rdp": 1e-9, "lost_mass": 0.0}, {"rdp": 1e-9, "lost_mass": 5e-9}],
+    ),
     ("output:sgd_iterations", 100, {"rtol": 0.0, "atol": 1.0}, [99, 100, 101], [98, 102]),
-    ("userlevel:laplace_diff_tail", 2.0, {"rel": 0.1, "abs": 0.0}, [1.81, 2.19], [1.79, 2.21]),
-    ("userlevel:laplace_diff_tail", 2.0, {"rel": 0.01, "abs": 0.1}, [1.91, 2.09], [1.89, 2.11]),
+    ("userlevel:mu_for_budget", 2.0, {"rel": 0.1, "abs": 0.0}, [1.81, 2.19], [1.79, 2.21]),
+    ("userlevel:mu_for_budget", 2.0, {"rel": 0.01, "abs": 0.1}, [1.91, 2.09], [1.89, 2.11]),
     ("userlevel:bernoulli_mismatch_quantile", 12, {"rel": 0, "abs": 0}, [12, 12.0], [11, 13, 12.5]),
     ("heavytail:sc_clip", 2.0, 0.1, [1.81, 2.19], [1.79, 2.21]),
     ("heavytail:sc_clip", 1e-9, 0.1, [9e-5, -9e-5], [1.1e-4, -1.1e-4]),
@@ -331,6 +248,39 @@ def test_a_rule_accepts_what_it_should_and_refuses_the_rest(key, expected, toler
         assert mismatches(vector, value) != [], value
     if expected is not None and not isinstance(expected, dict):
         assert mismatches(vector, ValueError("refused")) != []
+
+
+NAMED_LIKE_A_PROBABILITY = re.compile("delta|prob|tail|cdf|mass")
+NO_PROBABILITIES = {
+    *("holder:gaussian_log_delta", "heavytail:gdp_mu_from_eps_delta", "heavytail:rho_from_eps_delta_zcdp_tight"),
+    "output:zhao_c_delta",
+}
+
+
+def test_every_probability_is_also_compared_in_log():
+    """By the names: a new function that returns a delta must be listed, or be none; and no listed one has gone."""
+    named = {vector.key for vector in load(FOLDER) if NAMED_LIKE_A_PROBABILITY.search(vector.function)}
+    assert named - NO_PROBABILITIES <= set(PROBABILITIES)
+    assert named >= NO_PROBABILITIES
+    assert set(API_MAP) >= set(PROBABILITIES)
+
+
+def test_no_under_report_of_a_tiny_probability_passes():
+    checked = 0
+    for vector in load(FOLDER):
+        value, field = vector.expected, PROBABILITIES.get(vector.key)
+        if field is None or (isinstance(value, dict) and field not in value):
+            continue
+        for wrong in (0.0, 0.99):
+            if field != "result":
+                tampered, true = value | {field: value[field] * wrong}, value[field]
+            else:
+                true = min(value) if isinstance(value, list) else value
+                tampered = [item * wrong for item in value] if isinstance(value, list) else value * wrong
+            if true > 0:
+                assert mismatches(vector, _as_result(vector, tampered)) != [], (vector, wrong)
+                checked += 1
+    assert checked > 300
 
 
 def test_only_a_value_error_counts_as_a_refusal(monkeypatch):

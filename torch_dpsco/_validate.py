@@ -44,7 +44,7 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be a number (got {value!r})")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name} must be a number (got {value!r})") from error
 
 

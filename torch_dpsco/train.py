@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ __all__ = ["fit", "to_device"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _LossFn = Callable[[Any, Any], Any]
+_SHOW_EVERY = 0.5  # seconds
 
 
 def fit(
@@ -93,14 +96,15 @@ def fit(
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
-    with optimizer, tqdm(total=left, disable=not progress, unit="step") as bar:
+    with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
+        progress_bar = _Progress(bar, optimizer, delta)
         for batch in loader:
             optimizer.zero_grad()
             if optimizer.outstanding_rows:  # an empty draw is a step of noise only
                 inputs, targets = to_device(batch, device)
                 loss_fn(model(inputs), targets).backward()
             optimizer.step()
-            _show(bar, optimizer, delta, goal - optimizer.steps)
+            progress_bar.show(goal - optimizer.steps)
     return model.eval()
 
 
@@ -118,9 +122,11 @@ def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     if left is not None and wanted > left:
         raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
     accountant, design, base = optimizer.accountant, optimizer.design, optimizer.oracle.event()
-    admitted = bisect_left(
-        range(1, wanted + 1), True, key=lambda count: not accountant.admits(design.event(base, count))
-    )
+    admitted = wanted
+    if not accountant.admits(design.event(base, wanted)):
+        admitted = bisect_left(
+            range(1, wanted), True, key=lambda count: not accountant.admits(design.event(base, count))
+        )
     if admitted < wanted:
         raise InfeasibleError(
             f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}); give steps=, or "
@@ -161,12 +167,22 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _show(bar: Any, optimizer: PrivateOptimizer, delta: float | None, left: int) -> None:
-    if bar.disable:
-        return
-    figures: dict[str, Any] = {}
-    if delta is not None:
-        # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
-        figures["epsilon"] = rounded_up(optimizer.accountant.get_epsilon(delta))
-    bar.set_postfix(figures | {"left": left}, refresh=False)
-    bar.update(bar.total - left - bar.n)
+class _Progress:
+    """Shows steps made, epsilon and steps left, twice a second: an epsilon can take longer than a step."""
+
+    def __init__(self, bar: Any, optimizer: PrivateOptimizer, delta: float | None) -> None:
+        self._bar, self._optimizer, self._delta = bar, optimizer, delta
+        self._shown_at = -math.inf
+
+    def show(self, left: int) -> None:
+        """Draws the bar if it is time to, or nothing is left."""
+        now = time.monotonic()
+        if self._bar.disable or (left and now - self._shown_at < _SHOW_EVERY):
+            return
+        self._shown_at = now
+        figures: dict[str, Any] = {}
+        if self._delta is not None:
+            # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
+            figures["epsilon"] = rounded_up(self._optimizer.accountant.get_epsilon(self._delta))
+        self._bar.set_postfix(figures | {"left": left}, refresh=False)
+        self._bar.update(self._bar.total - left - self._bar.n)

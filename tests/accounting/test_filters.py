@@ -524,10 +524,13 @@ def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
     run, ledger, event = make_filter(Budget(**TARGET)), Ledger([Repeat(gaussian(20.0), 3)]), gaussian(20.0)
     text = run.refusal(ledger, event, 26)
     found = re.search(
-        r"past the budget of 1 at delta=1e-05 \(replace_one\); spent ([\d.]+) in 3 events, room for 25", text
+        r"past the budget of 1 at delta=1e-05 \(replace_one\); spent ([\d.]+) in 3 events, "
+        r"remaining ([\d.]+), room for 25",
+        text,
     )
     assert found
     assert float(found[1]) >= ledger.epsilon(1e-5, "replace_one")
+    assert float(found[2]) == pytest.approx(1.0 - ledger.epsilon(1e-5, "replace_one"), rel=1e-5)
     least = float(text.rpartition(" ")[2])
     assert make_filter(Budget(least, 1e-5)).admits(ledger, event, 26)
     assert not make_filter(Budget(least * 0.9999, 1e-5)).admits(ledger, event, 26)

@@ -114,6 +114,13 @@ def test_the_poisson_sampler_of_opacus_is_recognized_with_its_rate_and_size():
         assert design.draw_event(clipped_gaussian(1.5), None) == PoissonGaussian(1.5, design.sample_rate)
 
 
+def test_an_epoch_of_a_recognized_loader_has_no_step_too_few():
+    """The rate that is drawn with is rounded up by 2^-24, which must not halve the number of steps."""
+    for size, batch_size in ((93, 1), (100, 2), (64, 16), (60000, 256)):
+        assert recognize(uniform(batch_size / size, size)).steps_per_epoch == -(-size // batch_size)
+    assert RatePoisson(0.0, 5).steps_per_epoch == 5
+
+
 def test_physical_parts_are_recognized_as_the_draws_behind_them():
     for inner, expected in (
         (UniformWithReplacementSampler(num_samples=N, sample_rate=0.25), RatePoisson(0.25, N)),

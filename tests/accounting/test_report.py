@@ -17,6 +17,7 @@ from torch_dpsco.accounting.events import (
     ADJACENCIES,
     CLIP_UNITS,
     REPLACE_ONE,
+    ZCDP,
     ZERO_OUT,
     Gaussian,
     NonPrivate,
@@ -58,7 +59,7 @@ def test_the_first_line_names_guarantee_adjacency_and_unit(adjacency, meaning, u
     first, *others = str(report).splitlines()
     assert first.startswith(f"({rounded_up(report.epsilon)}, 1e-05)-differential privacy, {adjacency}: ")
     assert meaning.format(unit) in first
-    assert "(rdp, order " in first
+    assert f"({report.method})" in first
     assert report.unit == unit
     for other in ADJACENCIES:
         line = f"  {other}: epsilon {rounded_up(report.epsilons[other])}"
@@ -114,7 +115,11 @@ def test_assumptions_name_unit_planning_noise_and_each_kind_of_sampling():
 
 def test_the_method_is_named_with_its_order_if_it_has_one():
     assert charged(clipped_gaussian(5.0)).report(DELTA).method == "gdp"
-    assert re.fullmatch(r"rdp, order [\d.e+]+", charged(STEP).report(DELTA).method)
+    assert charged(STEP).report(DELTA).method == "pld"
+    many = charged(*(PoissonGaussian(1.0 + k / 100, 0.01) for k in range(65)))
+    assert re.fullmatch(r"rdp, order [\d.e+]+", many.report(DELTA).method)
+    nothing = charged(ZCDP(1e-16), Gaussian(1e9, {REPLACE_ONE: 1.0}))
+    assert nothing.report(1e-9).method == "rdp, order 1.049e+06, the largest tried"
     assert charged(Gaussian(1.0, {REPLACE_ONE: 1.0}, 0.1)).report(DELTA).method == "failure"
 
 

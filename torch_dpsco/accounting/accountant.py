@@ -10,17 +10,18 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, check_adjacency
 from torch_dpsco.accounting.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.filter_modes import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.grouped import replace_one_epsilon
 from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.accounting.opacus_face import epsilon_at_orders, register
 from torch_dpsco.accounting.report import PrivacyReport, attack_advantage, make_report
 from torch_dpsco.accounting.spending import Spending
-from torch_dpsco.errors import PrivacyError
+from torch_dpsco.errors import AdjacencyError, PrivacyError
 
 __all__ = ["Accountant"]
 
@@ -70,6 +71,8 @@ class Accountant(Spending):
         ledger_path: str | os.PathLike[str] | None = None,
     ) -> None:
         if budget is not None:
+            if not isinstance(budget, Budget):
+                raise ValueError(f"budget must be a Budget, as Budget(1.0, 1e-5) (got {budget!r})")
             adjacency, unit = budget.adjacency, budget.unit
         elif adjacency is not None:
             check_adjacency(adjacency)
@@ -77,7 +80,7 @@ class Accountant(Spending):
         chosen = None if budget is None else make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path), budget, chosen)
         self._answers: dict[
-            tuple[float, Adjacency, str, Budget | None], tuple[int, float]
+            tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
         ] = {}  # with the events they are of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
@@ -98,6 +101,7 @@ class Accountant(Spending):
         eps_error: float | None = None,
         delta_error: float | None = None,
         poisson: bool = True,
+        allow_group: bool = False,
     ) -> float:
         """Returns epsilon spent at delta.
 
@@ -109,6 +113,8 @@ class Accountant(Spending):
             eps_error: of Opacus' numerical accountant; not needed.
             delta_error: of Opacus' numerical accountant; not needed.
             poisson: must be True; other sampling is declared by its events.
+            allow_group: for replace_one, where some event has no guarantee of its own: take the ledger's add_remove
+                curve for one record removed and one added (see `grouped`), which is larger.
         """
         if not poisson:
             # PRIVACY: batches of another law are never accounted as Poisson
@@ -118,13 +124,22 @@ class Accountant(Spending):
                 "events that say how batches were drawn"
             )
         adjacency = check_adjacency(adjacency or self.adjacency)
+        # PRIVACY: a plain number: the answer to a tensor is not that to its later value
+        # (test_a_tensor_as_delta_is_read_each_time)
+        delta = check.open_interval(0.0, 1.0, delta=delta)
         if alphas is not None:
             return epsilon_at_orders(lambda level: self.ledger.cost(adjacency, level), alphas, delta)
-        key = (delta, adjacency, method or "best", self.budget)  # an adaptive answer is that of the budget
+        # an adaptive answer is that of the budget
+        key = (delta, adjacency, method or "best", bool(allow_group), self.budget)
         length, known = self._answers.get(key, (-1, 0.0))
         if length == len(self):
             return known
-        found = self._epsilon(delta, adjacency, method or "best")
+        try:
+            found = self._epsilon(delta, adjacency, method or "best")
+        except AdjacencyError:
+            if not allow_group or self.adaptive or adjacency != REPLACE_ONE:
+                raise
+            found = replace_one_epsilon(self.ledger, delta)
         if len(self._answers) >= _CACHED_QUERIES:
             self._answers.clear()
         self._answers[key] = len(self), found
@@ -145,16 +160,31 @@ class Accountant(Spending):
             raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
         return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
 
-    def get_mu(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns the exact mu of Gaussian differential privacy.
+    def get_mu(self, *, adjacency: Adjacency | None = None, delta_min: float | None = None) -> float:
+        """Returns mu of Gaussian differential privacy, exact for unsampled Gaussian noise.
+
+        Args:
+            adjacency: default the accountant's.
+            delta_min: in (0, 1), for sampled events: a mu whose Gaussian curve covers theirs where delta >= delta_min.
+                Quote it with that restriction, and do not compose it further.
 
         Raises:
-            ValueError: some event was sampled or has a failure probability, so that no mu holds.
+            ValueError: there is no such mu: sampled events without delta_min, failure probabilities, no known loss law.
         """
-        cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
-        if cost.mu_squared is None or cost.failure or cost.transcript or cost.per_side:
-            raise ValueError("mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
-        return math.sqrt(cost.mu_squared)
+        adjacency = check_adjacency(adjacency or self.adjacency)
+        cost = self.ledger.cost(adjacency)
+        failing = bool(cost.failure or cost.transcript or cost.per_side)
+        if cost.mu_squared is not None and not failing:
+            return math.sqrt(cost.mu_squared)
+        if delta_min is None or failing or self.adaptive:
+            raise ValueError(
+                "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead, or "
+                "get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
+            )
+        found = self.ledger.mu(adjacency, delta_min)
+        if found is None:
+            raise ValueError("mu must come from loss distributions, and some event has none: ask get_epsilon instead")
+        return found
 
     def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
         """Returns rho of zero-concentrated differential privacy.

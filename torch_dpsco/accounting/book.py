@@ -63,9 +63,13 @@ class Book:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Book:
         """Builds a book from primitives; raises ValueError for malformed ones."""
+        config, runs = row.get("config", {}), row.get("runs", ())
+        pairs = isinstance(runs, Sequence) and all(isinstance(run, Sequence) and len(run) == 2 for run in runs)
+        if not pairs or not isinstance(config, Mapping):
+            raise ValueError(f"state must hold ledger, runs and config as they were written (got {runs!r}, {config!r})")
         try:
-            runs = [(str(token), check.count(start=start)) for token, start in row.get("runs", ())]
-            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(row.get("config", {})))
+            runs = [(str(token), check.count(start=start)) for token, start in runs]
+            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(config))
         except (TypeError, AttributeError) as error:
             raise ValueError(f"state must hold ledger, runs and config as they were written ({error})") from error
 
@@ -123,8 +127,11 @@ def foreign_book(history: Iterable[Sequence[float]], run: str, adjacency: Adjace
         ValueError: an entry is not (noise multiplier >= 0, rate in [0, 1], steps >= 0).
     """
     book = Book(config={"adjacency": adjacency, "unit": unit})
+    if not isinstance(history, Iterable):
+        raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) (got {history!r})")
+    entry: Any
     for entry in history:
-        if len(entry) != 3:
+        if not isinstance(entry, Sequence) or len(entry) != 3:
             raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})")
         book.ledger.add(PoissonGaussian(entry[0], entry[1]), check.count(steps=entry[2]))
     if len(book.ledger):
@@ -148,6 +155,8 @@ def read_state(state: Mapping[str, Any]) -> Book:
     """
     if not state:
         raise ValueError("state_dict must not be empty")
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state_dict must be a mapping (got {state!r})")
     version, mechanism = state.get("version"), state.get("mechanism")
     if mechanism in FOREIGN:
         raise ValueError(
@@ -163,7 +172,9 @@ def read_state(state: Mapping[str, Any]) -> Book:
     book = Book.from_row(state)
     # PRIVACY: (test_one_altered_count_or_bit_of_a_float_is_noticed)
     _require_digest(state, book.digest())
-    if [list(entry) for entry in state.get("history", ())] != [list(entry) for entry in history_of(book.ledger)]:
+    history = state.get("history", ())
+    known = [list(entry) for entry in history_of(book.ledger)]
+    if not isinstance(history, Sequence) or [list(entry) for entry in history] != known:
         raise ValueError("history must match the ledger: the state was altered or is damaged")
     return book
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from scipy.optimize import brentq
+
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Disjoint
 from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = ["design_epsilon", "max_steps", "noise_multiplier"]
+__all__ = ["design_epsilon", "epoch_steps", "max_steps", "noise_multiplier"]
 
 _LOWEST, _HIGHEST = 1e-3, 1e8
 
@@ -36,21 +39,23 @@ def design_epsilon(
     Example:
         >>> from torch_dpsco.accounting.designs import Poisson
         >>> round(design_epsilon(1.0, 1e-5, design=Poisson(256, 60000), steps=235, adjacency="add_remove"), 2)
-        0.93
+        0.39
     """
     event = design.event(clipped_gaussian(noise_multiplier), steps)
     return Ledger([event]).epsilon(delta, check_adjacency(adjacency), method)
 
 
-def _bisect_log(epsilon_at: Callable[[float], float], epsilon: float, low: float, high: float, rtol: float) -> float:
-    # invariant: epsilon_at(high) <= epsilon < epsilon_at(low); the conservative end is returned
-    while high > low * (1.0 + rtol):
-        middle = math.sqrt(low * high)
-        if epsilon_at(middle) <= epsilon:
-            high = middle
-        else:
-            low = middle
-    return high
+def epoch_steps(design: Design, epochs: float) -> int:
+    """Returns the number of draws of some epochs: whole epochs of `steps_per_epoch`, and a part of one rounded up.
+
+    Example:
+        >>> from torch_dpsco.accounting.designs import Poisson
+        >>> epoch_steps(Poisson(1, 93), 1), epoch_steps(Poisson(256, 60000), 0.5)
+        (93, 118)
+    """
+    if check.positive(epochs=epochs) == int(epochs):
+        return int(epochs) * design.steps_per_epoch  # what a loop over that many iterations of the loader makes
+    return math.ceil(epochs * design.n / design.batch_size - 1e-9)
 
 
 def noise_multiplier(
@@ -58,7 +63,8 @@ def noise_multiplier(
     delta: float,
     *,
     design: Design,
-    steps: int,
+    steps: int | None = None,
+    epochs: float | None = None,
     adjacency: Adjacency,
     method: str = "best",
     rtol: float = 1e-4,
@@ -69,7 +75,8 @@ def noise_multiplier(
         epsilon: target, > 0.
         delta: target, in (0, 1).
         design: how batches are drawn.
-        steps: number of releases, >= 1.
+        steps: number of releases, >= 1; or give epochs.
+        epochs: number of passes, > 0, on average (see `epoch_steps`).
         adjacency: neighboring relation of the target.
         method: see `curves.epsilon_of`.
         rtol: relative accuracy of the result, in [1e-12, 1].
@@ -80,27 +87,46 @@ def noise_multiplier(
     """
     check.positive(epsilon=epsilon)
     check.open_interval(0.0, 1.0, delta=delta)
-    check.positive_count(steps=steps)
+    if (steps is None) == (epochs is None):
+        raise ValueError(f"steps or epochs must be given, and not both (got {steps} and {epochs})")
+    releases = check.positive_count(steps=steps) if epochs is None else epoch_steps(design, epochs)
     check.between(1e-12, 1.0, rtol=rtol)
 
-    def epsilon_at(noise: float) -> float:
-        return design_epsilon(noise, delta, design=design, steps=steps, adjacency=adjacency, method=method)
+    def epsilon_at(noise: float, method: str = method) -> float:
+        return design_epsilon(noise, delta, design=design, steps=releases, adjacency=adjacency, method=method)
 
+    cheap = "rdp" if method in ("best", "pld") else method  # never below what the method says, and much faster
     high = 1.0
-    while epsilon_at(high) > epsilon:
+    while epsilon_at(high, cheap) > epsilon and epsilon_at(high) > epsilon:
         if high == _HIGHEST:
             floor = rounded_up(epsilon_at(_HIGHEST))
             raise InfeasibleError(
-                f"epsilon must be >= {floor}, the smallest that {steps} steps reach at delta={delta:g} with any "
+                f"epsilon must be >= {floor}, the smallest that {releases} steps reach at delta={delta:g} with any "
                 f"noise up to {_HIGHEST:g} (got {epsilon:g}); take fewer steps or a larger delta"
             )
         high = min(2.0 * high, _HIGHEST)
     low = high / 2.0
-    while epsilon_at(low) <= epsilon:
+    while epsilon_at(low, cheap) <= epsilon or epsilon_at(low) <= epsilon:
         high, low = low, low / 2.0
         if low < _LOWEST:
             return high
-    return _bisect_log(epsilon_at, epsilon, low, high, rtol)
+    return _least(epsilon_at, epsilon, low, high, rtol)
+
+
+def _least(epsilon_at: Callable[[float], float], epsilon: float, low: float, high: float, rtol: float) -> float:
+    """Returns the least noise in (low, high] that meets the target, to rtol and rounded up; high meets it."""
+
+    def excess(log_noise: float) -> float:
+        spent = epsilon_at(math.exp(log_noise))
+        return max(-50.0, min(50.0, math.log(spent / epsilon))) if spent > 0 else -50.0
+
+    tolerance = rtol / 4.0
+    root = float(brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52))
+    noise = math.exp(root) * (1.0 + tolerance)
+    # PRIVACY: only a noise that was seen to meet the target (test_a_tight_tolerance_meets_any_target_tightly)
+    while noise < high and epsilon_at(noise) > epsilon:
+        noise *= 1.0 + tolerance
+    return min(noise, high)
 
 
 def max_steps(
@@ -122,15 +148,11 @@ def max_steps(
     if isinstance(design, Disjoint):
         most = min(most, design.steps_per_epoch)
 
-    def fits(steps: int) -> bool:
-        spent = design_epsilon(noise_multiplier, delta, design=design, steps=steps, adjacency=adjacency)
-        return spent <= epsilon
+    def excess(steps: int, method: str = "best") -> float:
+        return (
+            design_epsilon(noise_multiplier, delta, design=design, steps=steps, adjacency=adjacency, method=method)
+            - epsilon
+        )
 
-    low, high = 0, 1  # `low` fits, and `high` does not, once the doubling has ended below `most`
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    by_renyi = largest(lambda steps: excess(steps, "rdp"), most)  # never more, and fast
+    return largest(excess, most, guess=by_renyi)

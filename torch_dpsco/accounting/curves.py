@@ -11,10 +11,10 @@ Source: spec accounting.md sections 2, 4, 4.8, 5.6, 5.7; architecture.md section
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,23 +39,27 @@ from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Gaussian, SimpleEvent
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["METHODS", "Cost", "Evaluation", "cost_of", "delta_of", "epsilon_of", "orders_at"]
+__all__ = ["METHODS", "Cost", "Evaluation", "Laws", "cost_of", "delta_of", "epsilon_of", "orders_at"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
-_MAX_LEVEL = 6  # orders up to 2^20
+_MAX_LEVEL = 7  # orders up to 2^20
+_SCALARS = 7  # numbers of a cost beside its Renyi curve
+_MANY_LAWS = 64  # laws of all combinations of parts, beyond which they take more than about half a second
 
 
 @lru_cache(maxsize=_MAX_LEVEL + 1)
 def orders_at(level: int) -> FloatArray:
-    """Returns the order grid: the default one to 2^14, made denser, with one more doubling per level, to 2^20.
+    """Returns the order grid: to 2^8 at level 0, to 2^14 at level 1, with one more doubling per further level.
 
-    The default orders alone cost up to 1 % of epsilon. Steps of 0.1 below 11 are those of Opacus, so that our figure is
-    never larger than its; ratios of 1.02 above 64 leave 5e-5.
+    It is denser than the default orders, which alone cost up to 1 % of epsilon. Steps of 0.1 below 11 are those of
+    Opacus, so that our figure is never larger than its; ratios of 1.02 above 64 leave 5e-5. Most runs are decided at
+    small orders, and those above 2^8 take two thirds of the time.
     """
-    if level == 0:
-        dense = np.concatenate([np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281))])
+    if level <= 1:
+        dense = np.concatenate([np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281)), [2.0**8]])
         grid = np.union1d(default_orders(), dense)
+        grid = grid[grid <= 2.0**8] if level == 0 else grid
     else:
         grid = orders_at(level - 1)
         grid = np.concatenate([grid, extended_orders(grid, best=float(grid[-1]))])
@@ -90,30 +94,29 @@ class Cost:
         """Returns the cost of nothing."""
         return cls(np.zeros_like(orders_at(level)), 0.0, (0.0, 0.0), 0.0)
 
+    @property
+    def row(self) -> FloatArray:
+        """All numbers in one vector, nan for what is not defined: sums of costs are sums of rows."""
+        mu_squared = math.nan if self.mu_squared is None else self.mu_squared
+        xi, rho = (math.nan, math.nan) if self.zcdp is None else self.zcdp
+        rest = mu_squared, xi, rho, self.pure, self.log_survival, self.transcript, self.per_side
+        return np.concatenate([self.rdp, rest])
+
+    @classmethod
+    def of_row(cls, row: FloatArray) -> Cost:
+        """Returns the cost of a row."""
+        mu_squared, xi, rho, pure, log_survival, transcript, per_side = map(float, row[-_SCALARS:])
+        zcdp = None if math.isnan(rho) else (xi, rho)
+        mu = None if math.isnan(mu_squared) else mu_squared
+        return cls(row[:-_SCALARS], mu, zcdp, pure, log_survival, transcript, per_side)
+
     def __add__(self, other: Cost) -> Cost:
-        mine, its = self.zcdp, other.zcdp
-        return Cost(
-            self.rdp + other.rdp,
-            _plus(self.mu_squared, other.mu_squared),
-            None if mine is None or its is None else (mine[0] + its[0], mine[1] + its[1]),
-            self.pure + other.pure,
-            self.log_survival + other.log_survival,
-            self.transcript + other.transcript,
-            self.per_side + other.per_side,
-        )
+        return Cost.of_row(self.row + other.row)
 
     def __mul__(self, times: int) -> Cost:
         if times == 0:  # 0 * inf is nan; nothing was released
             return Cost(np.zeros_like(self.rdp), 0.0, (0.0, 0.0), 0.0)
-        return Cost(
-            times * self.rdp,
-            None if self.mu_squared is None else times * self.mu_squared,
-            None if self.zcdp is None else (times * self.zcdp[0], times * self.zcdp[1]),
-            times * self.pure,
-            times * self.log_survival,
-            times * self.transcript,
-            times * self.per_side,
-        )
+        return Cost.of_row(times * self.row)
 
     @property
     def failure(self) -> float:
@@ -132,10 +135,6 @@ class Cost:
             max(self.transcript, other.transcript),
             max(self.per_side, other.per_side),
         )
-
-
-def _plus(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else first + second
 
 
 def _larger(first: float | None, second: float | None) -> float | None:
@@ -297,20 +296,29 @@ def _rdp_evaluation(cost_at: Callable[[int], Cost], delta: float) -> Evaluation:
     return Evaluation(best.epsilon, "rdp", best.order)
 
 
+class Laws(Protocol):
+    """Privacy loss distributions of a composition (see `Ledger`); None where there is no figure."""
+
+    def epsilon(self, delta: float, most: float = math.inf) -> float | None:
+        """Returns epsilon at delta; None too if more than `most` laws, of all combinations of parts, were needed."""
+
+    def delta(self, epsilon: float, most: float = math.inf) -> float | None:
+        """Returns delta at epsilon; None too if more than `most` laws, of all combinations of parts, were needed."""
+
+
 def epsilon_of(
-    cost_at: Callable[[int], Cost],
-    delta: float,
-    method: str = "best",
-    by_laws: Callable[[float], float | None] = lambda delta: None,
+    cost_at: Callable[[int], Cost], delta: float, laws: Laws, method: str = "best", enough: float = 0.0
 ) -> Evaluation:
     """Converts a cost into epsilon at delta.
 
     Args:
         cost_at: the cost on the order grid of a level (more orders are asked for when the last one is the best).
         delta: in (0, 1).
-        method: "best" (the least of the cheap bounds that are defined), "gdp", "zcdp", "pure", "rdp", or "pld" (the
-            tightest: privacy loss distributions; the best of the others where an event has none).
-        by_laws: epsilon at delta by privacy loss distributions, None where there is none.
+        laws: of the same events.
+        method: "best" (the least bound there is, with loss distributions if they take at most 64 laws), "gdp", "zcdp",
+            "pure", "rdp", or "pld" (loss distributions of any number of events; the best of the others where there is
+            no figure).
+        enough: an epsilon below which a cheaper bound will do, >= 0.
 
     Raises:
         ValueError: unknown method, or one that is not defined for these events.
@@ -320,17 +328,16 @@ def epsilon_of(
     cost = cost_at(0)
     if (method == "gdp" and cost.mu_squared is None) or (method == "zcdp" and cost.zcdp is None):
         raise ValueError(f"method must be 'best' or 'rdp' for sampled events (got {method!r})")
+    if not (cost.failure or cost.transcript or cost.per_side):
+        return _converted(cost_at, delta, laws, method, enough)
 
     found = Evaluation(math.inf, "failure")
 
     def converted(delta: float) -> float:
         nonlocal found
-        found = _converted(cost_at, delta, method, by_laws)
+        found = _converted(cost_at, delta, laws, method)
         return found.epsilon
 
-    if not (cost.failure or cost.transcript or cost.per_side):
-        converted(delta)
-        return found
     epsilon = epsilon_with_failures(
         delta, converted, coupling=cost.failure, transcript=cost.transcript, per_side=cost.per_side
     )
@@ -338,33 +345,44 @@ def epsilon_of(
 
 
 def _converted(
-    cost_at: Callable[[int], Cost], delta: float, method: str, by_laws: Callable[[float], float | None]
+    cost_at: Callable[[int], Cost], delta: float, laws: Laws, method: str, enough: float = 0.0
 ) -> Evaluation:
     cost = cost_at(0)
     if cost.mu_squared is not None and method in ("best", "gdp", "pld"):  # exact: nothing is below it
         exact = math.inf if math.isinf(cost.mu_squared) else gaussian_epsilon(math.sqrt(cost.mu_squared), delta)
         return Evaluation(exact, "gdp")
-    found: list[Evaluation] = []
     if method == "pld":
-        tightest = by_laws(delta)
+        tightest = laws.epsilon(delta)
+        if tightest is not None:
+            return Evaluation(tightest, "pld")
+        method = "best"
+    found = list(_cheap(cost_at, cost, delta, method))
+    if method == "best" and min(bound.epsilon for bound in found) > enough:
+        tightest = laws.epsilon(delta, _MANY_LAWS)
         if tightest is not None:
             found.append(Evaluation(tightest, "pld"))
-        method = "best"
-    if method in ("best", "rdp"):
-        found.append(_rdp_evaluation(cost_at, delta))
-    if cost.zcdp is not None and method in ("best", "zcdp"):
-        xi, rho = cost.zcdp
-        found.append(Evaluation(math.inf if math.isinf(rho) else xi + zcdp_epsilon(rho, delta), "zcdp"))
-    if method in ("best", "pure"):
-        found.append(Evaluation(cost.pure, "pure"))
     return min(found, key=lambda evaluation: evaluation.epsilon)
 
 
-def delta_of(cost: Cost, epsilon: float) -> float:
-    """Converts a cost into delta at epsilon >= 0."""
+def _cheap(cost_at: Callable[[int], Cost], cost: Cost, delta: float, method: str) -> Iterator[Evaluation]:
+    if method in ("best", "rdp"):
+        yield _rdp_evaluation(cost_at, delta)
+    if cost.zcdp is not None and method in ("best", "zcdp"):
+        xi, rho = cost.zcdp
+        yield Evaluation(math.inf if math.isinf(rho) else xi + zcdp_epsilon(rho, delta), "zcdp")
+    if method in ("best", "pure"):
+        yield Evaluation(cost.pure, "pure")
+
+
+def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> float:
+    """Converts a cost into the least delta at epsilon >= 0 (see `epsilon_of` for the arguments)."""
     check.nonnegative(epsilon=epsilon)
+    cost = cost_at(0)
     if cost.mu_squared is None:
-        delta = 0.0 if epsilon >= cost.pure else rdp_delta(orders_at(0), cost.rdp, epsilon)
+        # orders up to 2^14 for small deltas; more would gain nothing that a loss distribution does not
+        delta = 0.0 if epsilon >= cost.pure else rdp_delta(orders_at(1), cost_at(1).rdp, epsilon)
+        tightest = laws.delta(epsilon, _MANY_LAWS) if delta > 0 else None
+        delta = delta if tightest is None else min(delta, tightest)
     else:
         delta = 1.0 if math.isinf(cost.mu_squared) else gaussian_delta(math.sqrt(cost.mu_squared), epsilon)
     delta0 = cost.failure

@@ -20,6 +20,15 @@ _SIMPLE = (
     *(kinds.Pure, kinds.ApproxDP, kinds.ZCDP, kinds.ApproxZCDP, kinds.GDP, kinds.KNorm, kinds.RDPCurve, kinds.Failure),
 )
 _CLASSES = {cls.__name__: cls for cls in (*_SIMPLE, Repeat, Sequential, Parallel)}
+_SHAPES: dict[str, type[Any]] = {
+    "events": list,
+    "parts": dict,
+    "sens": dict,
+    "orders": list,
+    "values": list,
+    "adjacencies": list,
+}
+_WORDS = ("partition", "partition_kind", "kind", "key_public")  # strings that are no numbers
 _OMITTED = ("k", "adjacencies", "partition_kind", "key_public")  # where they have their default
 
 
@@ -58,7 +67,7 @@ def event_from_json(data: dict[str, Any]) -> Event:
     """
     if data.get("count", 1) != 1:
         return Repeat(event_from_json({key: value for key, value in data.items() if key != "count"}), data["count"])
-    cls = _CLASSES.get(data.get("type", ""))
+    cls = next((cls for name, cls in _CLASSES.items() if name == data.get("type")), None)
     if cls is None:
         raise ValueError(f"event type must be one of {', '.join(_CLASSES)} (got {data.get('type')!r})")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -75,6 +84,9 @@ def event_from_json(data: dict[str, Any]) -> Event:
 
 
 def _decoded(cls: type, name: str, value: Any) -> Any:
+    if name in _SHAPES and not isinstance(value, _SHAPES[name]):
+        word = "object" if _SHAPES[name] is dict else "list"
+        raise ValueError(f"{name} of {cls.__name__} must be a JSON {word} (got {value!r})")
     if name == "event":
         return event_from_json(value)
     if name == "events":
@@ -82,13 +94,16 @@ def _decoded(cls: type, name: str, value: Any) -> Any:
     if name == "parts":
         return {part: [event_from_json(item) for item in items] for part, items in value.items()}
     if name == "sens":
-        return {adjacency: _number(item) for adjacency, item in value.items()}
+        return {adjacency: _number(name, item) for adjacency, item in value.items()}
     if name in ("orders", "values"):
-        return tuple(_number(item) for item in value)
+        return tuple(_number(name, item) for item in value)
     if name == "adjacencies":
         return tuple(value)
-    return _number(value) if isinstance(value, str) and name not in ("partition", "partition_kind", "kind") else value
+    return _number(name, value) if isinstance(value, str) and name not in _WORDS else value
 
 
-def _number(value: float | str) -> float:
-    return float.fromhex(value) if isinstance(value, str) else float(value)
+def _number(name: str, value: float | str) -> float:
+    try:
+        return float.fromhex(value) if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be a number (got {value!r})") from error

@@ -219,7 +219,7 @@ class Sequential:
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
-        assign(self, events=tuple(self.events))
+        assign(self, events=_members("events", self.events))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,11 +244,21 @@ class Parallel:
     key_public: bool = False
 
     def __post_init__(self) -> None:
-        pairs = self.parts.items() if isinstance(self.parts, Mapping) else self.parts
-        assign(self, parts=tuple(sorted((str(name), tuple(events)) for name, events in pairs)))
-        if not self.partition:
-            raise ValueError("partition must be a non-empty name (got '')")
+        if not isinstance(self.parts, (Mapping, tuple)):
+            raise ValueError(f"parts must map names to events (got {self.parts!r})")
+        pairs = tuple(self.parts.items()) if isinstance(self.parts, Mapping) else self.parts
+        parts = {str(name): _members("parts", events) for name, events in pairs}
+        if len(parts) < len(pairs):
+            # PRIVACY: 1 and "1" are one name in a ledger file (test_two_parts_of_one_name_are_refused)
+            raise ValueError(f"parts must have names that differ as text (got {[name for name, _ in pairs]})")
+        assign(self, parts=tuple(sorted(parts.items(), key=lambda part: part[0])))
+        partition: object = self.partition
+        if not isinstance(partition, str) or not partition:
+            raise ValueError(f"partition must be a non-empty name (got {partition!r})")
         check.choice(PARTITION_KINDS, partition_kind=self.partition_kind)
+        if not isinstance(self.key_public, bool):
+            # PRIVACY: "no" is true (test_a_public_key_is_never_granted_by_a_word)
+            raise ValueError(f"key_public must be True or False (got {self.key_public!r})")
         if self.key_public and self.partition_kind != "keyed":
             raise ValueError(f"key_public must be False for a {self.partition_kind} partition (got {self.key_public})")
 
@@ -274,6 +284,12 @@ SimpleEvent: TypeAlias = (
     | NonPrivate
 )
 Event: TypeAlias = SimpleEvent | Repeat | Sequential | Parallel
+
+
+def _members(field: str, events: object) -> tuple[Event, ...]:
+    if isinstance(events, str) or not isinstance(events, Iterable):
+        raise ValueError(f"{field} must hold lists of events (got {events!r})")
+    return tuple(events)  # each is checked where it is charged
 
 
 def clipped_gaussian(noise_multiplier: float) -> Gaussian:

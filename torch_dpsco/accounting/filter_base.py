@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +17,7 @@ from torch_dpsco.accounting.events import Event, Repeat
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import BudgetExceeded
 
 __all__ = ["ULP", "Filter", "PlannedFilter", "ScheduledFilter", "Usage"]
@@ -83,7 +83,7 @@ class Filter(ABC):
 
     def max_steps(self, ledger: Ledger, event: Event) -> int:
         """Returns how many such events fit, 0 to 2^40: that many are admitted and one more is not."""
-        return _most(lambda count: self.admits(ledger, event, count))
+        return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, _MAX_STEPS)
 
     def remaining(self, ledger: Ledger) -> str:
         """Returns in words what is left of the resource that is closest to its limit."""
@@ -105,29 +105,22 @@ class Filter(ABC):
         )
 
 
-def _most(admits: Callable[[int], bool], guess: int = 1) -> int:
-    """Returns the largest admitted count up to 2^40; admitting a count implies admitting each smaller one."""
-    low, high, step = 0, max(1, guess), max(1, guess // 8)
-    while high <= _MAX_STEPS and admits(high):
-        low, high, step = high, high + step, 2 * step
-    high = min(high, _MAX_STEPS + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if admits(middle) else (low, middle)
-    return low
-
-
 class PlannedFilter(Filter):
     """Parameters fixed in advance, as the caller promises: the composed epsilon stays within the target."""
 
     def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
         """Returns epsilon."""
-        budget = self.budget
-        found = ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count)
-        return (Usage("epsilon", found.epsilon, budget.epsilon),)
+        return (Usage("epsilon", self._epsilon(ledger, event, count), self.budget.epsilon),)
 
     def _fits(self, ledger: Ledger, event: Event | None, count: int) -> bool:
-        return self.usages(ledger, event, count)[0].spent <= self.budget.epsilon
+        # any bound decides, the cheap ones first: loss distributions only near the end of the budget
+        return self._epsilon(ledger, event, count, enough=self.budget.epsilon) <= self.budget.epsilon
+
+    def _epsilon(
+        self, ledger: Ledger, event: Event | None, count: int, method: str = "best", enough: float = 0.0
+    ) -> float:
+        budget = self.budget
+        return ledger.evaluate(budget.delta, budget.adjacency, method, extra=event, count=count, enough=enough).epsilon
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused, and the least epsilon that would admit it."""
@@ -136,18 +129,18 @@ class PlannedFilter(Filter):
         return (
             f"{count} x {event} would bring epsilon to {asked}, past the budget of {budget.epsilon:.6g} "
             f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(ledger)} events, "
-            f"room for {most} more of this event. Smallest epsilon that would admit it: {asked}"
+            f"remaining {max(0.0, budget.epsilon - spent):.6g}, room for {most} more of this event. "
+            f"Smallest epsilon that would admit it: {asked}"
         )
 
     def max_steps(self, ledger: Ledger, event: Event) -> int:
         """Returns how many such events fit, 0 to 2^40, without charging anything."""
-        budget = self.budget
 
-        def fits_renyi(count: int) -> bool:  # never less than what `admits` compares, and fast
-            spent = ledger.evaluate(budget.delta, budget.adjacency, "rdp", extra=event, count=count)
-            return spent.epsilon <= budget.epsilon
+        def excess(count: int, method: str = "best") -> float:
+            return self._epsilon(ledger, event, count, method) - self.budget.epsilon
 
-        return _most(lambda count: self.admits(ledger, event, count), _most(fits_renyi))
+        by_renyi = largest(lambda count: excess(count, "rdp"), _MAX_STEPS)  # never more, and fast
+        return largest(excess, _MAX_STEPS, guess=by_renyi)
 
 
 class ScheduledFilter(Filter):

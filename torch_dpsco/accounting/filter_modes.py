@@ -216,7 +216,7 @@ class _OrderReader:
 
     def __init__(self, orders: Sequence[float]) -> None:
         self._orders = np.asarray(orders, dtype=np.float64)
-        self.level = next(level for level in range(7) if orders_at(level)[-1] >= self._orders.max())
+        self.level = next(level for level in range(8) if orders_at(level)[-1] >= self._orders.max())
         grid = orders_at(self.level)
         self._right = np.searchsorted(grid, self._orders)
         self._left = np.where(grid[self._right] == self._orders, self._right, self._right - 1)
@@ -242,8 +242,8 @@ def _best_order(budget: Budget) -> float:
         raise ValueError(
             f"schedule must spend something, so that an order can be chosen for it (got {budget.schedule})"
         )
-    orders, delta = orders_at(0), budget.noise_delta
-    orders, cost = orders[orders > 1.01], plan.cost(budget.adjacency).rdp[orders > 1.01]
+    orders, delta = orders_at(1), budget.noise_delta
+    orders, cost = orders[orders > 1.01], plan.cost(budget.adjacency, 1).rdp[orders > 1.01]
     overheads = np.array([rdp_epsilon_at_order(0.0, order, delta) for order in orders])
     room = budget.epsilon * (1.0 - 1e-12) - overheads
     usable = (room > 0) & np.isfinite(cost)

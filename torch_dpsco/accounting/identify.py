@@ -54,6 +54,13 @@ class RatePoisson(Design):
         """Expected size of a batch, rounded up."""
         return max(1, math.ceil(self.sample_rate * self.n))
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws that touch each record once on average: ceil(1 / rate); n if the rate is 0."""
+        # not n / batch_size: the drawn rate is rounded up, so that batches of 1 would count as 2
+        # (test_an_epoch_of_a_recognized_loader_has_no_step_too_few)
+        return math.ceil(1.0 / self.sample_rate - 1e-9) if self.sample_rate else self.n
+
     def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(self.draw_event(base, Draw(0)), draws)

@@ -6,8 +6,9 @@ import os
 import secrets
 import warnings
 from collections.abc import Collection
+from typing import Any
 
-from torch_dpsco.accounting.book import Book, charge_row
+from torch_dpsco.accounting.book import MARKS, Book, charge_row
 from torch_dpsco.accounting.events import Event, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.ledger_file import LedgerFile
@@ -27,6 +28,7 @@ class Journal:
     def __init__(self, book: Book, file: LedgerFile | None = None) -> None:
         self.book, self.file = book, file
         self._filed = len(book.ledger) if file is not None and not file.is_empty else -1  # events that the file knows
+        self._facts = _facts(book)  # and the facts, if it knows any events
         self._process = os.getpid()
         self._charging = False
 
@@ -61,9 +63,10 @@ class Journal:
             # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
             run = secrets.token_hex(16)
         if self.file is not None:
-            if self._filed != at:  # a new file, or a ledger that was added to by hand
+            # PRIVACY: a suspicion too outlives a crash (test_a_suspicion_is_filed_with_the_next_charge)
+            if (self._filed, self._facts) != (at, _facts(self.book)):  # new file, new facts, a ledger added to by hand
                 self.file.append(self.book.to_row())
-            self._filed = -1  # until the book has it too
+            self._filed, self._facts = -1, _facts(self.book)  # until the book has the charge too
             self.file.append(charge_row(event, count, at, run, marks))
         if run is not None:
             self.book.runs.append((run, at))
@@ -102,7 +105,7 @@ class Journal:
         self.require_own_process()
         if self.file is not None:
             self.file.append(book.to_row())
-        self.book, self._charging, self._filed = book, False, len(book.ledger)
+        self.book, self._charging, self._filed, self._facts = book, False, len(book.ledger), _facts(book)
 
     def _tell_of_rollback(self, released: int) -> None:
         # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
@@ -113,3 +116,8 @@ class Journal:
                 UtilityWarning,
                 stacklevel=5,
             )
+
+
+def _facts(book: Book) -> dict[str, Any]:
+    """Returns what is known besides the charges and their marks, which each have a line of their own."""
+    return {name: value for name, value in book.config.items() if name not in MARKS}

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Iterable, Iterator
-from itertools import product
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.pld import pld_epsilon
-from torch_dpsco.accounting.analysis.pld_loss import LossLaw
-from torch_dpsco.accounting.curves import Cost, Evaluation, cost_of, delta_of, epsilon_of
+from torch_dpsco.accounting.curves import Cost, Evaluation, delta_of, epsilon_of
 from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -28,18 +25,17 @@ from torch_dpsco.accounting.events import (
     Sequential,
     SimpleEvent,
 )
-from torch_dpsco.accounting.laws import laws_of
+from torch_dpsco.accounting.laws import ComposedLaws
+from torch_dpsco.accounting.totals import Totals, total_of
 from torch_dpsco.errors import AdjacencyError
 
 __all__ = ["Ledger"]
 
 _BASE = ("", "")  # partition and part of events that touch all records
 _POSITIONAL = ("positional", False)
-_MOST_COMBINATIONS = 256
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
 _Kinds = dict[str, tuple[str, bool]]  # per partition: how it was cut, and whether its key is public
-_Laws = tuple[tuple[LossLaw, int], ...]
 
 
 def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
@@ -84,13 +80,6 @@ def _require_defined(kinds: _Kinds, adjacency: Adjacency) -> None:
             )
 
 
-def _sum_costs(counts: _Counts, adjacency: Adjacency, level: int) -> Cost:
-    total = Cost.zero(level)
-    for event, times in counts.items():
-        total = total + cost_of(event, adjacency, level) * times
-    return total
-
-
 class Ledger:
     """Events recorded so far.
 
@@ -107,7 +96,7 @@ class Ledger:
         self._counts: dict[_Place, _Counts] = {}
         self._kinds: _Kinds = {}
         self._parts: dict[str, list[_Place]] = {}
-        self._costs: dict[tuple[Adjacency, int], dict[str, Cost]] = {}  # per partition: the largest part
+        self._totals: dict[tuple[Adjacency, int], Totals] = {}
         for event in events:
             self.add(event)
 
@@ -129,7 +118,15 @@ class Ledger:
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
         entries = list(_flatten(event, check.count(count=count)))
-        self._kinds = self._kinds_with(event)
+        kinds = self._kinds_with(event)
+        if not entries:
+            return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
+        length = self._length + sum(times for _, _, times in entries)
+        if length > sys.maxsize:
+            raise ValueError(f"count must leave at most {sys.maxsize} events in the ledger (got {length})")
+        self._kinds = kinds
+        # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
+        totals, self._totals = self._totals, {}
         for place, simple, times in entries:
             if place not in self._counts:
                 self._counts[place] = {}
@@ -137,7 +134,8 @@ class Ledger:
             counts = self._counts[place]
             counts[simple] = counts.get(simple, 0) + times
             self._length += times
-            self._invalidate(place)
+            self._update(totals, place, simple)
+        self._totals = totals
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
@@ -146,32 +144,34 @@ class Ledger:
                 raise ValueError(f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})")
         return kinds
 
-    def _invalidate(self, place: _Place) -> None:
-        for key in list(self._costs):
-            if place == _BASE:
-                self._costs[key].pop("", None)  # summed again by the next query
-                continue
+    def _update(self, known: dict[tuple[Adjacency, int], Totals], place: _Place, event: SimpleEvent) -> None:
+        for key, totals in list(known.items()):
             try:
-                self._refresh(self._costs[key], place, *key)
+                if place == _BASE:
+                    totals.base.put(event, self._counts[place][event])
+                else:
+                    totals.grow(place[0], total_of(self._counts[place], *key))
             except AdjacencyError:  # recorded all the same; a query under that adjacency raises
-                del self._costs[key]
+                del known[key]
 
-    def _refresh(self, costs: dict[str, Cost], place: _Place, adjacency: Adjacency, level: int) -> None:
-        cost = _sum_costs(self._counts[place], adjacency, level)
-        known = costs.get(place[0])
-        # a part's cost only grows, so that the running maximum over parts stays exact
-        costs[place[0]] = cost if known is None or place == _BASE else known.maximum(cost)
+    def _totals_at(self, adjacency: Adjacency, level: int) -> Totals:
+        if (adjacency, level) not in self._totals:
+            totals = Totals(adjacency, level)
+            for place, counts in self._counts.items():
+                if place != _BASE:
+                    totals.grow(place[0], total_of(counts, adjacency, level))
+            for event, times in self._counts.get(_BASE, {}).items():
+                totals.base.put(event, times)
+            self._totals[adjacency, level] = totals
+        return self._totals[adjacency, level]
 
-    def _partition_costs(self, adjacency: Adjacency, level: int) -> dict[str, Cost]:
-        if (adjacency, level) not in self._costs:
-            costs: dict[str, Cost] = {}
-            for place in self._counts:
-                self._refresh(costs, place, adjacency, level)
-            self._costs[adjacency, level] = costs
-        costs = self._costs[adjacency, level]
-        if "" not in costs and _BASE in self._counts:
-            self._refresh(costs, _BASE, adjacency, level)
-        return costs
+    def _changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
+        """Returns the counts that recording an event `count` times would change, as they would be."""
+        changed: dict[_Place, _Counts] = {}
+        for place, simple, times in _flatten(extra, count) if extra is not None else ():
+            counts = changed.setdefault(place, {})
+            counts[simple] = counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
+        return changed
 
     def cost(self, adjacency: Adjacency, level: int = 0, extra: Event | None = None, count: int = 1) -> Cost:
         """Returns the composed cost, with `extra` as if it had been recorded `count` more times.
@@ -180,52 +180,34 @@ class Ledger:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
         _require_defined(self._kinds_with(extra), adjacency)
-        costs = dict(self._partition_costs(adjacency, level))
-        trial: dict[_Place, _Counts] = {}
-        for place, simple, times in _flatten(extra, count) if extra is not None else ():
-            counts = trial.setdefault(place, dict(self._counts.get(place, {})))
-            counts[simple] = counts.get(simple, 0) + times
-        for place, counts in trial.items():
-            cost = _sum_costs(counts, adjacency, level)
-            known = costs.get(place[0])
-            costs[place[0]] = cost if known is None or place == _BASE else known.maximum(cost)
-        total = Cost.zero(level)
-        for partition in sorted(costs):  # in one order, so that the same events always give the same bits
-            total = total + costs[partition]
-        return total
+        totals, changed = self._totals_at(adjacency, level), self._changed(extra, count)
+        base, parts = changed.pop(_BASE, None), Totals(adjacency, level)
+        for place, counts in changed.items():
+            parts.grow(place[0], total_of(self._counts.get(place, {}) | counts, adjacency, level))
+        return totals.cost(base, parts)
 
     def evaluate(
-        self, delta: float, adjacency: Adjacency, method: str = "best", *, extra: Event | None = None, count: int = 1
+        self,
+        delta: float,
+        adjacency: Adjacency,
+        method: str = "best",
+        *,
+        extra: Event | None = None,
+        count: int = 1,
+        enough: float = 0.0,
     ) -> Evaluation:
-        """Returns epsilon at delta with its method, optionally with `extra` recorded `count` more times."""
+        """Returns epsilon at delta with its method.
 
-        def by_laws(delta: float) -> float | None:
-            return self._pld_epsilon(delta, adjacency, extra, count)
-
-        return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, method, by_laws)
-
-    def _pld_epsilon(self, delta: float, adjacency: Adjacency, extra: Event | None, count: int) -> float | None:
-        """Returns epsilon by privacy loss laws; None where some event has no law, or there is no figure."""
-        places: dict[str, set[_Laws]] = {}
-        trial = {place: dict(counts) for place, counts in self._counts.items()}
-        for place, simple, times in _flatten(extra, count) if extra is not None else ():
-            counts = trial.setdefault(place, {})
-            counts[simple] = counts.get(simple, 0) + times
-        for (partition, _), counts in trial.items():
-            laws: dict[LossLaw, int] = {}
-            for event, times in counts.items():
-                known = laws_of(event, adjacency)
-                if known is None:
-                    return None
-                for law in known:
-                    laws[law] = laws.get(law, 0) + times
-            places.setdefault(partition, set()).add(tuple(sorted(laws.items(), key=repr)))
-        if math.prod(map(len, places.values())) > _MOST_COMBINATIONS:
-            return None
-        # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
-        results = [pld_epsilon([pair for part in parts for pair in part], delta) for parts in product(*places.values())]
-        found = [result.epsilon for result in results if result is not None]
-        return max(found, default=0.0) if len(found) == len(results) else None
+        Args:
+            delta: in (0, 1).
+            adjacency: neighboring relation.
+            method: see `curves.epsilon_of`.
+            extra: an event, as if it had been recorded `count` more times.
+            count: >= 0.
+            enough: an epsilon below which a cheaper bound will do.
+        """
+        laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
+        return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
 
     def epsilon(self, delta: float, adjacency: Adjacency, method: str = "best") -> float:
         """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""
@@ -233,7 +215,20 @@ class Ledger:
 
     def delta(self, epsilon: float, adjacency: Adjacency) -> float:
         """Returns delta at epsilon under an adjacency."""
-        return delta_of(self.cost(adjacency), epsilon)
+        return delta_of(lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency))
+
+    def mu(self, adjacency: Adjacency, delta_min: float) -> float | None:
+        """Returns a mu whose Gaussian curve covers that of the ledger where delta >= delta_min; None without a figure.
+
+        Not Gaussian differential privacy (see `pld_gdp.gdp_upper`); failures are not covered.
+        """
+        return ComposedLaws(self.counts, adjacency).mu(delta_min)
+
+    def counts(self, extra: Event | None = None, count: int = 1) -> dict[tuple[str, str], dict[SimpleEvent, int]]:
+        """Returns the counts per (partition, part), with `extra` as if it had been recorded `count` more times."""
+        changed = self._changed(extra, count)
+        places = dict.fromkeys((*self._counts, *changed))
+        return {place: self._counts.get(place, {}) | changed.get(place, {}) for place in places}
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the entries as JSON objects with bit-exact floats."""

@@ -1,4 +1,4 @@
-"""The ledger on disk: an append-only file of JSON lines, each on the disk before the noise that it pays for is drawn.
+"""The ledger on disk: a file of JSON lines, only added to, each on the disk before the noise that it pays for is drawn.
 
 A killed process loses nothing: `LedgerFile.append` returns after fsync, and only then `Accountant.authorize` does. Each
 line carries a digest of itself and of the lines before it. The digests find damage and slips, not forgers: who may
@@ -13,6 +13,9 @@ it; a *charge* adds an event:
 `at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
 `book.MARKS`.
 
+A long file is made short when it is opened: a new file, whose one line is the state of all lines, takes its place at
+once. A crash leaves the old file or the new one under the name, and both know every charge.
+
 Source: spec accounting.md section 3 (resume rules a and b), architecture.md section 7.
 """
 
@@ -21,8 +24,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import warnings
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch_dpsco.accounting.book import Book, Row
@@ -36,9 +42,13 @@ except ImportError:  # Windows: no lock; a second writer is then found by the si
 
 __all__ = ["LedgerFile"]
 
+_LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
+# not inherited by programs that are started; O_APPEND: no write can hit an earlier line
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+
 
 class LedgerFile:
-    """An append-only ledger file, locked against other writers while it is open.
+    """A ledger file that is only added to, locked against other writers while it is open.
 
     An existing file is read back and verified. A last line without its end was torn by a crash: then `authorize` had
     not returned and no noise was drawn for it. It is charged all the same, as a repetition of the charge before it.
@@ -47,7 +57,8 @@ class LedgerFile:
         path: of the file; made if it does not exist (its folder must).
 
     Raises:
-        PrivacyError: another process or accountant has the file open, or a line is damaged.
+        PrivacyError: another process or accountant has the file open, a line is damaged, or it cannot be opened for
+            reading and writing.
 
     Guarantee:
         Every event for which `append` has returned is in the file, also after kill -9 or a power failure, as far as
@@ -56,16 +67,21 @@ class LedgerFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        is_new = not os.path.exists(self.path)
-        # not inherited by programs that are started; O_APPEND: no write can hit an earlier line
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o600)
-        self._closer = weakref.finalize(self, os.close, self._fd)
         try:
-            self._lock()
-            self._size, self._digest, self._broken = 0, "", False
+            self._fd = _opened(self.path)
+        except OSError as error:
+            raise PrivacyError(
+                f"ledger file {self.path!r} cannot be opened for reading and writing ({error}): without it nothing can "
+                f"be charged; name a file in a folder that exists, on a disk that can be written"
+            ) from error
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        self._size, self._digest, self._broken = 0, "", False
+        try:
             self.book = self._read()
-            if is_new:
-                _sync_folder(self.path)
+            self._shorten()
+            # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
+            # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
+            self._sync(lambda: _sync_folder(os.path.realpath(self.path)))
         except BaseException:
             self.close()
             raise
@@ -74,18 +90,6 @@ class LedgerFile:
         """Closes and unlocks the file; a later `append` raises."""
         self._broken = True
         self._closer()
-
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            # PRIVACY: two writers would each see half of what is spent (test_a_second_writer_is_refused)
-            raise PrivacyError(
-                f"ledger file {self.path!r} is in use by another accountant or process (also a worker that has not "
-                f"ended yet): two writers would each spend unseen by the other; close() the other one first"
-            ) from error
 
     @property
     def is_empty(self) -> bool:
@@ -102,24 +106,31 @@ class LedgerFile:
                 nothing may be released for this line, nor charged to this file any more.
         """
         self._require_own()
-        digest = _chained(self._digest, row)
-        line = json.dumps(row | {"digest": digest}, sort_keys=True).encode() + b"\n"
-        self._broken = True  # until the line is safe: after a failed fsync nobody knows what the disk holds
-        try:
+        line, digest = _line(self._digest, row)
+
+        def put() -> None:
             _write(self._fd, line)
             os.fsync(self._fd)
+
+        self._sync(put)
+        self._size, self._digest = self._size + len(line), digest
+
+    def _sync(self, put: Callable[[], None]) -> None:
+        self._broken = True  # until it is safe: after a failed fsync nobody knows what the disk holds
+        try:
+            put()
         except OSError as error:
             raise PrivacyError(
                 f"ledger file {self.path!r} could not be written ({error}): nothing more can be charged to it; make "
                 f"room, then a new accountant on the same file"
             ) from error
-        self._size, self._digest, self._broken = self._size + len(line), digest, False
+        self._broken = False
 
     def _require_own(self) -> None:
         if self._broken:
             raise PrivacyError(f"ledger file {self.path!r} is closed or failed: make a new accountant on the same file")
-        stat = os.fstat(self._fd)
-        if stat.st_size != self._size or stat.st_nlink == 0:
+        now = os.fstat(self._fd)
+        if now.st_size != self._size or now.st_nlink == 0:
             # PRIVACY: charges must not go to a file that is gone (test_a_file_deleted_or_changed_in_a_run_is_noticed)
             raise PrivacyError(
                 f"ledger file {self.path!r} was changed or deleted by somebody else while in use: put it back as it was"
@@ -168,15 +179,15 @@ class LedgerFile:
 
     def _mend(self, torn: bytes, book: Book, last: Row | None) -> None:
         """Replaces the torn end of the file by a line that charges at least as much."""
-        os.ftruncate(self._fd, self._size)
+        self._sync(lambda: os.ftruncate(self._fd, self._size))
         before = self._digest
         row = self._verified(torn)
         self._digest = before
         if row is None:
             # PRIVACY: over-counts, since authorize had not returned (test_a_torn_last_line_is_charged_and_told)
             if last is None or "event" not in last:
-                os.fsync(self._fd)
-                return  # no charge was ever completed
+                self._sync(lambda: os.fsync(self._fd))
+                return  # since the last state no charge was completed
             row = {key: value for key, value in last.items() if key != "run"} | {"at": len(book.ledger)}
         self.append(row)
         if "ledger" in row:
@@ -190,6 +201,87 @@ class LedgerFile:
             UtilityWarning,
             stacklevel=2,
         )
+
+    # -- making it short ----------------------------------------------------------------------------------------------
+
+    def _shorten(self) -> None:
+        """Replaces a long file by the state that its lines come to; leaves it as it is where that cannot be done."""
+        old = os.fstat(self._fd)
+        if self._size < _LONG or old.st_nlink != 1:  # under a second name the old file would live on, and fall behind
+            return
+        line, digest = _line("", self.book.to_row())
+        # PRIVACY: only what reads back as the same book (test_a_state_that_loses_a_charge_replaces_nothing)
+        if 2 * len(line) > self._size or Book.from_row(json.loads(line)).digest() != self.book.digest():
+            return
+        new = _replaced(os.path.realpath(self.path), line, old)  # the file itself, where the name is a link
+        if new is None:
+            return
+        self._closer()
+        self._fd, self._closer = new, weakref.finalize(self, os.close, new)
+        self._size, self._digest = len(line), digest
+
+
+def _opened(path: str) -> int:
+    """Opens and locks the file of that name; while the lock was not yet held, another may have taken its place."""
+    while True:
+        fd = os.open(path, _FLAGS, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError("not a regular file")
+            _lock(fd, path)
+            # PRIVACY: a file without its name is not the one that others read (test_no_charge_is_lost_between_writers)
+            if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _lock(fd: int, path: str) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        # PRIVACY: two writers would each see half of what is spent (test_a_second_writer_is_refused)
+        raise PrivacyError(
+            f"ledger file {path!r} is in use by another accountant or process (also a worker that has not ended yet): "
+            f"two writers would each spend unseen by the other; close() the other one first"
+        ) from error
+
+
+def _replaced(path: str, content: bytes, old: os.stat_result) -> int | None:
+    """Puts a locked file with that content, owner and mode in the place of another; None if it could not be done."""
+    draft, fd = f"{path}.draft", -1
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(draft)  # of a crash
+        fd = os.open(draft, _FLAGS | os.O_EXCL, 0o600)
+        os.chmod(draft, stat.S_IMODE(old.st_mode))
+        made = os.fstat(fd)
+        if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
+            raise OSError("the file belongs to somebody else, who must be able to open it")
+        _lock(fd, draft)
+        _write(fd, content)
+        os.fsync(fd)
+        # PRIVACY: whole and on the disk before it gets the name (test_a_crash_at_any_point_leaves_the_old_or_the_new)
+        os.replace(draft, path)
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        with suppress(OSError):
+            os.unlink(draft)
+        if isinstance(error, OSError):
+            return None  # no room, no right: the old file is as good
+        raise
+    return fd
+
+
+def _line(before: str, row: Row) -> tuple[bytes, str]:
+    """Returns the line of a row, and its digest, which the next line continues."""
+    digest = _chained(before, row)
+    return json.dumps(row | {"digest": digest}, sort_keys=True).encode() + b"\n", digest
 
 
 def _chained(before: str, row: Row) -> str:

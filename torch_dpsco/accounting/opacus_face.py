@@ -51,7 +51,7 @@ def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], d
         ValueError: no order, or one out of (1.01, 2^14], or events with failure probabilities.
     """
     orders = [check.order(alphas=alpha) for alpha in alphas]
-    grid, cost = orders_at(0), cost_at(0)
+    grid, cost = orders_at(1), cost_at(1)
     if not orders or not all(_LEAST_ORDER < order <= grid[-1] for order in orders):
         raise ValueError(f"alphas must be in ({_LEAST_ORDER}, {grid[-1]:g}], at least one (got {orders})")
     if cost.failure or cost.transcript or cost.per_side:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
 from torch_dpsco.accounting.designs import Design, Disjoint
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -286,6 +287,7 @@ def make_report(
         except AdjacencyError:  # an event has no guarantee there: the report leaves the line out
             continue
     method = evaluation.method if evaluation.order is None else f"{evaluation.method}, order {evaluation.order:.4g}"
+    method += ", the largest tried" if evaluation.order == MAX_ORDER else ""
     return PrivacyReport(
         epsilons=epsilons,
         delta=delta,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
@@ -18,7 +18,6 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.opacus_face import OpacusFace
-from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
 __all__ = ["Spending"]
@@ -157,15 +156,21 @@ class Spending(OpacusFace):
         """
         self._charge(self._placed(event), check.count(count=count), ("adaptive",) if adaptive else ())
 
-    def authorize(self, event: Event, count: int = 1) -> None:
+    def authorize(self, event: Event, count: int = 1, *, planned: int = 1) -> None:
         """Charges an event that is about to happen, or refuses it.
+
+        Args:
+            event: what is about to happen.
+            count: how often, >= 0.
+            planned: how many such events are planned from here on, this one included; only `count` are charged now, but
+                if all fit, they are decided at once.
 
         Raises:
             BudgetExceeded: the event would pass the budget; the ledger is unchanged.
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
             PrivacyError: the ledger file could not be written; nothing may be released.
         """
-        self._authorize(self._placed(event), count)
+        self._authorize(self._placed(event), count, planned=planned)
 
     def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
         """Charges a step of an Opacus optimizer (see `OpacusFace`)."""
@@ -178,13 +183,18 @@ class Spending(OpacusFace):
         self._config["suspicious"] = True
 
     def _authorize(
-        self, event: Event, count: int, marks: Collection[str] = (), adjacency: Adjacency = REPLACE_ONE
+        self,
+        event: Event,
+        count: int,
+        marks: Collection[str] = (),
+        adjacency: Adjacency = REPLACE_ONE,
+        planned: int = 1,
     ) -> None:
         check.count(count=count)
         if self._budget is None:
             self._charge(event, count, marks, adjacency)
             return
-        left = self._room(self._budget, event, count)
+        left = self._room(self._budget, event, count, planned)
         self._charge(event, count, marks, adjacency)
         self._allowance = (event, self._budget, len(self)), left - count
 
@@ -201,13 +211,16 @@ class Spending(OpacusFace):
             if undecided and not added:
                 self._config["adjacency"] = None
 
-    def _room(self, budget: Budget, event: Event, count: int) -> int:
+    def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
         # Runs of equal events are decided once: then authorizing is one comparison.
         known, left = self._allowance or (None, 0)
         if known == (event, budget, len(self)) and count <= left:
             return left
+        if planned > count and self._admits(event, planned):
+            return planned
         if not self._admits(event, count):
-            self._refuse(event, count)
+            assert self._filter is not None
+            raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
         return self._most(event) if known is not None and known[0] == event else count
 
     def admits(self, event: Event, count: int = 1) -> bool:
@@ -225,18 +238,3 @@ class Spending(OpacusFace):
         if self._filter is None:
             raise ValueError("budget must be set to count the steps left (got None)")
         return self._filter.max_steps(self.ledger, event)
-
-    def _refuse(self, event: Event, count: int) -> NoReturn:
-        budget = self._budget
-        assert budget is not None
-        assert self._filter is not None
-        if budget.adaptive or budget.schedule is not None:
-            raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
-        spent = self.ledger.epsilon(budget.delta, budget.adjacency)
-        asked = self.ledger.evaluate(budget.delta, budget.adjacency, extra=event, count=count).epsilon
-        raise BudgetExceeded(
-            f"{count} x {event} would bring epsilon to {rounded_up(asked, 6)}, past the budget of {budget.epsilon:.6g} "
-            f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(self)} events, room "
-            f"for {self._most(event)} more of this event. Smallest epsilon that would admit it: "
-            f"{rounded_up(asked, 6)}"
-        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency, assign, check_adjacency
@@ -22,7 +24,10 @@ class Stated:
             raise AdjacencyError(f"{self} is not stated for {adjacency}")
 
     def __post_init__(self) -> None:
-        stated = tuple(sorted({check_adjacency(a) for a in self.adjacencies}))  # type: ignore[attr-defined]
+        given = self.adjacencies  # type: ignore[attr-defined]
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(f"adjacencies must be a tuple of names (got {given!r})")
+        stated = tuple(sorted({check_adjacency(a) for a in given}))
         if not stated:
             raise ValueError("adjacencies must name at least one adjacency (got none)")
         assign(self, adjacencies=stated)
@@ -103,6 +108,7 @@ class KNorm(Stated):
         assign(self, dim=check.positive_count(dim=self.dim))
         if self.p != 2:
             raise ValueError(f"p must be 2 (got {self.p}); Laplace is the one for p = 1")
+        assign(self, p=2)  # plain: it enters JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +127,11 @@ class RDPCurve(Stated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        orders = tuple(check.order(order=order) for order in self.orders)
+        given: tuple[tuple[str, Any], ...] = (("orders", self.orders), ("values", self.values))
+        for name, numbers in given:
+            if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+                raise ValueError(f"{name} must be numbers, one for each order (got {numbers!r})")
+        orders = tuple(check.order(orders=order) for order in self.orders)
         values = tuple(check.nonnegative(values=value, allow_inf=True) for value in self.values)
         if not orders or len(orders) != len(values):
             raise ValueError(f"orders and values must be equally many, >= 1 (got {len(orders)} and {len(values)})")

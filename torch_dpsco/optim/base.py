@@ -91,7 +91,8 @@ class PrivateOptimizer(Assembly):
                 if draw is None:
                     return loss
                 # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
-                self.accountant.authorize(self.design.draw_event(self.oracle.event(), draw))
+                event = self.design.draw_event(self.oracle.event(), draw)
+                self.accountant.authorize(event, planned=1 if draw.partition else self._planned_steps())
                 release = self.oracle.release(self._noise)
             except BaseException:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -100,6 +101,9 @@ class PrivateOptimizer(Assembly):
             self._batch.finish()
             self._apply(release)
         return loss
+
+    def _planned_steps(self) -> int:
+        return 1 if self.schedule.steps is None else self.schedule.steps - self._steps
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

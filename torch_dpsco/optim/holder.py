@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_left
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.calibrate import design_epsilon
+from torch_dpsco.accounting.calibrate import design_epsilon, epoch_steps
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson, Undeclared
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
@@ -191,7 +193,7 @@ class HolderSGD(PrivateOptimizer):
         if batch_size is None:
             batch_size = min(_DEFAULT_BATCH, n) if smooth or paper else _balanced_batch(n, budget, sampling, epochs)
         design = _DESIGNS[sampling](batch_size, n)
-        steps = _steps(design, epochs)
+        steps = epoch_steps(design, epochs)
         multiplier, split = _noise(design, steps, budget, paper)
         radius = problem.radius if distance is None else min(problem.radius, check.positive(distance=distance))
         start = noise == "adaptive" and math.isinf(radius)
@@ -307,12 +309,6 @@ def _declared(design: Design | None, n: int | None, batch_size: int) -> Design:
     return Undeclared(batch_size)
 
 
-def _steps(design: Design, epochs: float) -> int:
-    if check.positive(epochs=epochs) == int(epochs):
-        return int(epochs) * design.steps_per_epoch  # what a loop over that many iterations of the loader makes
-    return math.ceil(epochs * design.n / design.batch_size - 1e-9)
-
-
 def _noise(design: Poisson | Fixed, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:
     epsilon, delta = budget.epsilon, budget.delta
     if not paper:
@@ -322,15 +318,20 @@ def _noise(design: Poisson | Fixed, steps: int, budget: Budget, paper: bool) -> 
 
 
 def _balanced_batch(n: int, budget: Budget, sampling: str, epochs: float) -> int:
-    best, best_gap = 1, math.inf
-    for k in range(n.bit_length()):
-        size = 2**k
-        design = _DESIGNS[sampling](size, n)
-        multiplier, _ = _noise(design, _steps(design, epochs), budget, paper=False)
-        gap = abs(math.log(multiplier / 4.0))  # noise_multiplier/2 in [1, 3], around its middle 2
-        if gap < best_gap:
-            best, best_gap = size, gap
-    return best
+    """Returns the power of two whose noise per pair of records is nearest to 2, in the middle of [1, 3]."""
+
+    @cache
+    def log_noise(power: int) -> float:
+        design = _DESIGNS[sampling](2**power, n)
+        noise = calibrate_noise(
+            budget.epsilon, budget.delta, design=design, epochs=epochs, adjacency=budget.adjacency, rtol=1e-3
+        )
+        return math.log(noise / 4.0)
+
+    powers = range(n.bit_length())
+    last = min(bisect_left(powers, 0.0, key=log_noise), powers[-1])  # larger batches need more noise
+    best: int = min(range(max(0, last - 1), last + 1), key=lambda power: abs(log_noise(power)))
+    return 1 << best
 
 
 def _lr(distance: float, steps: int, bound: float, dim: int | None, noise_std: float) -> float:

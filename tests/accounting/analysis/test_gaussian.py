@@ -17,8 +17,11 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_log_delta,
     gaussian_mu,
     gaussian_sigma,
+    gaussian_sigma_zhao,
     log_delta_curve,
+    zhao_constant,
 )
+from torch_dpsco.errors import ConditionError
 
 mus = st.floats(1e-8, 1e3)
 epsilons = st.one_of(st.just(0.0), st.floats(1e-8, 1e3))
@@ -146,6 +149,54 @@ def test_the_textbook_noise_fails_above_a_known_epsilon(delta, last):
     assert textbook(last + 0.002) < gaussian_sigma(last + 0.002, delta, 1.0)
 
 
+halves = st.one_of(st.floats(5e-324, 1e-3), st.floats(1e-3, 0.499), st.floats(1e-16, 1e-3).map(lambda gap: 0.5 - gap))
+
+
+def exact_zhao_constant(delta: float) -> mp.mpf:
+    """The formula as the paper has it, with digits to spare for sqrt(16 delta + 1) - 1."""
+    return mp.sqrt(mp.log(2 / (mp.sqrt(16 * mp.mpf(delta) + 1) - 1)))
+
+
+@given(halves)
+@example(5e-324)
+@example(math.nextafter(0.5, 0.0))
+@example(0.1)
+@example(math.nextafter(0.1, 0.0))
+def test_the_constant_of_zhao_is_the_exact_one_rounded_up(delta):
+    with mp.workdps(400):
+        exact = exact_zhao_constant(delta)
+        assert exact <= zhao_constant(delta) <= exact * (1 + mp.mpf("5e-15"))
+
+
+@given(st.floats(-12.0, 12.0).map(lambda x: 10**x), halves, st.floats(1e-6, 1e6))
+@example(1e26, math.nextafter(0.5, 0.0), 1.0)
+@example(1e13, math.nextafter(0.5, 0.0), 1.0)
+@example(1e-12, 1e-300, 1.0)
+def test_the_noise_of_zhao_covers_the_exact_curve_for_every_epsilon(epsilon, delta, sensitivity):
+    """And the check of the curve refuses none: the proof has room for all rounding."""
+    sigma = gaussian_sigma_zhao(epsilon, delta, sensitivity)
+    assert gaussian_log_delta(epsilon, sensitivity / sigma) <= math.log(delta)
+    assert sigma >= gaussian_sigma(epsilon, delta, sensitivity) * (1 - 1e-11)
+    with mp.workdps(400):
+        c = exact_zhao_constant(delta)
+        exact = sensitivity * (c + mp.sqrt(c**2 + epsilon)) / (mp.sqrt(2) * epsilon)
+        assert exact <= sigma <= exact * (1 + mp.mpf("3e-14"))
+
+
+def test_the_noise_of_zhao_costs_what_was_measured():
+    for delta, ratio in [(1e-12, 1.12), (1e-6, 1.20), (1e-3, 1.35)]:
+        assert gaussian_sigma_zhao(1.0, delta, 1.0) / gaussian_sigma(1.0, delta, 1.0) == pytest.approx(ratio, abs=6e-3)
+
+
+def test_the_noise_of_zhao_is_checked_against_the_exact_curve():
+    """A subnormal std cannot hold what the closed form asks for: only the curve sees that."""
+    smallest = 5e-324
+    with pytest.raises(ConditionError, match=r"falls short of delta = 1e-06 at epsilon = 4.125; use gaussian_sigma"):
+        gaussian_sigma_zhao(4.125, 1e-6, smallest)
+    assert gaussian_sigma(4.125, 1e-6, smallest) == 2 * smallest
+    assert gaussian_sigma(100.0, 1e-6, smallest) == gaussian_sigma_zhao(100.0, 1e-6, smallest) == smallest
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -156,6 +207,13 @@ def test_the_textbook_noise_fails_above_a_known_epsilon(delta, last):
         (lambda: gaussian_mu(1.0, 1.0), "delta must be in"),
         (lambda: gaussian_mu(-0.1, 1e-5), "epsilon must be >= 0"),
         (lambda: gaussian_sigma(1.0, 1e-5, 0.0), "sensitivity must be > 0"),
+        (lambda: gaussian_sigma_zhao(0.0, 1e-5, 1.0), "epsilon must be > 0"),
+        (lambda: gaussian_sigma_zhao(math.inf, 1e-5, 1.0), "epsilon must be finite"),
+        (lambda: gaussian_sigma_zhao(1.0, 0.5, 1.0), r"delta must be in \(0, 0.5\)"),
+        (lambda: gaussian_sigma_zhao(1.0, 0.0, 1.0), r"delta must be in \(0, 0.5\)"),
+        (lambda: gaussian_sigma_zhao(1.0, 1e-5, -1.0), "sensitivity must be > 0"),
+        (lambda: gaussian_sigma_zhao(1e-300, 1e-5, 1e300), "sigma must be finite"),
+        (lambda: zhao_constant(math.nan), "delta must be in"),
         (lambda: gaussian_sigma(math.nan, 1e-5, 1.0), "epsilon must be >= 0"),
     ],
 )

@@ -85,10 +85,8 @@ class PoissonMixture:
         """Returns an x below which r^order is that of the component j = 0 alone, to within e^-DECAY."""
         return 0.5 + self.variance * (self._log_odds - math.log(self.size) - math.log(order) - quad.DECAY)
 
-    def log_excess_above(
-        self, order: FloatArray, low: float, kernel: quad.Kernel, log_subtracted: FloatArray
-    ) -> FloatArray:
-        """Returns log of the integral over x > low of N(x; 0, z^2) kernel(order, r(x)).
+    def log_excess_above(self, order: FloatArray, low: float, two_sided: bool = False) -> FloatArray:
+        """Returns log of the integral over x > low of N(x; 0, z^2) times the kernel of `quadrature.log_excess`.
 
         Panels reach 10 z beyond the mean of r^a N(0, z^2), which is at most k a, or to the point beyond which the
         mixture is its last component. There the kernel is r^a - c r, up to e^-33, and the integral is closed.
@@ -96,16 +94,16 @@ class PoissonMixture:
         Args:
             order: ascending orders.
             low: lower end.
-            kernel: of `quadrature`.
-            log_subtracted: log c of the kernel, one per order or one for all.
+            two_sided: which kernel: c is 1 if two-sided, else a.
         """
         mean = self.size * order[-1] + quad.REACH * self.noise
         end = self.last_alone(order[-1])
         edges = quad.panels(low, min(mean, end), self.noise, self.noise, self.branches)
-        result = quad.log_integral(order, edges, self.log_ratio, self.log_null, kernel)
+        result = quad.log_excess(order, edges, lambda x: (self.log_ratio(x), self.log_null(x)), two_sided)
         if end < mean:
             scale = self.size * math.log(self.rate)
-            tail = log_tail(order, end, self.noise, self.size, scale, log_subtracted)
+            subtracted = np.zeros(1) if two_sided else np.log(order)
+            tail = log_tail(order, end, self.noise, self.size, scale, subtracted)
             result = np.logaddexp(result, tail)
         return result
 
@@ -166,6 +164,7 @@ def sampled_divergence(
         log_excess: log E(a) of a proper mixture at an ascending block of orders.
     """
     rate, noise, size = mixture
+    proper = PoissonMixture(rate, min(noise, MAX_NOISE), size)
 
     def curve(block: FloatArray) -> FloatArray:
         if rate == 0:
@@ -174,7 +173,6 @@ def sampled_divergence(
             return np.full_like(block, np.inf)
         if rate == 1:
             return gaussian_divergence(block, noise, size * shift)
-        proper = PoissonMixture(rate, min(noise, MAX_NOISE), size)
         # PRIVACY: rounds up (test_the_bound_outside_the_numerical_range_exceeds_the_curve_inside)
         if noise < _MIN_NOISE * size**1.5 or block[-1] > quad.MAX_ORDER:
             return proper.convexity_bound(block, shift)

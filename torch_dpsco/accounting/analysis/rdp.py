@@ -228,7 +228,7 @@ def rdp_poisson_gaussian_replace_one(sample_rate: float, noise_multiplier: float
 
 def _remove_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     """E = E_N0[phi_a(r)]; phi_a is bounded where r < 1, hence 10 z below 0 suffice."""
-    return mixture.log_excess_above(order, -quad.REACH * mixture.noise, quad.one_sided, np.log(order))
+    return mixture.log_excess_above(order, -quad.REACH * mixture.noise)
 
 
 def _add_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
@@ -242,7 +242,7 @@ def _add_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     low = min(0.0, max(-mixture.size * (top - 1), mixture.first_alone(top))) - reach
     scale = noise / min(3.0, 1 + 10 * noise)
     edges = quad.panels(low, mixture.size + reach, scale, noise, mixture.branches)
-    return quad.log_integral(order, edges, lambda x: -mixture.log_ratio(x), mixture.log_density, quad.one_sided)
+    return quad.log_excess(order, edges, lambda x: (-mixture.log_ratio(x), mixture.log_density(x)))
 
 
 def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
@@ -256,13 +256,13 @@ def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
     end = 0.5 + mixture.variance * (abs(log_odds) + math.log(top) + quad.DECAY)
     mean = 2 * top - 1 + quad.REACH * noise
     branches = np.concatenate([mixture.branches, -mixture.branches])
-    result = quad.log_integral(
-        order,
-        quad.panels(0.0, min(mean, end), noise, noise, branches),
-        lambda x: mixture.log_ratio(x) - mixture.log_ratio(-x),
-        lambda x: mixture.log_density(-x),
-        quad.two_sided,
-    )
+
+    def pair(x: FloatArray) -> tuple[FloatArray, FloatArray]:
+        mirrored = mixture.log_ratio(-x)
+        return mixture.log_ratio(x) - mirrored, mixture.log_null(x) + mirrored
+
+    edges = quad.panels(0.0, min(mean, end), noise, noise, branches)
+    result = quad.log_excess(order, edges, pair, two_sided=True)
     if end < mean:
         tail = log_tail(order, end, noise, 1.0, log_odds, np.zeros(1))
         result = np.logaddexp(result, tail + math.log1p(-mixture.rate))

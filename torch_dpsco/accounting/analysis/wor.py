@@ -199,7 +199,7 @@ def rdp_poisson_replace_one_profile(order: Orders, noise_ratio: float, sample_ra
 
 
 def _wor_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
-    return mixture.log_excess_above(order, 0.5, quad.two_sided, np.zeros(1))
+    return mixture.log_excess_above(order, 0.5, two_sided=True)
 
 
 def _wbk_log_moment(rate: float, noise: float, order: int) -> float:

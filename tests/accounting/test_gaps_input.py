@@ -1,0 +1,340 @@
+"""Wrong input of every kind: an error that names the field, and a ledger that is unchanged to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.event_json import event_from_json, event_to_json
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    GDP,
+    REPLACE_ONE,
+    ZCDP,
+    AboveThreshold,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
+    Gaussian,
+    KNorm,
+    Laplace,
+    NonPrivate,
+    Parallel,
+    PoissonGaussian,
+    Pure,
+    RDPCurve,
+    Repeat,
+    Sequential,
+    WORGaussian,
+)
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, SequenceError, UnitError
+
+SENS = {REPLACE_ONE: 1.0}
+GOOD: list[tuple[type, dict[str, Any]]] = [
+    (Gaussian, {"sigma": 1.0, "sens": SENS, "failure": 0.1}),
+    (PoissonGaussian, {"noise_multiplier": 1.0, "q": 0.1, "k": 2}),
+    (WORGaussian, {"noise_multiplier": 1.0, "batch_size": 2, "dataset_size": 10}),
+    (Laplace, {"scale": 1.0, "sens": SENS}),
+    (AboveThreshold, {"b_threshold": 1.0, "b_query": 2.0, "sens": SENS, "num_positives": 1}),
+    (Pure, {"eps": 1.0}),
+    (ApproxDP, {"eps": 1.0, "delta": 0.1}),
+    (ZCDP, {"rho": 1.0, "xi": 0.1}),
+    (ApproxZCDP, {"rho": 1.0, "delta": 0.1}),
+    (GDP, {"mu": 1.0}),
+    (KNorm, {"eps": 1.0, "dim": 3}),
+    (Failure, {"probability": 0.1}),
+    (Repeat, {"event": NonPrivate(), "n": 2}),
+]
+WHOLE_NUMBERS = {"k", "batch_size", "dataset_size", "num_positives", "dim", "n"}
+NO_NUMBERS = [math.nan, -1, "1", None, True, [1.0], 1j]
+
+
+def bad_values() -> list[Any]:
+    cases = []
+    for event, fields in GOOD:
+        for name in fields:
+            if name in ("sens", "event"):
+                continue
+            bad = [*NO_NUMBERS, math.inf]
+            bad += [1.5, -2] if name in WHOLE_NUMBERS else []
+            bad += [1.0] if name in ("failure", "delta", "probability") else []
+            bad += [1.0 + 1e-9] if name == "q" else []
+            bad += [0] if name in WHOLE_NUMBERS - {"n"} else []
+            cases += [pytest.param(event, fields, name, item, id=f"{event.__name__}-{name}-{item}") for item in bad]
+    return cases
+
+
+@pytest.mark.parametrize(("event", "fields", "name", "bad"), bad_values())
+def test_every_number_of_every_event_is_checked_and_named(event, fields, name, bad):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*\(got ") as caught:
+        event(**(fields | {name: bad}))
+    shown = bad if isinstance(bad, (str, list, bool)) or bad is None else str(bad).strip("()")
+    assert str(shown).split(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("event", [event for event, fields in GOOD if "sens" in fields])
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, None, "1", True])
+def test_every_sensitivity_is_checked_and_named(event, bad):
+    fields = dict(GOOD)[event]
+    with pytest.raises(ValueError, match=r"^sens must be .*\(got "):
+        event(**(fields | {"sens": {REPLACE_ONE: bad}}))
+    with pytest.raises(ValueError, match=r"^adjacency must be one of"):
+        event(**(fields | {"sens": {"swap": 1.0}}))
+
+
+@pytest.mark.parametrize("event", [Pure, ApproxDP, ZCDP, ApproxZCDP, GDP, KNorm])
+def test_every_stated_adjacency_is_checked(event):
+    fields = dict(GOOD)[event]
+    with pytest.raises(ValueError, match=r"^adjacencies must name at least one"):
+        event(**fields, adjacencies=())
+    with pytest.raises(ValueError, match=r"^adjacency must be one of .*\(got 'swap'\)"):
+        event(**fields, adjacencies=("swap",))
+
+
+@pytest.mark.parametrize("scalar", [np.float64, np.float32, np.array, torch.tensor])
+def test_every_number_of_every_event_may_be_a_scalar_of_numpy_or_torch(scalar):
+    whole = {np.float64: np.int64, np.float32: np.int32}.get(scalar, scalar)
+    for event, fields in GOOD:
+        given = {}
+        for name, value in fields.items():
+            exact = 0.125 if isinstance(value, float) else value  # a number that float32 has too
+            given[name] = value if name in ("sens", "event") else (whole if name in WHOLE_NUMBERS else scalar)(exact)
+        made = event(**given)
+        plain = event(**{name: given[name] if name in ("sens", "event") else given[name].item() for name in given})
+        assert made == plain
+        assert json.dumps(event_to_json(made)) == json.dumps(event_to_json(plain))
+        assert event_from_json(event_to_json(made)) == made
+
+
+# -- the accountant ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used() -> Accountant:
+    accountant = Accountant(adjacency=REPLACE_ONE)
+    accountant.authorize(STEP, 3)
+    accountant.authorize(part("0"))
+    return accountant
+
+
+QUESTIONS = [
+    *[
+        (lambda a, d=d: a.get_epsilon(d), "delta must be")
+        for d in (0, 0.0, 1, -0.1, 1.5, math.nan, math.inf, "x", None)
+    ],
+    *[(lambda a, d=d: a.report(d), "delta must be") for d in (0, 1, -0.1, math.nan, "x", None)],
+    *[(lambda a, e=e: a.get_delta(e), "epsilon must be") for e in (-1, math.nan, math.inf, "x", None)],
+    *[
+        (lambda a, o=o: a.get_epsilon(DELTA, alphas=o), "alphas must be")
+        for o in ([1], [1.0], [0.5], [-2], [math.nan], [math.inf], ["x"], [None], [], [2, 1], [1.001], [10**9])
+    ],
+    (lambda a: a.get_epsilon(DELTA, adjacency="both"), "adjacency must be one of"),
+    (lambda a: a.get_epsilon(DELTA, method="prv"), "method must be one of"),
+    (lambda a: a.get_epsilon(DELTA, method="gdp"), "method must be"),
+    (lambda a: a.get_epsilon(DELTA, poisson=False), "poisson must be True"),
+    (lambda a: a.get_rho(), "rho must be exact"),
+    (lambda a: a.max_steps(STEP), "budget must be set"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), QUESTIONS)
+def test_a_wrong_question_is_named_and_changes_nothing(used, ask, message):
+    before = image(used)
+    with pytest.raises(ValueError, match=message):
+        ask(used)
+    assert image(used) == before
+    assert used.get_epsilon(DELTA) > 0
+
+
+CHARGES = [
+    *[(lambda a, c=c: a.authorize(STEP, c), ValueError, "count must be") for c in (-1, 1.5, None, "1", True, math.inf)],
+    *[(lambda a, c=c: a.record(STEP, c), ValueError, "count must be") for c in (-1, 1.0, None)],
+    *[(lambda a, e=e: a.authorize(e), ValueError, "event must be") for e in ("step", None, 3, STEP.__class__, [STEP])],
+    *[
+        (lambda a, q=q: a.step(noise_multiplier=1.0, sample_rate=q), ValueError, "q must be")
+        for q in (1.0001, -0.1, math.nan, None, "x")
+    ],
+    *[
+        (lambda a, s=s: a.step(noise_multiplier=s, sample_rate=0.1), ValueError, "noise_multiplier must be")
+        for s in (-1.0, math.nan, math.inf, None, "x")
+    ],
+    (lambda a: a.authorize(Repeat("step", 2)), ValueError, "event must be"),
+    (lambda a: a.authorize(Sequential([STEP, "step"])), ValueError, "event must be"),
+    (lambda a: a.authorize(Parallel({"0": [STEP, None]}, "q")), ValueError, "event must be"),
+    (lambda a: a.authorize(Parallel({"0": [part("1")]}, "q")), ValueError, "must not contain another"),
+    (lambda a: a.authorize(Repeat(Parallel({"0": [STEP]}, "p", "keyed"), 2)), ValueError, "must be cut in one way"),
+    (lambda a: a.require_unit("user"), UnitError, "unit must be 'example'"),
+    (lambda a: setattr(a, "history", []), PrivacyError, "history must not replace"),
+    (lambda a: setattr(a, "budget", Budget(1.0, DELTA, adjacency=ADD_REMOVE)), PrivacyError, "budget must be for"),
+    (lambda a: setattr(a, "budget", Budget(1.0, DELTA, unit="user")), PrivacyError, "budget must be for"),
+    (lambda a: a.get_optimizer_hook_fn(1.5), ValueError, "sample_rate must be"),
+]
+
+
+@pytest.mark.parametrize("phased", [False, True])
+@pytest.mark.parametrize(("charge", "error", "message"), CHARGES)
+def test_a_wrong_charge_is_named_and_changes_nothing(used, charge, error, message, phased):
+    before = image(used)
+
+    def try_it():
+        with pytest.raises(error, match=message):
+            charge(used)
+
+    if phased:
+        message = f"{message}|must not contain another|must be cut in one way"
+        with used.phase("0", partition="p"):
+            try_it()
+    else:
+        try_it()
+    assert image(used) == before
+    used.authorize(STEP)
+    assert len(used) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partition": ""}, "partition must be"),
+        ({"partition": "p", "kind": "random"}, "partition_kind must be one of"),
+        ({"partition": "p", "key_public": True}, "key_public must be False"),
+    ],
+)
+def test_a_wrong_phase_is_never_opened(used, settings, message):
+    with pytest.raises(ValueError, match=message), used.phase("0", **settings):
+        pytest.fail("the phase was opened")
+    with used.phase("0", partition="p"):
+        used.authorize(WHOLE.only(REPLACE_ONE))
+    with (
+        pytest.raises(SequenceError, match="must not be nested"),
+        used.phase("0", partition="p"),
+        used.phase("1", partition="p"),
+    ):
+        pytest.fail("the phase was opened")
+    used.authorize(STEP)  # and both are closed
+    assert len(used) == 6
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_copy_charges_nothing_without_a_file_either(used):
+    """As in the worker of a DataLoader: what it spends would be forgotten."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for charge in (
+                lambda: used.authorize(STEP),
+                lambda: used.record(STEP),
+                lambda: used.step(noise_multiplier=1.0, sample_rate=0.1),
+                lambda: setattr(used, "history", []),
+            ):
+                with pytest.raises(PrivacyError, match="in the process that made it"):
+                    charge()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def altered_states() -> list[Any]:
+    keys = ["mechanism", "version", "ledger", "runs", "config", "digest"]
+    cases = [pytest.param(key, value, id=f"{key}={value}") for key in keys for value in (None, 5, [], {})]
+    return cases + [pytest.param(key, "missing", id=f"no {key}") for key in [*keys, "history"]]
+
+
+@pytest.mark.parametrize(("key", "value"), altered_states())
+def test_every_part_of_a_state_is_looked_at(used, key, value):
+    state = json.loads(json.dumps(used.state_dict()))
+    if value == "missing":
+        del state[key]
+    else:
+        state[key] = value
+    fresh = Accountant(adjacency=REPLACE_ONE)
+    fresh.authorize(WHOLE)
+    before = image(fresh)
+    with pytest.raises(ValueError, match="must"):
+        fresh.load_state_dict(state)
+    assert image(fresh) == before
+
+
+@pytest.mark.parametrize("version", [0, 3, "2", 2.5, None, -1])
+def test_a_state_of_another_version_is_refused_with_the_versions_that_are_read(used, version):
+    before = image(used)
+    with pytest.raises(ValueError, match="version must be 1 or 2"):
+        used.load_state_dict(used.state_dict() | {"version": version})
+    assert image(used) == before
+
+
+@pytest.mark.parametrize("mechanism", ["rdp", "prv", "gdp"])
+def test_a_foreign_state_is_never_added_to_what_was_charged(used, mechanism):
+    before = image(used)
+    state = {"mechanism": mechanism, "history": [(1.0, 0.1, 5)]}
+    with pytest.raises(ValueError, match="import_foreign=True"):
+        used.load_state_dict(state)
+    with pytest.raises((PrivacyError, ValueError)):
+        used.load_state_dict(state, import_foreign=True)
+    assert image(used) == before
+    fresh = Accountant()
+    fresh.load_state_dict(state, import_foreign=True)
+    assert (fresh.history, fresh.adjacency, fresh.sampling) == (state["history"], ADD_REMOVE, "asserted, not verified")
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+EVENTS = [
+    *(WHOLE, STEP, FIXED, Pure(0.1), Laplace(30.0, SENS), NonPrivate(), ApproxDP(0.1, 1e-7), ZCDP(0.001, 0.001)),
+    *(KNorm(0.1, 10), GDP(0.05), AboveThreshold(20.0, 40.0, SENS), ApproxZCDP(0.001, 1e-7), Pure(0.0)),
+    *(RDPCurve((2.0, 10.0, 200.0), (0.01, 0.05, 1.0)), PoissonGaussian(0.0, 0.01), PoissonGaussian(0.0, 0.0)),
+    *(PoissonGaussian(10.0, 0.01, 3), Failure(1e-7), Failure(1e-7, "transcript"), Failure(1e-7, "per_side")),
+    *(Repeat(WHOLE, 0), Sequential([WHOLE, Repeat(Pure(0.1), 2)]), Parallel({"a": [WHOLE], "b": [Pure(0.1)]}, "p")),
+    Repeat(Sequential([part("0"), Repeat(part("1"), 2), WHOLE]), 3),
+]
+MODES: dict[str, dict[str, Any]] = {"gdp": {}, "zcdp": {}, "rdp": {"orders": (8, 12)}, "rdp-mixture": {}}
+
+
+def takes(mode: str, event: Any) -> bool:
+    """Whether a mode has a cost for the event, by the definitions of the modes."""
+    simple = [inner for _, _, inner, _ in Ledger([event]).entries()]
+    rho = (Gaussian, GDP, ZCDP, ApproxZCDP, Pure, ApproxDP, Laplace, KNorm, AboveThreshold, Failure, NonPrivate)
+    kinds = {"gdp": (Gaussian, GDP, Failure, NonPrivate), "zcdp": rho}.get(mode, (object,))
+    free = [PoissonGaussian(0.0, 0.0), Pure(0.0)]
+    several = any(isinstance(inner, PoissonGaussian) and inner.k > 1 for inner in simple)
+    return not several and all(inner in free or isinstance(inner, kinds) for inner in simple)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_event_in_every_adaptive_mode_fits_exactly_as_often_as_said(mode, event):
+    accountant = Accountant(Budget(3.0, DELTA, mode=mode, failure=1e-6, **MODES[mode]))
+    before = image(accountant)
+    if not takes(mode, event):
+        with pytest.raises((ValueError, AdjacencyError), match=r"must be fed|not defined") as caught:
+            accountant.max_steps(event)
+        with pytest.raises(type(caught.value)):
+            accountant.authorize(event)
+        assert image(accountant) == before
+        return
+    most = accountant.max_steps(event)
+    if most == 2**40:  # costs nothing
+        accountant.authorize(event, 10**6)
+        accountant.authorize(WHOLE)
+        return
+    if most:
+        accountant.authorize(event, most)
+    full = image(accountant)
+    with pytest.raises(BudgetExceeded, match="room for 0 more of this event"):
+        accountant.authorize(event)
+    assert image(accountant) == full
+    assert accountant.get_epsilon(DELTA) in (0.0, 3.0)
