@@ -17,12 +17,12 @@ from torch_dpsco.accounting.events import (
     ADJACENCIES,
     CLIP_UNITS,
     REPLACE_ONE,
-    ZCDP,
     ZERO_OUT,
     Gaussian,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    RDPCurve,
     Repeat,
     Sequential,
     WORGaussian,
@@ -118,7 +118,7 @@ def test_the_method_is_named_with_its_order_if_it_has_one():
     assert charged(STEP).report(DELTA).method == "pld"
     many = charged(*(PoissonGaussian(1.0 + k / 100, 0.01) for k in range(65)))
     assert re.fullmatch(r"rdp, order [\d.e+]+", many.report(DELTA).method)
-    nothing = charged(ZCDP(1e-16), Gaussian(1e9, {REPLACE_ONE: 1.0}))
+    nothing = charged(RDPCurve((2.0**20,), (1e-9,)))
     assert nothing.report(1e-9).method == "rdp, order 1.049e+06, the largest tried"
     assert charged(Gaussian(1.0, {REPLACE_ONE: 1.0}, 0.1)).report(DELTA).method == "failure"
 

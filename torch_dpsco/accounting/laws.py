@@ -88,7 +88,7 @@ class ComposedLaws:
         return self._worst(lambda laws: gdp_upper(laws, delta_min), math.inf)
 
     def _worst(self, read: Callable[[_Counted], float | None], most: float) -> float | None:
-        parts = self._parts()
+        parts = self._parts(most)
         if parts is None or math.prod(map(len, parts)) > _MOST_COMBINATIONS:
             return None
         # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
@@ -99,14 +99,19 @@ class ComposedLaws:
         known = [figure for figure in found if figure is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
 
-    def _parts(self) -> list[set[_Counted]] | None:
-        """Returns the different parts of each partition as laws with counts; None where some event has no law."""
+    def _parts(self, most: float) -> list[set[_Counted]] | None:
+        """Returns the different parts of each partition as laws with counts.
+
+        None where some event has no law, or a single part takes more than `most` laws: then at once.
+        """
         partitions: dict[str, set[_Counted]] = {}
         for (partition, _), counts in self._counts().items():
             laws: dict[LossLaw, int] = {}
+            sampled = 0
             for event, times in counts.items():
                 known = laws_of(event, self._adjacency)
-                if known is None:
+                sampled += sum(law.mu is None and law not in laws for law in known or ())
+                if known is None or sampled > most:
                     return None
                 for law in known:
                     laws[law] = laws.get(law, 0) + times

@@ -91,8 +91,7 @@ class PrivateOptimizer(Assembly):
                 if draw is None:
                     return loss
                 # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
-                event = self.design.draw_event(self.oracle.event(), draw)
-                self.accountant.authorize(event, planned=1 if draw.partition else self._planned_steps())
+                self._charge(draw)
                 release = self.oracle.release(self._noise)
             except BaseException:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -102,8 +101,12 @@ class PrivateOptimizer(Assembly):
             self._apply(release)
         return loss
 
-    def _planned_steps(self) -> int:
-        return 1 if self.schedule.steps is None else self.schedule.steps - self._steps
+    # accounting is Python: nothing to compile, and caches that a tracer would look through
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _charge(self, draw: Draw) -> None:
+        planned = None if draw.partition else self.schedule.steps  # events of parts differ from each other
+        event = self.design.draw_event(self.oracle.event(), draw)
+        self.accountant.authorize(event, planned=1 if planned is None else planned - self._steps)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
