@@ -115,7 +115,7 @@ def epsilon_by_pld(composition: list[tuple[int, float, float]], delta: float) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) < 150
+    assert len(source.splitlines()) < 200
     docstring = ast.get_docstring(ast.parse(source))
     for command in (f"python examples/{name}.py ", f"python examples/{name}.py --quick"):
         assert command in docstring

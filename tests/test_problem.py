@@ -129,6 +129,17 @@ def test_a_lipschitz_constant_is_not_used_beyond_the_radius_it_was_promised_for(
         problem.grad_bound(math.nextafter(5, 6))
 
 
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0])
+def test_beyond_its_radius_a_lipschitz_constant_holds_up_to_what_the_gradient_can_change(exponent: float) -> None:
+    # Rounding asks a little beyond the radius: without this the bound there would be M + L R^a, many times larger.
+    problem = Problem(holder_exponent=exponent, holder_constant=100.0, grad_at_zero=1.0, lipschitz=1.0, radius=2.0)
+    for beyond in (1e-12, 0.25):
+        expected = min(1 + 100.0 * ((2.0 + beyond) - 2.0) ** exponent, 1 + 100.0 * (2.0 + beyond) ** exponent)
+        assert problem.grad_bound(2.0 + beyond) == pytest.approx(expected, rel=1e-12)
+    if exponent == 1:
+        assert problem.grad_bound(2.0 * (1 + 1e-14)) < 1 + 1e-9
+
+
 def test_at_exponent_zero_the_jump_bounds_the_gradient_of_a_nonnegative_loss_only() -> None:
     jump = {"holder_exponent": 0, "holder_constant": 2.0, "grad_at_zero": 1.5}
     assert Problem(**jump).grad_bound() == pytest.approx(3.5)

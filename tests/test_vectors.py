@@ -30,7 +30,17 @@ BUILT = {
     "holder": [
         *("loss_constants", "gaussian_log_delta", "gaussian_max_mu", "rdp_wor_replace_one", "rdp_poisson_replace_one"),
         *("rdp_lemma3", "rdp_to_eps_classic", "rdp_to_eps_improved", "rdp_filter_steps", "alg2_paper"),
-        *("alg2_paper_search_s", "beta_unconstrained", "lemma13_threshold"),
+        *(
+            "alg2_paper_search_s",
+            "beta_unconstrained",
+            "lemma13_threshold",
+            "c_alpha_1",
+            "log_c_alpha_2",
+            "expansion_a",
+        ),
+        *("log_C_alpha_paper", "radius_growth", "radius_schedule", "chernoff_c", "sgd_sensitivity_paper"),
+        *("output_sigma_paper", "sensitivity_shuffle", "output_sigma_count_mixture", "output_sigma_weighted_mixture"),
+        *("T_exponent", "eta_schedule"),
     ],
     "accounting": [
         *("gaussian_delta", "gaussian_epsilon", "gaussian_mu", "gaussian_sigma", "zcdp_epsilon", "zcdp_rho"),

@@ -34,6 +34,7 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.holder import HolderSGD
+from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.problem import Problem
 from torch_dpsco.sampling import (
     DisjointSampler,
@@ -66,6 +67,7 @@ __all__ = [
     "FixedSampler",
     "Full",
     "FullSampler",
+    "HolderOutputSGD",
     "HolderSGD",
     "InfeasibleError",
     "MissingConstantError",

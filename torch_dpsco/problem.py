@@ -42,6 +42,9 @@ _CHECKS: dict[str, Callable[..., float]] = {
     "moment": positive,
     "second_moment": positive,
     "radius": functools.partial(positive, allow_inf=True),
+    "bound_x": positive,
+    "bound_y": positive,
+    "score_offset": nonnegative,
 }
 
 
@@ -68,6 +71,10 @@ class Problem:
         second_moment: square root of the second moment of the gradient norm, > 0.
         radius: radius of a ball around 0 that holds the feasible set, > 0; inf if unconstrained.
         is_glm: whether the loss is phi(w.x; y) with a scalar score w.x and phi convex.
+        bound_x: B > 0, norm of the features of every record, the column of ones of a bias included.
+        bound_y: Y > 0, largest absolute value of a target.
+        score_offset: >= 0, largest number that the loss adds to the score w.x, over B (Y/B for residuals y - w.x). It
+            enters the error of floating-point scores only.
         exact_grad_bound: nondecreasing function r -> G(r), r in [0, inf]; may return inf. It must pickle, and compare
             by value, for the problem to do so.
 
@@ -103,6 +110,9 @@ class Problem:
     second_moment: float | None = None
     radius: float = math.inf
     is_glm: bool = False
+    bound_x: float | None = None
+    bound_y: float | None = None
+    score_offset: float | None = None
     exact_grad_bound: Callable[[float], float] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +131,8 @@ class Problem:
     def grad_bound(self, radius: float | None = None) -> float:
         """Least promised upper bound on the gradient norm over the ball of this radius around 0.
 
-        The least of `lipschitz` (only for radius <= self.radius, where it was promised), `exact_grad_bound(radius)`,
+        The least of `lipschitz` (where it was promised; lipschitz + L (radius - self.radius)^a beyond, where roundings
+        of the parameters may lead), `exact_grad_bound(radius)`,
         M + L radius^a, M at radius 0, and L itself if a = 0 and the loss is nonnegative. The last needs convexity on
         R^d and `loss_at_zero`: along -u, u = g(w)/||g(w)||, a nonnegative loss must flatten, so some subgradient there
         has an inner product with u of at most e, and ||g(w)|| = <g(w), u> <= L + e for every e > 0.
@@ -216,6 +227,10 @@ class Problem:
     def _bounds(self, reach: float) -> Iterator[float]:
         if self.lipschitz is not None and reach <= self.radius:
             yield self.lipschitz
+        elif self.lipschitz is not None and self.holder_exponent is not None and self.holder_constant is not None:
+            # w outside of the ball is reach - radius away from a point of it
+            beyond = math.pow(reach - self.radius, self.holder_exponent)
+            yield round_up(self.lipschitz + self.holder_constant * beyond)
         if self.exact_grad_bound is not None:
             yield round_up(nonnegative(allow_inf=True, exact_grad_bound=self.exact_grad_bound(reach)))
         if self.grad_at_zero is not None and reach == 0:

@@ -120,6 +120,8 @@ class Ball(Prox):
         object.__setattr__(self, "radius", positive(radius=self.radius))
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        if _rough_norm_bound(tensors) <= self.radius:  # plainly inside; a NaN fails the comparison
+            return
         norm = _joint_norm(tensors)
         if not math.isfinite(norm):
             raise ValueError(f"parameters must be finite (got norm {norm}): they diverged; lower the learning rate lr")
@@ -251,6 +253,12 @@ def _soft_threshold_(tensor: Tensor, threshold: float) -> None:
 
 def _joint_norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def _rough_norm_bound(tensors: Sequence[Tensor]) -> float:
+    """Upper bound on the joint norm by sums in any order, which need no copies: (numel + 8) roundings at the most."""
+    rough = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+    return rough * (1 + (sum(tensor.numel() for tensor in tensors) + 8) * 2.0**-52)
 
 
 def _eighth_of_rounding(tensors: Sequence[Tensor]) -> float:

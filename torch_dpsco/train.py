@@ -18,8 +18,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import is_attached
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
-from torch_dpsco.errors import InfeasibleError, SequenceError
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.row_free import RowFreeOptimizer
 
 __all__ = ["fit", "to_device"]
 
@@ -30,7 +31,7 @@ _SHOW_EVERY = 0.5  # seconds
 
 def fit(
     model: _Model,
-    optimizer: PrivateOptimizer,
+    optimizer: PrivateOptimizer | RowFreeOptimizer,
     dataset: Dataset[Any],
     loss_fn: _LossFn,
     *,
@@ -80,6 +81,12 @@ def fit(
         >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
         (False, 10)
     """
+    if isinstance(optimizer, RowFreeOptimizer):
+        wrong = {"steps": steps, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
+        given = [name for name, value in wrong.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]} must not be given: it is fixed in the plan of {type(optimizer).__name__}")
+        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress)
     goal = _steps_to_make(optimizer, steps) + optimizer.steps
     require_same_parameters(model, optimizer)
     reduction = _agreed_reduction(model, loss_reduction)
@@ -103,8 +110,33 @@ def fit(
             if optimizer.outstanding_rows:  # an empty draw is a step of noise only
                 inputs, targets = to_device(batch, device)
                 loss_fn(model(inputs), targets).backward()
-            optimizer.step()
+            if not _made(optimizer):
+                break
             progress_bar.show(goal - optimizer.steps)
+    return model.eval()
+
+
+def _fit_row_free(
+    model: _Model,
+    optimizer: RowFreeOptimizer,
+    dataset: Dataset[Any],
+    loss_fn: _LossFn,
+    num_workers: int,
+    progress: bool,
+) -> _Model:
+    """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
+    require_same_parameters(model, optimizer)
+    _require_pairs(dataset)
+    loader = optimizer.loader(dataset, num_workers=num_workers)
+    device = next(model.parameters()).device
+    model.train()
+    with optimizer, tqdm(total=len(loader), disable=not progress, unit="step") as bar:
+        for batch in loader:
+            optimizer.zero_grad()
+            inputs, targets = to_device(batch, device)
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+            bar.update()
     return model.eval()
 
 
@@ -121,6 +153,8 @@ def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     wanted = check.positive_count(steps=left if steps is None else steps)
     if left is not None and wanted > left:
         raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
+    if optimizer.oracle.adaptive:
+        return wanted  # each step is decided when it comes
     accountant, design, base = optimizer.accountant, optimizer.design, optimizer.oracle.event()
     admitted = wanted
     if not accountant.admits(design.event(base, wanted)):
@@ -165,6 +199,17 @@ def _require_pairs(dataset: Dataset[Any]) -> None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns a nested batch with its tensors moved to a device."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _made(optimizer: PrivateOptimizer) -> bool:
+    """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
+    try:
+        optimizer.step()
+    except BudgetExceeded:
+        if not optimizer.oracle.adaptive or not optimizer.steps:
+            raise
+        return False
+    return True
 
 
 class _Progress:

@@ -88,7 +88,7 @@ def test_no_budget_admits_a_release_without_noise(event):
     assert "epsilon to inf" in refusal(accountant, event)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.floats(0.05, 8),
     st.sampled_from([1e-3, DELTA, 1e-9]),

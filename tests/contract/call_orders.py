@@ -155,7 +155,9 @@ class CallOrders(Calls):
     def tampering(self, s: Session, what: str) -> None:
         params = list(s.net.model.parameters())
         if what == "grad":
-            if s.net.waiting:  # its backward would be refused, as one of a loss with a term on the weights
+            if (
+                s.net.waiting or self.waiting
+            ):  # a backward would be refused, as one of a loss with a term on the weights
                 self.discard(s)
             s.net.allowed = [torch.ones_like(p) for p in params]
             for p, own in zip(params, s.net.allowed, strict=True):

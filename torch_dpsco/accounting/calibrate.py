@@ -97,14 +97,13 @@ def noise_multiplier(
 
     cheap = "rdp" if method in ("best", "pld") else method  # never below what the method says, and much faster
     high = 1.0
-    while epsilon_at(high, cheap) > epsilon and epsilon_at(high) > epsilon:
-        if high == _HIGHEST:
-            floor = rounded_up(epsilon_at(_HIGHEST))
-            raise InfeasibleError(
-                f"epsilon must be >= {floor}, the smallest that {releases} steps reach at delta={delta:g} with any "
-                f"noise up to {_HIGHEST:g} (got {epsilon:g}); take fewer steps or a larger delta"
-            )
+    while high < _HIGHEST and epsilon_at(high, cheap) > epsilon:
         high = min(2.0 * high, _HIGHEST)
+    if high == _HIGHEST and epsilon_at(high) > epsilon:
+        raise InfeasibleError(
+            f"epsilon must be >= {rounded_up(epsilon_at(high))}, the smallest that {releases} steps reach at "
+            f"delta={delta:g} with any noise up to {_HIGHEST:g} (got {epsilon:g}); take fewer steps or a larger delta"
+        )
     low = high / 2.0
     while epsilon_at(low, cheap) <= epsilon or epsilon_at(low) <= epsilon:
         high, low = low, low / 2.0

@@ -31,7 +31,16 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["Charge", "PrivacyReport", "Run", "attack_advantage", "group_guarantee", "make_report", "rounded_up"]
+__all__ = [
+    "Charge",
+    "OneRelease",
+    "PrivacyReport",
+    "Run",
+    "attack_advantage",
+    "group_guarantee",
+    "make_report",
+    "rounded_up",
+]
 
 _MEANING = {
     ADD_REMOVE: "the data set has one {unit} more or less",
@@ -142,7 +151,7 @@ class Run:
     Args:
         name: of the optimizer's class.
         design: how batches are drawn.
-        event: of one step on a given batch, without sampling (`MeanOracle.event`).
+        event: of one step on a given batch, without sampling (`MeanOracle.event`), or of the only release.
         steps: made so far, >= 0.
         planned: steps declared in advance; None if they were not.
         finalized: whether the answer was installed, so that no step can follow.
@@ -150,7 +159,7 @@ class Run:
 
     name: str
     design: Design
-    event: Gaussian | NonPrivate
+    event: SimpleEvent
     steps: int
     planned: int | None
     finalized: bool
@@ -162,7 +171,7 @@ class Run:
 
     def ahead(self) -> Event | None:
         """Returns the event of the planned steps that were not made; None without a plan."""
-        if self.planned is None:
+        if self.planned is None or not isinstance(self.event, (Gaussian, NonPrivate)):
             return None
         last = self.design.steps_per_epoch if isinstance(self.design, Disjoint) else self.planned
         whole = self.design.event(self.event, max(min(self.planned, last), self.steps))
@@ -170,6 +179,15 @@ class Run:
         if isinstance(whole, Repeat) and isinstance(done, Repeat) and whole.event == done.event:
             return Repeat(whole.event, whole.n - done.n)
         return self.design.event(self.event, self.unfinished)
+
+
+@dataclass(frozen=True)
+class OneRelease(Run):
+    """What is public about a run that releases its final answer only."""
+
+    def ahead(self) -> Event | None:
+        """Returns the event of the release, as long as it was not made."""
+        return None if self.finalized else self.event
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,16 @@ class Spending(OpacusFace):
         # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
         self._config["adjacency"] = self.adjacency
 
+    def require_adaptive(self) -> None:
+        """Signs an optimizer up whose events depend on what was released; raises PrivacyError for a planned budget."""
+        if self._budget is not None and not self._budget.adaptive:
+            # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
+            raise PrivacyError(
+                f"budget must be adaptive for events that depend on what was released before (got mode "
+                f"{self._budget.mode!r}): Budget(..., mode='rdp' or 'rdp-mixture'; full batches: 'gdp'), or no budget, "
+                f"where get_epsilon is an odometer"
+            )
+
     def declare(self, event: Event, steps: int) -> None:
         """Adds steps to the schedule of a budget that has one; without a schedule parameters are trusted to be fixed.
 
@@ -156,7 +166,7 @@ class Spending(OpacusFace):
         """
         self._charge(self._placed(event), check.count(count=count), ("adaptive",) if adaptive else ())
 
-    def authorize(self, event: Event, count: int = 1, *, planned: int = 1) -> None:
+    def authorize(self, event: Event, count: int = 1, *, planned: int = 1, adaptive: bool = False) -> None:
         """Charges an event that is about to happen, or refuses it.
 
         Args:
@@ -164,13 +174,16 @@ class Spending(OpacusFace):
             count: how often, >= 0.
             planned: how many such events are planned from here on, this one included; only `count` are charged now, but
                 if all fit, they are decided at once.
+            adaptive: whether its parameters were chosen from what was released before.
 
         Raises:
             BudgetExceeded: the event would pass the budget; the ledger is unchanged.
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
             PrivacyError: the ledger file could not be written; nothing may be released.
         """
-        self._authorize(self._placed(event), count, planned=planned)
+        if adaptive:
+            self.require_adaptive()
+        self._authorize(self._placed(event), count, ("adaptive",) if adaptive else (), planned=planned)
 
     def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
         """Charges a step of an Opacus optimizer (see `OpacusFace`)."""

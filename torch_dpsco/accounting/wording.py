@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian, NonPrivate
-from torch_dpsco.accounting.report import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
+from torch_dpsco.accounting.report import OneRelease, PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 
 __all__ = ["GROUPS", "WORLDS", "Section", "accuracy", "headline", "odds_factor", "sections", "warning_sentences"]
 
@@ -72,10 +72,10 @@ def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ..
         Section("What it means", tuple(_meaning(report))),
         Section("What is protected", tuple(_protected(report, run))),
         Section("What delta is", tuple(_delta(report))),
-        Section("What is covered", tuple(_covered())),
-        Section("What is not covered", tuple(_not_covered(report))),
+        Section("What is covered", tuple(_covered(run))),
+        Section("What is not covered", tuple(_not_covered(report, run))),
         Section("How batches are drawn", tuple(_sampling(report, run))),
-        Section("What must hold", (*assumptions, _COUPLING)),
+        Section("What must hold", (*assumptions, _COUPLING, *_promised(run))),
         Section("How it was computed", tuple(_computed(report, run, version))),
     )
 
@@ -98,7 +98,8 @@ def _strength(report: PrivacyReport, run: Run) -> Iterator[str]:
         yield "No guarantee: something was released without noise, or may fail with a probability of delta or more."
     elif report.epsilon > _WEAK:
         yield f"Weak: the likelihood ratio e^epsilon is {_odds(report.epsilon)}, which excludes hardly anything."
-    if isinstance(run.event, NonPrivate) or run.event.sigma == 0:
+    silent = isinstance(run.event, Gaussian) and run.event.sigma == 0 and any(dict(run.event.sens).values())
+    if isinstance(run.event, NonPrivate) or silent:
         yield "The noise of this optimizer is 0: each of its steps is a release without any privacy."
 
 
@@ -247,13 +248,28 @@ def _delta(report: PrivacyReport) -> Iterator[str]:
     )
 
 
-def _covered() -> Iterator[str]:
-    yield "The final model, and every iterate, average and private mean gradient (p.grad after a step) on the way."
+def _promised(run: Run) -> Iterator[str]:
+    if isinstance(run, OneRelease):
+        yield "The loss is convex and has the promised constants for every record within the bounds: none is clipped."
+        yield "Each gradient is that of this loss on the delivered batch, with no other term; iterates stayed secret."
+
+
+def _covered(run: Run) -> Iterator[str]:
+    if isinstance(run, OneRelease):
+        # PRIVACY: (test_the_statement_of_output_perturbation_covers_the_final_model_only)
+        yield "The final model, and nothing else of the run."
+    else:
+        yield "The final model, and every iterate, average and private mean gradient (p.grad after a step) on the way."
     yield "All that is computed from these without another look at the data: predictions, plots, learning rates."
     yield "All that was charged to the same accountant, by other optimizers too; it is listed at the end."
 
 
-def _not_covered(report: PrivacyReport) -> Iterator[str]:
+def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
+    if isinstance(run, OneRelease):
+        yield (
+            "Everything before finalize(): parameters, averages, gradients, losses, checkpoints, and what is computed "
+            "from them. They are secret."
+        )
     yield "Training losses, also the one that step(closure) returns, and any other score computed on the training data."
     yield "Gradients of single records, their norms, how many were clipped, and who was in which batch."
     if report.adjacency != ADD_REMOVE:
@@ -271,6 +287,15 @@ def _not_covered(report: PrivacyReport) -> Iterator[str]:
 
 def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
     design = run.design
+    if isinstance(run, OneRelease):
+        how = (
+            "in a fresh random order each pass" if isinstance(design, Shuffled) else "each batch a fresh random subset"
+        )
+        yield (
+            f"All {design.n} {report.unit}s, batches of {design.batch_size}, {how}. The noise on the answer is "
+            f"calibrated for the hits that one record can have this way."
+        )
+        return
     if type(design) not in _SAMPLING:
         yield f"As the class says: {design}."
         return

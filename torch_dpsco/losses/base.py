@@ -173,6 +173,9 @@ class TableLoss(Loss):
             smoothness=constant if exponent == 1 else None,
             radius=radius,
             is_glm=self.num_scores == 1,
+            bound_x=bound_x,
+            bound_y={"real": bound_y, "sign": 1.0, "class": None}[self.target_kind],
+            score_offset=round_up((bound_y if self.target_kind == "real" else 1.0) / bound_x),
             exact_grad_bound=TableGradBound(self, bound_x, bound_y),
         )
 

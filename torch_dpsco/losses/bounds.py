@@ -71,6 +71,11 @@ def _into_ball(block: Tensor, bound: float) -> Tensor:
     if not block.numel():
         return block
     rows = block.flatten(1).double()
+    guard = torch.finfo(block.dtype).eps + (rows.shape[1] + 4) * torch.finfo(torch.float64).eps
+    # Nothing to do where all norms are plainly within the bound; a NaN fails the comparison. Norms whose squares
+    # underflow are too small, by less than sqrt(d) 2^-510.
+    if bound > 2.0**-400 and bool((torch.linalg.vector_norm(rows, dim=1) <= bound * (1 - guard)).all()):
+        return block.clone()
     # PRIVACY: masked, since 0 * inf is NaN (test_a_row_with_a_non_finite_feature_becomes_zero)
     rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, 0)
     # Dividing by a power of two is exact, and keeps the squares of huge and tiny rows inside the range of float64.
@@ -78,7 +83,6 @@ def _into_ball(block: Tensor, bound: float) -> Tensor:
     scale = torch.exp2(exponent.double())
     unit = rows / scale
     length = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-    guard = torch.finfo(block.dtype).eps + (rows.shape[1] + 4) * torch.finfo(torch.float64).eps
     # PRIVACY: the guard covers the norm and the final cast (test_enforced_norms_never_exceed_the_bound)
     clipped = unit * (bound / length * (1 - guard))
     return torch.where(length * scale > bound, clipped, rows).to(block.dtype).reshape(block.shape)

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.accounting.report import PrivacyReport, Run
+from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement, make_statement
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.common import CommonOptimizer, require_one_process
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
@@ -29,11 +29,11 @@ from torch_dpsco.schedule import Schedule
 
 __all__ = ["Assembly"]
 
-_FIXED = frozenset({"oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"})
 
-
-class Assembly(Optimizer):
+class Assembly(CommonOptimizer):
     """The parts of a private optimizer and its batches; `PrivateOptimizer`, which adds the step, has the arguments."""
+
+    _fixed = frozenset({"oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"})
 
     def __init__(
         self,
@@ -53,9 +53,7 @@ class Assembly(Optimizer):
         super().__init__(params, {"lr": check.positive(lr=lr)})
         for group in self.param_groups:
             check.positive(lr=group["lr"])
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1:
-            raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
+        require_one_process()
         device = checks.one_device(self._all_params())
         rule.check_groups(self.param_groups)
         self.oracle, self.rule, self.design = oracle, rule, design
@@ -65,6 +63,8 @@ class Assembly(Optimizer):
         # "is None": an empty accountant has length 0 and would count as false
         self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
         self.accountant.require_unit("example")
+        if oracle.adaptive:
+            self.accountant.require_adaptive()
         if oracle.batch_size != design.batch_size:
             raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
@@ -77,20 +77,8 @@ class Assembly(Optimizer):
         oracle.take()
         forget_wrappers(self._all_params())
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
-        if name in _FIXED and name in self.__dict__:
-            raise PrivacyError(f"{name} is fixed at construction: make a new optimizer, with the same accountant")
-        super().__setattr__(name, value)
-
     def __copy__(self) -> Assembly:
         raise SequenceError("copies must have parts of their own: use copy.deepcopy((model, optimizer))")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
-        if "accountant" in self.__dict__:
-            raise SequenceError("params are fixed at construction: make a new optimizer, with the same accountant")
-        super().add_param_group(param_group)
 
     def _all_params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -189,33 +177,14 @@ class Assembly(Optimizer):
     # -- what is public -----------------------------------------------------------------------------------------------
 
     @property
-    def steps(self) -> int:
-        """Steps made."""
-        return self._steps
-
-    @property
-    def finalized(self) -> bool:
-        """Whether the answer was installed."""
-        return self._finalized
-
-    @property
     def halted(self) -> bool:
         """Whether the oracle has answered for the last time in this phase."""
         return self._halted
 
     @property
-    def seeded(self) -> bool:
-        """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
-        return self._seeded
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Public numbers: steps made, and clip and noise_std of the last one."""
         return {"step": self._steps, **self.oracle.metrics()}
-
-    def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
-        """Returns the numbers of the accountant's ledger; delta defaults to the budget's."""
-        return self.accountant.report(delta)
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words.

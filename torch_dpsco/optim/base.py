@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import averaged
 
 __all__ = ["PrivateOptimizer"]
-
-_Self = TypeVar("_Self", bound="PrivateOptimizer")
 
 
 class PrivateOptimizer(Assembly):
@@ -104,9 +101,10 @@ class PrivateOptimizer(Assembly):
     # accounting is Python: nothing to compile, and caches that a tracer would look through
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _charge(self, draw: Draw) -> None:
-        planned = None if draw.partition else self.schedule.steps  # events of parts differ from each other
+        differ = bool(draw.partition) or self.oracle.adaptive  # the next event is another one
+        planned = 1 if differ or self.schedule.steps is None else self.schedule.steps - self._steps
         event = self.design.draw_event(self.oracle.event(), draw)
-        self.accountant.authorize(event, planned=1 if planned is None else planned - self._steps)
+        self.accountant.authorize(event, planned=planned, adaptive=self.oracle.adaptive)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -133,7 +131,7 @@ class PrivateOptimizer(Assembly):
         if not self._batch.admit(0 if rows is None else len(rows), 1 if rows is None else rows.passes, partial):
             return None  # a late chunk of a draw that was given up
         if not self._batch.opened:
-            self.oracle.open(params)
+            self.oracle.open(params, self._steps)
             self._batch.opened = True
         if rows is not None and len(rows):
             self.oracle.observe(rows if scale is None else rows.unscaled(scale), users)
@@ -208,15 +206,6 @@ class PrivateOptimizer(Assembly):
         with torch.no_grad():
             self._install_answer()
         self._finalized = True
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and not self._finalized:
-            self.finalize()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

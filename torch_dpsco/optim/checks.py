@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
 
@@ -20,6 +21,7 @@ __all__ = [
     "agreed_adjacency",
     "number_of_records",
     "one_device",
+    "require_budget",
     "require_one_step",
     "require_universe",
     "warn_of_other_lrs",
@@ -82,6 +84,16 @@ def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) 
         f"epsilon must be >= {rounded_up(needed, 6)} for one step with this noise at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
     )
+
+
+def require_budget(accountant: Accountant, budget: Budget) -> None:
+    """Raises AdjacencyError unless the accountant has this budget, or none, and the budget's adjacency."""
+    if accountant.budget not in (None, budget):
+        raise AdjacencyError(f"accountant must have the budget {budget}, or none (got {accountant.budget})")
+    if accountant.adjacency != budget.adjacency:
+        raise AdjacencyError(
+            f"accountant must have the budget's adjacency {budget.adjacency!r} (got {accountant.adjacency!r})"
+        )
 
 
 def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -29,7 +30,9 @@ from torch_dpsco.accounting.designs import Design, Fixed, Poisson, Undeclared
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.optim import checks
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.oracles.absolute import HolderAbsolute
 from torch_dpsco.oracles.clipped import HolderClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
@@ -52,9 +55,13 @@ class HolderSGD(PrivateOptimizer):
         params: parameters or groups; all of them count as one vector for norms and projection.
         lr: step size, > 0.
         problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
-        noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private.
+        noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private. Not with "absolute".
         batch_size: expected batch size, the public divisor.
-        noise: "adaptive" (bound at the iterate), "constant" (bound over the feasible set) or "paper".
+        noise: "adaptive" (bound at the iterate), "constant" (bound over the feasible set), "paper", or "absolute":
+            bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes it cost: the
+            budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full batches), and the run
+            stops where a step is refused; without a budget `get_epsilon` is an odometer.
+        noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
         design: how batches are drawn; get them from `loader(dataset)`.
         n: public number of records (a reference under add_remove): shorthand for design=Poisson(batch_size, n).
             Without design and n no sampling is claimed, under replace_one only.
@@ -96,9 +103,10 @@ class HolderSGD(PrivateOptimizer):
         lr: float,
         *,
         problem: Problem,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
         batch_size: int,
         noise: str = "adaptive",
+        noise_std: float | Sequence[float] | None = None,
         design: Design | None = None,
         n: int | None = None,
         steps: int | None = None,
@@ -125,7 +133,7 @@ class HolderSGD(PrivateOptimizer):
         super().__init__(
             params,
             lr,
-            oracle=HolderClipped(problem, noise_multiplier, batch_size, noise=noise, radius=prox.radius),
+            oracle=_oracle(problem, noise, noise_multiplier, noise_std, batch_size, prox.radius),
             rule=rule or SGD(average),
             design=_declared(design, n, batch_size),
             schedule=Schedule((Phase(steps),)),
@@ -269,12 +277,8 @@ class HolderSGD(PrivateOptimizer):
             average=average,
             distance=distance,
         )
-        if accountant is not None and accountant.budget not in (None, budget):
-            raise AdjacencyError(f"accountant must have the budget {budget}, or none (got {accountant.budget})")
-        if accountant is not None and accountant.adjacency != budget.adjacency:
-            raise AdjacencyError(
-                f"accountant must have the budget's adjacency {budget.adjacency!r} (got {accountant.adjacency!r})"
-            )
+        if accountant is not None:
+            checks.require_budget(accountant, budget)
         return cls(
             params,
             plan.lr,
@@ -291,6 +295,24 @@ class HolderSGD(PrivateOptimizer):
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
         )
+
+
+def _oracle(
+    problem: Problem,
+    noise: str,
+    multiplier: float | None,
+    noise_std: float | Sequence[float] | None,
+    batch_size: int,
+    radius: float,
+) -> HolderClipped | HolderAbsolute:
+    given, other = ("noise_std", "noise_multiplier") if noise == "absolute" else ("noise_multiplier", "noise_std")
+    values = {"noise_std": noise_std, "noise_multiplier": multiplier}
+    if values[given] is None or values[other] is not None:
+        raise ValueError(f"{given} must be given for noise={noise!r}, and {other} must not (got {values})")
+    if noise_std is not None:
+        return HolderAbsolute(problem, noise_std, batch_size, radius=radius)
+    assert multiplier is not None
+    return HolderClipped(problem, multiplier, batch_size, noise=noise, radius=radius)
 
 
 def _declared(design: Design | None, n: int | None, batch_size: int) -> Design:

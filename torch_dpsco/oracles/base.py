@@ -42,6 +42,7 @@ class MeanOracle(ABC):
         batch_size: public divisor of the mean.
     """
 
+    adaptive = False  # whether the event of a release depends on what was released before
     _taken = False
 
     def __init__(self, batch_size: int) -> None:
@@ -49,7 +50,8 @@ class MeanOracle(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: the ledger was told these numbers (test_what_the_ledger_relies_on_cannot_be_reassigned)
-        if not name.startswith("_") and name in self.__dict__:
+        constant = not callable(getattr(type(self), name, len))  # a property, or a flag of the class
+        if not name.startswith("_") and (name in self.__dict__ or constant):
             raise PrivacyError(f"{name} is fixed at construction: make a new oracle and optimizer")
         super().__setattr__(name, value)
 
@@ -61,8 +63,13 @@ class MeanOracle(ABC):
         self._taken = True
 
     @abstractmethod
-    def open(self, query: Sequence[Tensor]) -> None:
-        """Starts a logical batch whose gradients are taken at the public point `query`; forgets an unfinished one."""
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch; forgets an unfinished one.
+
+        Args:
+            query: the public point at which gradients are taken.
+            step: number of steps made before, >= 0.
+        """
 
     @abstractmethod
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
@@ -78,7 +85,7 @@ class MeanOracle(ABC):
 
     @abstractmethod
     def event(self) -> Gaussian | NonPrivate:
-        """Returns the accounting event of one release for a given batch, without sampling."""
+        """Returns the accounting event of a release of the open batch (before the first: of one at 0), unsampled."""
 
     @abstractmethod
     def release(self, generator: torch.Generator) -> Release:

@@ -76,8 +76,8 @@ class ClippedMean(MeanOracle):
 
     def __init__(self, noise_multiplier: float, batch_size: int) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
-        self.noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
-        self._event = clipped_gaussian(self.noise_multiplier)
+        self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
+        self._event = clipped_gaussian(self._multiplier)
         self._summation = FLOAT64
         self._clip: float | None = None
         self._shapes: list[torch.Size] = []
@@ -97,12 +97,17 @@ class ClippedMean(MeanOracle):
         return self._clip
 
     @property
+    def noise_multiplier(self) -> float:
+        """Noise std on the sum over the clip."""
+        return self._multiplier
+
+    @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on the released mean."""
         # PRIVACY: scaled to the sensitivity of the sum as computed, rounding included (test_halved_noise_is_caught)
         return self.noise_multiplier * self.sensitivity("zero_out")
 
-    def open(self, query: Sequence[Tensor]) -> None:
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Fixes the clip by the public point and forgets an unfinished batch."""
         self.discard()
         self._clip = self.bound(query)

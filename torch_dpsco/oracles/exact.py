@@ -30,7 +30,7 @@ class Exact(MeanOracle):
         super().__init__(check.positive_count(batch_size=batch_size))
         self._means: list[Tensor] = []
 
-    def open(self, query: Sequence[Tensor]) -> None:
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch."""
         self._means = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in query]
 

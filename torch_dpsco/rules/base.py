@@ -66,7 +66,7 @@ def absorb(params: Sequence[nn.Parameter], state: State, k: int, average: str) -
             state[p]["average"] = p.detach().to(torch.float64, copy=True)
         else:
             running: Tensor = state[p]["average"]
-            running.add_(p.detach().double() - running, alpha=factor)
+            running.lerp_(p.detach().double(), factor)
 
 
 def averaged(p: nn.Parameter, state: State, average: str) -> Tensor:

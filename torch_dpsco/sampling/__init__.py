@@ -1,7 +1,7 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
 from torch_dpsco.sampling.draws import Chunk, DrawLog
-from torch_dpsco.sampling.loader import PhysicalBatches, PrivateLoader, accept_empty_draws
+from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
 from torch_dpsco.sampling.samplers import (
     DesignSampler,
     DisjointSampler,
@@ -14,6 +14,7 @@ from torch_dpsco.sampling.samplers import (
 )
 
 __all__ = [
+    "BoundedLoader",
     "Chunk",
     "DesignSampler",
     "DisjointSampler",
@@ -25,6 +26,7 @@ __all__ = [
     "PrivateLoader",
     "ShuffledSampler",
     "accept_empty_draws",
+    "bounded",
     "make_sampler",
     "poisson_positions",
 ]

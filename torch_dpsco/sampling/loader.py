@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.errors import UnitError, UnknownSamplerError
+from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk
 from torch_dpsco.sampling.samplers import DesignSampler
 
-__all__ = ["PhysicalBatches", "PrivateLoader", "accept_empty_draws"]
+__all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded"]
 
 _Indices = npt.NDArray[np.int64]
 
@@ -165,7 +166,12 @@ class PhysicalBatches:
     """
 
     def __init__(self, loader: PrivateLoader | DataLoader[Any], physical_batch_size: int) -> None:
-        sampler = loader.batch_sampler
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(loader, BoundedLoader):
+            raise UnknownSamplerError(
+                "loader must be one whose optimizer adds up parts of a draw; this one needs whole batches "
+                "(got BoundedLoader)"
+            )
         if not isinstance(sampler, DesignSampler):
             raise UnknownSamplerError(
                 f"loader must draw by a sampler of torch_dpsco (got {type(sampler).__name__}): use "
@@ -194,3 +200,51 @@ class PhysicalBatches:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends nothing: an unfinished draw is dropped by the next iteration, or by `optimizer.discard()`."""
+
+
+class BoundedLoader:
+    """Delivers the batches of a loader in double precision, every record mapped into its bounds.
+
+    Args:
+        loader: of (features, target) pairs.
+        bound_x: largest norm of a record's features; None enforces none.
+        bound_y: largest absolute value of a target; None enforces none. Only with bound_x.
+
+    Guarantee: a map of each record by itself, see `losses.enforce_bounds`.
+    """
+
+    def __init__(self, loader: PrivateLoader, bound_x: float | None, bound_y: float | None) -> None:
+        self._loader, self._bound_x, self._bound_y = loader, bound_x, bound_y
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self._loader.dataset
+
+    @property
+    def design(self) -> Design:
+        """How batches are drawn."""
+        return self._loader.design
+
+    def __len__(self) -> int:
+        """Draws per iteration."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield bounded(batch, self._bound_x, self._bound_y)
+
+
+def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[Any]:
+    """Returns (features, targets) in double precision, every record mapped into its bounds (see `BoundedLoader`)."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"dataset must give (features, target) pairs (got {type(batch).__name__})")
+    features, targets = batch
+    if isinstance(features, Tensor) and features.is_floating_point():
+        features = features.double()
+    if bound_x is None:
+        return [features, targets]
+    # PRIVACY: nothing is clipped later (test_records_are_mapped_into_their_bounds)
+    if bound_y is None:
+        return [enforce_bounds(features, bound_x=bound_x), targets]
+    return list(enforce_bounds(features, targets.double(), bound_x=bound_x, bound_y=bound_y))

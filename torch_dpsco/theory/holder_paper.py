@@ -27,14 +27,28 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate
 from torch_dpsco.errors import InfeasibleError
+from torch_dpsco.theory.holder_output_paper import (
+    chernoff_factor,
+    log_expansion_constant,
+    log_iterate_constant,
+    output_sensitivity_paper,
+    output_sigma_paper,
+    self_bounding_constant,
+)
 
 __all__ = [
     "GradientNoisePaper",
     "SplitSearch",
+    "chernoff_factor",
     "feasibility_threshold_paper",
     "gradient_noise_paper",
+    "log_expansion_constant",
+    "log_iterate_constant",
+    "output_sensitivity_paper",
+    "output_sigma_paper",
     "search_gradient_noise_paper",
     "search_split_paper",
+    "self_bounding_constant",
     "unconstrained_split",
 ]
 

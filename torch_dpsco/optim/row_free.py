@@ -1,0 +1,394 @@
+"""Optimizers that need no per-sample gradients, because only their final answer is ever released.
+
+All iterates are secret: what is added to the average at the end is calibrated to how far one record can have moved it.
+The bound rests on promises about the loss, on who was in which batch, and on what floating-point arithmetic computes.
+What code can check of it is checked here: batches come from the optimizer's own loader, which maps records into their
+bounds, in the order that was planned, each used by exactly one backward pass of the whole batch; step sizes and the
+number of steps are those of the plan; arithmetic is double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import Adjacency
+from torch_dpsco.accounting.designs import Design, Shuffled
+from torch_dpsco.accounting.events import SimpleEvent
+from torch_dpsco.accounting.report import OneRelease
+from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.common import CommonOptimizer, require_one_process
+from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
+from torch_dpsco.prox import Prox
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.rules.base import absorb, averaged
+from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
+
+__all__ = ["RowFreeOptimizer"]
+
+_IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
+
+
+class RowFreeOptimizer(CommonOptimizer):
+    """Rests on promises: nothing is clipped. Base of optimizers that release the noised average of their iterates.
+
+    Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
+
+    Args:
+        params: parameters in double precision; they are set to 0, the planned start.
+        lrs: one step size, or one per step.
+        design: how batches are drawn.
+        steps: planned number of steps.
+        event: of the only release.
+        noise_std: of the noise on each coordinate of the average.
+        prox: projection onto the feasible set.
+        bounds: largest norm of a record's features (without the ones of a bias) and largest absolute target, each None
+            if there is none to enforce.
+        loss_reduction: "mean" or "sum": how the loss adds up its batch.
+        accountant: ledger (and budget) to charge; default a new one.
+        adjacency: neighboring relation; default that of the accountant, or "replace_one".
+        generator: noise generator of your own; repeatable, so for tests only (warns).
+
+    Raises:
+        InfeasibleError: the release does not fit the budget.
+        AdjacencyError: the event has no guarantee under the adjacency.
+        ValueError: parameters that are not in double precision, or frozen.
+    """
+
+    # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
+    _fixed = frozenset(
+        {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lrs: float | Sequence[float],
+        *,
+        design: Design,
+        steps: int,
+        event: SimpleEvent,
+        noise_std: float,
+        prox: Prox,
+        bounds: tuple[float | None, float | None],
+        loss_reduction: str = "mean",
+        accountant: Accountant | None = None,
+        adjacency: Adjacency | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.lrs = (check.positive(lr=lrs),) if isinstance(lrs, (int, float)) else tuple(lrs)
+        super().__init__(params, {"lr": self.lrs[0]})
+        if len(self.param_groups) != 1 or self.param_groups[0]["lr"] != self.lrs[0]:
+            raise ValueError(
+                "params must be one group with the step size of the plan, for which its noise is calibrated"
+            )
+        require_one_process()
+        device = checks.one_device(self._params())
+        _require_double(self._params())
+        self.design, self.planned_steps = design, check.positive_count(steps=steps)
+        self.event, self.noise_std = event, check.nonnegative(noise_std=noise_std)
+        self.prox, self.bounds = prox, bounds
+        self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
+        self.adjacency = checks.agreed_adjacency(adjacency, accountant)
+        self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
+        self.accountant.require_unit("example")
+        checks.require_one_step(self.accountant, self.adjacency, event)
+        self._noise, self._seeded = noise_generator(device, generator), generator is not None
+        self._steps, self._finalized, self._epoch = 0, False, ""
+        self._log: DrawLog | None = None
+        self._backwards = [0] * len(self._params())
+        self._gradients: dict[int, tuple[int, int]] = {}  # as backward left them
+        self._hooks = []
+        for k, p in enumerate(self._params()):
+            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, k=k: self._count(k)))
+            p.detach().zero_()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowFreeOptimizer:
+        # PRIVACY: two answers of one secret run would be two releases (test_a_run_cannot_be_copied)
+        raise SequenceError("a run of secret iterates must not be copied: it has one release; make a new optimizer")
+
+    def __copy__(self) -> RowFreeOptimizer:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+    def _params(self) -> list[nn.Parameter]:
+        return list(self.param_groups[0]["params"])
+
+    def _count(self, k: int) -> None:
+        self._backwards[k] += 1
+        self._gradients[k] = _identity(self._params()[k].grad)
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> BoundedLoader:
+        """Returns a loader of the steps that are still planned: records in double precision, mapped into their bounds.
+
+        Args:
+            dataset: map-style data set of (features, target) pairs.
+            collate_fn: as in DataLoader.
+            num_workers: as in DataLoader.
+            pin_memory: as in DataLoader.
+
+        Raises:
+            UnitError: the data set does not have the planned number of records, which is public.
+            SequenceError: nothing is left to do.
+        """
+        self._require_open()
+        checks.require_universe(self.design, self.adjacency, checks.number_of_records(dataset))
+        sampler = make_sampler(self.design, size=self.design.n, steps=self.planned_steps - self._steps)
+        bounds = self.bounds
+        small = type(dataset) is TensorDataset and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
+        if isinstance(dataset, TensorDataset) and small and collate_fn is None:
+            dataset, bounds = TensorDataset(*bounded(dataset.tensors, *bounds)), (None, None)  # once for all epochs
+        loader = PrivateLoader(dataset, sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+        self._log = sampler.log
+        self._log.on_restart = self.zero_grad
+        return BoundedLoader(loader, *bounds)
+
+    @property
+    def outstanding_rows(self) -> int | None:
+        """Rows of the batch that the next step must use; None if there is none."""
+        return self._log.waiting[0].rows if self._log is not None and self._log.waiting else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients that no step has used yet."""
+        for p in self._params():
+            p.grad = None
+        self._backwards = [0] * len(self._backwards)
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Makes one secret step from the batch that the loader has delivered.
+
+        Args:
+            closure: clears gradients, computes the loss, calls backward and returns the loss.
+
+        Returns:
+            The closure's loss. It is computed from the data and is NOT private.
+
+        Raises:
+            SequenceError: no batch is outstanding, it was used by no or by several backward passes, a permutation was
+                broken off, the step size was changed, or all planned steps are made.
+        """
+        self._require_open()
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chunk = self._next_batch()
+        if self._steps == 0 and any(bool(p.detach().any()) for p in self._params()):
+            self.zero_grad()
+            raise SequenceError("parameters must be 0, the planned start, at the first step: do not initialize them")
+        self._require_one_backward()
+        self._require_planned_lr()
+        with torch.no_grad():
+            self._update(chunk.draw.size if self._mean else 1)
+        assert self._log is not None
+        self._log.waiting.popleft()
+        self._epoch = chunk.draw.partition
+        self._steps += 1
+        self.zero_grad()
+        if self._steps < self.planned_steps:
+            self.param_groups[0]["lr"] = self._lr()
+        return loss
+
+    def _lr(self) -> float:
+        return self.lrs[self._steps] if len(self.lrs) > 1 else self.lrs[0]
+
+    def _update(self, rows: int) -> None:
+        params, lr = self._params(), self._lr()
+        absorb(params, self.state, self._steps, "uniform")
+        gradients = [p.grad for p in params if p.grad is not None]
+        torch._foreach_add_(list[Tensor](params), gradients, alpha=-lr * rows / self.design.batch_size)
+        self.prox.apply_(params, [lr] * len(params))
+
+    def _require_open(self) -> None:
+        if self._finalized:
+            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
+        if self._steps == self.planned_steps:
+            raise SequenceError(f"all {self.planned_steps} planned steps are made: call finalize()")
+
+    def _next_batch(self) -> Chunk:
+        if self._log is None or not self._log.waiting:
+            raise SequenceError(
+                "no batch is outstanding: each step needs one batch of this optimizer's own loader, "
+                "optimizer.loader(dataset), and can use it once"
+            )
+        chunk = self._log.waiting[0]
+        if isinstance(self.design, Shuffled):
+            place = self._steps % self.design.steps_per_epoch
+            if chunk.draw.part != str(place) or (place and chunk.draw.partition != self._epoch):
+                # PRIVACY: each record is in one batch of each planned epoch (test_a_permutation_is_used_to_its_end)
+                raise SequenceError(
+                    f"step {self._steps} must use batch {place} of a permutation that is used to its end (got batch "
+                    f"{chunk.draw.part}): do not break a loop off within an epoch; save checkpoints between epochs"
+                )
+        return chunk
+
+    def _require_one_backward(self) -> None:
+        if any(p.grad is None for p in self._params()):
+            raise SequenceError(
+                "p.grad must hold the gradient of the batch (got None): call backward() first, on a model that is not "
+                "attached: this optimizer needs no per-sample gradients"
+            )
+        if self._backwards != [1] * len(self._backwards):
+            # PRIVACY: a second gradient doubles what a record moves (test_gradients_of_two_passes_are_refused)
+            counts = sorted(set(self._backwards))
+            self.zero_grad()
+            raise SequenceError(
+                f"a step must use the gradient of exactly one backward pass over its batch (got {counts}): gradients "
+                f"were cleared; compute it again"
+            )
+
+        if any(_identity(p.grad) != self._gradients[k] for k, p in enumerate(self._params())):
+            # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
+            # (test_a_gradient_changed_after_its_backward_is_refused)
+            self.zero_grad()
+            raise SequenceError(
+                "p.grad must be what backward() left there (got a changed one): do not clip, scale or decay it; "
+                "gradients were cleared; compute it again"
+            )
+
+    def _require_planned_lr(self) -> None:
+        group = self.param_groups[0]
+        if group["lr"] != self._lr() or any(p.dtype != torch.float64 for p in group["params"]):
+            # PRIVACY: the sensitivity grows with the step size (test_another_step_size_is_refused)
+            raise SequenceError(
+                f"lr must be {self._lr()}, that of the plan, and parameters torch.float64 (got {group['lr']}): the "
+                f"noise is calibrated for them; give the plan a schedule fixed in advance, lr=[...]"
+            )
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finalize(self) -> None:
+        """Charges the release, and installs the noised average into the parameters.
+
+        Raises:
+            SequenceError: planned steps are missing, or the answer was released already.
+            BudgetExceeded: the release does not fit the budget any more; nothing is released.
+        """
+        if self._finalized:
+            raise SequenceError("finalize() must be called once: the answer is released")
+        if self._steps < self.planned_steps:
+            raise SequenceError(
+                f"{self.planned_steps - self._steps} of {self.planned_steps} planned steps are missing: nothing is "
+                f"released, since the noise is calibrated for all of them"
+            )
+        self.accountant.authorize(self.event)
+        # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
+        answers = [averaged(p, self.state, "uniform").clone() for p in self._params()]
+        for answer in answers:
+            noise = torch.empty_like(answer).normal_(generator=self._noise)
+            answer.add_(noise, alpha=self.noise_std)
+        self.prox.apply_(answers, [0.0] * len(answers))
+        for p, answer in zip(self._params(), answers, strict=True):
+            p.copy_(answer)
+        self._finalized = True
+        self.state.clear()
+        self.zero_grad()
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Holds the private answer in the parameters; raises SequenceError before `finalize()`."""
+        if not self._finalized:
+            raise SequenceError("nothing is released before finalize(): all iterates are secret")
+        yield
+
+    # -- what is public -----------------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Public numbers: steps made, and std of the noise on the answer."""
+        return {"step": self._steps, "noise_std": self.noise_std}
+
+    def report(self, delta: float | None = None) -> Statement:
+        """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
+        run = OneRelease(type(self).__name__, self.design, self.event, self._steps, self.planned_steps, self._finalized)
+        return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
+        return {
+            "design": repr(self.design),
+            "steps": self.planned_steps,
+            "lrs": [lr.hex() for lr in self.lrs],
+            "event": repr(self.event),
+            "noise_std": self.noise_std.hex() if math.isfinite(self.noise_std) else "inf",
+            "prox": repr(self.prox),
+            "bounds": repr(self.bounds),
+            "adjacency": self.adjacency,
+        }
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and primitives. CONFIDENTIAL until `finalize()`: it holds secret iterates."""
+        private = {
+            "t": self._steps,
+            "finalized": self._finalized,
+            "epoch": self._epoch,
+            "ledger": self.accountant.state_dict(),
+            "confidential": not self._finalized,
+        }
+        return add_private_state(super().state_dict(), self.settings(), private)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state, ledger included. Load the model's state too: it holds the iterate.
+
+        Raises:
+            ValueError: the state is of another plan or version; says which settings differ.
+            PrivacyError: the state's ledger would forget events charged here.
+            SequenceError: a run with independent batches is not over.
+        """
+        public, private = split_private_state(state_dict, self.settings())
+        if not isinstance(self.design, Shuffled) and private["t"] > 0 and not private["finalized"]:
+            # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
+            # (test_a_run_with_independent_batches_cannot_be_resumed)
+            raise SequenceError(
+                "a run with independent batches must be made in one go: its continuations would share who was drawn; "
+                "use sampling='shuffle', which can be continued between epochs"
+            )
+        self.accountant.load_state_dict(private["ledger"])
+        super().load_state_dict(public)
+        restore_averages(self.state, public, self._params())
+        self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
+        self._log = None
+        self.zero_grad()
+
+
+def _require_double(params: Sequence[Tensor]) -> None:
+    for p in params:
+        if p.dtype != torch.float64 or not p.requires_grad:
+            # PRIVACY: rounding moves iterates that nobody noises (test_single_precision_is_refused)
+            raise ValueError(
+                f"params must be torch.float64 and all trained (got {p.dtype}): the noise covers one record's effect "
+                f"and that of rounding, which only double precision keeps small; use model.double()"
+            )
+
+
+def _identity(gradient: Tensor | None) -> tuple[int, int]:
+    """Returns what any assignment or in-place change of a gradient changes."""
+    return id(gradient), -1 if gradient is None else gradient._version

@@ -1,0 +1,317 @@
+"""Plans of output perturbation: step size, sensitivity, noise and risk of a run, before anything is spent.
+
+    U(eta) = D^2 / (2 eta T) + eta G^2 / 2 + G sqrt(d) Delta(eta) / mu*(epsilon, delta) + [K > 1] 2 G Delta_stab(eta)
+
+bounds the expected excess risk of the noised, projected average of one run over K shuffled epochs; the balanced step
+minimizes it on a log grid. Proof: sum |w_{t+1} - w*|^2 <= |w_t - w*|^2 - 2 eta (f_t(w_t) - f_t(w*)) + eta^2 G^2; in the
+first epoch f_t is the loss of records that w_t has not seen; later ones are, and putting independent copies in their
+place moves w_t by Delta_stab on average (replace-one sensitivity), hence the loss by G times that; noise of expected
+norm at most sigma sqrt(d) moves the loss by G times it, and the projection brings points nearer.
+
+Differs from the paper in: its step sizes (`lr_theorem`) balance its own noise, and are used in mode "paper" only; such
+a plan is refused where rounding could exceed what the paper's sensitivity leaves room for.
+
+Source: holder spec, sections 3.1, 3.2, 6 and 8.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
+from torch_dpsco.theory.holder_mixture import uniform_sigma
+from torch_dpsco.theory.holder_output_paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
+from torch_dpsco.theory.holder_promises import LossPromises, balanced_output_lr, distance_bound, output_path
+from torch_dpsco.theory.holder_rounding import DOUBLE
+from torch_dpsco.theory.holder_schedules import lr_theorem, steps_theorem
+from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity
+
+__all__ = ["HIT_CONSTANTS", "HolderOutputPlan", "plan_output"]
+
+FloatArray = NDArray[np.float64]
+
+HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}
+_SAMPLERS, _MODES = ("shuffle", "uniform"), ("tight", "paper")
+_MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
+
+
+@dataclass(frozen=True)
+class HolderOutputPlan:
+    """Public numbers of a planned run of output perturbation.
+
+    Args:
+        n: public number of records.
+        batch_size: nominal batch and divisor.
+        epochs: passes over the data, on average for independent batches.
+        steps: T; the answer is the uniform average of w_1..w_T, the T-th update is never used.
+        lr: step size, or one per step.
+        sampler: "shuffle" or "uniform".
+        mode: "tight" or "paper".
+        radius: of the feasible set; inf for none.
+        sensitivity: of the average; None for the sampler "uniform" in mode "tight", where it is random.
+        sigma: noise std per coordinate.
+        epsilon: the guarantee.
+        delta: the guarantee.
+        adjacency: "replace_one" or "zero_out".
+        risk_bound: on the expected excess risk over comparators within `distance`, real numbers; None where no theorem
+            applies (unbounded, independent batches, batch_size does not divide n, several step sizes).
+        rounding_share: share of the drift and hits that is due to floating-point rounding.
+        dim: d, number of parameters.
+        promises: constants of the loss.
+    """
+
+    n: int
+    batch_size: int
+    epochs: float
+    steps: int
+    lr: float | tuple[float, ...]
+    sampler: str
+    mode: str
+    radius: float
+    sensitivity: float | None
+    sigma: float
+    epsilon: float
+    delta: float
+    adjacency: str
+    risk_bound: float | None
+    rounding_share: float
+    dim: int
+    promises: LossPromises = field(repr=False)
+
+
+def plan_output(
+    promises: LossPromises,
+    *,
+    n: int,
+    batch_size: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    adjacency: str = "replace_one",
+    sampler: str | None = None,
+    mode: str = "tight",
+    epochs: int | None = None,
+    lr: float | Sequence[float] | None = None,
+    distance: float | None = None,
+    unit_roundoff: float = DOUBLE,
+) -> HolderOutputPlan:
+    """Returns the plan of a run whose noised average is (epsilon, delta)-DP.
+
+    Args:
+        promises: constants of the loss.
+        n: public number of records.
+        batch_size: b in [1, n]; 1 in mode "paper".
+        dim: d, number of parameters.
+        epsilon: > 0.
+        delta: in (0, 1).
+        adjacency: "replace_one" or "zero_out"; n is public.
+        sampler: "shuffle" (default) or "uniform" (the one of mode "paper").
+        mode: "tight" or "paper".
+        epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20; the theorem's in mode
+            "paper".
+        lr: a step size, or T of them, fixed in advance; default `balanced_output_lr` (the theorem's in mode "paper").
+        distance: D, guess of |w*|; default the radius.
+        unit_roundoff: of the arithmetic, 2^-53 (double) or 2^-24 (single).
+
+    Raises:
+        AdjacencyError: add_remove (n is public here), or mode "paper" outside replace_one.
+        ConditionError: a side condition of the step size or of mode "paper" fails.
+        MissingConstantError: a promise or `distance` is missing.
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP of the noised average alone, one release, records, given the promises, for what is
+    computed in the given arithmetic (`holder_rounding`). Nothing else of the run may be published.
+
+    Example:
+        >>> hinge = LossPromises(0.5, 1.5, lambda r: 1.5 * (1 + r) ** 0.5, radius=1.0, glm=True, score_offset=1.0)
+        >>> plan = plan_output(hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005)
+        >>> plan.steps, round(plan.sigma, 4)
+        (10000, 0.0927)
+    """
+    sampler = sampler or ("uniform" if mode == "paper" else "shuffle")
+    request = _Request(promises, n, batch_size, dim, epsilon, delta, adjacency, sampler, mode, distance)
+    sizes, epochs_made = _step_sizes(request, epochs, lr)
+    path = request.path(sizes, unit_roundoff)
+    sensitivity, sigma = _noise(request, path, sizes)
+    computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
+    constant = bool(np.all(sizes == sizes[0]))
+    return HolderOutputPlan(
+        n=n,
+        batch_size=batch_size,
+        epochs=epochs_made,
+        steps=sizes.size,
+        lr=float(sizes[0]) if constant else tuple(sizes.tolist()),
+        sampler=sampler,
+        mode=mode,
+        radius=promises.radius,
+        sensitivity=sensitivity,
+        sigma=sigma,
+        epsilon=float(epsilon),
+        delta=float(delta),
+        adjacency=adjacency,
+        risk_bound=_risk(request, sizes, sensitivity, sigma) if constant else None,
+        rounding_share=1 - exact / computed if computed > 0 else 0.0,
+        dim=dim,
+        promises=promises,
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a plan is asked for, checked; fields as in `plan_output`."""
+
+    promises: LossPromises
+    n: int
+    batch_size: int
+    dim: int
+    epsilon: float
+    delta: float
+    adjacency: str
+    sampler: str
+    mode: str
+    distance: float | None
+
+    def __post_init__(self) -> None:
+        n, _ = _validate.positive_count(n=self.n), _validate.positive_count(dim=self.dim)
+        _validate.positive(epsilon=self.epsilon)
+        _validate.choice(_SAMPLERS, sampler=self.sampler)
+        if _validate.positive_count(batch_size=self.batch_size) > n:
+            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
+        if self.adjacency not in HIT_CONSTANTS:
+            raise AdjacencyError(f"output perturbation is private under replace_one, zero_out (got {self.adjacency})")
+        if _validate.choice(_MODES, mode=self.mode) == "paper":
+            if self.adjacency != "replace_one":
+                raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {self.adjacency})")
+            if self.sampler != "uniform" or self.batch_size != 1:
+                raise ConditionError(
+                    "mode='paper' is proved for sampler='uniform' and batch_size=1 "
+                    f"(got {self.sampler!r}, {self.batch_size})"
+                )
+        if _validate.open_interval(0.0, 1.0, delta=self.delta) >= 1 / n:
+            warnings.warn(
+                f"delta={self.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 4
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.n // self.batch_size)
+
+    @property
+    def hit_constant(self) -> float:
+        return HIT_CONSTANTS[self.adjacency]
+
+    @property
+    def bounded(self) -> bool:
+        return math.isfinite(self.promises.radius)
+
+    def path(self, lr: FloatArray, unit_roundoff: float | None) -> RunPath:
+        return output_path(
+            self.promises,
+            lr,
+            batch_size=self.batch_size,
+            hit_constant=self.hit_constant,
+            dim=self.dim,
+            unit_roundoff=unit_roundoff,
+        )
+
+
+def _size_of(path: RunPath) -> float:
+    return path.drift + float(path.hits.max(initial=0.0))
+
+
+def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[float] | None) -> tuple[FloatArray, float]:
+    """Returns the step sizes (T,) and the number of epochs."""
+    alpha, per_epoch = request.promises.holder_exponent, request.steps_per_epoch
+    if epochs is not None:
+        steps = per_epoch * _validate.positive_count(epochs=epochs)
+    elif request.mode == "paper":
+        steps = steps_theorem(request.n, alpha, 10 if request.bounded else 9)
+    else:
+        passes = 1.0 if alpha >= 0.5 else math.pow(request.n, (1 - 2 * alpha) / (1 + alpha))
+        steps = per_epoch * min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
+    if lr is None:
+        lr = _paper_lr(request, steps) if request.mode == "paper" else _balanced_lr(request, steps // per_epoch)
+    sizes = np.asarray(lr, dtype=np.float64)
+    if sizes.shape not in ((), (steps,)):
+        raise ValueError(f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})")
+    return np.array(np.broadcast_to(sizes, (steps,))), steps / per_epoch
+
+
+def _balanced_lr(request: _Request, epochs: int) -> float:
+    return balanced_output_lr(
+        request.promises,
+        n=request.n,
+        batch_size=request.batch_size,
+        epochs=epochs,
+        dim=request.dim,
+        epsilon=request.epsilon,
+        delta=request.delta,
+        hit_constant=request.hit_constant,
+        distance=request.distance,
+    )
+
+
+def _paper_lr(request: _Request, steps: int) -> float:
+    wanted = lr_theorem(
+        10 if request.bounded else 9,
+        request.n,
+        request.dim,
+        request.epsilon,
+        request.delta,
+        _UTILITY_FAILURE,
+        steps,
+        request.promises.holder_exponent,
+    )
+    largest = min(1.0, 1.0 / request.promises.holder_constant) * (1 - 1e-9)
+    if wanted > largest:
+        warnings.warn(f"lr of the theorem, {wanted:g}, is capped below min(1, 1/L), {largest:g}", UtilityWarning, 4)
+    return min(wanted, largest)
+
+
+def _noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float | None, float]:
+    """Returns the sensitivity (None if it is random) and the noise std."""
+    if request.mode == "paper":
+        return _paper_noise(request, path, lr)
+    if request.sampler == "uniform":
+        return None, uniform_sigma(path, request.batch_size / request.n, request.epsilon, request.delta)
+    sensitivity = path_sensitivity(path, request.steps_per_epoch)
+    noise = gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+    return sensitivity, noise
+
+
+def _paper_noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float, float]:
+    promises, n, failure = request.promises, request.n, request.delta / 2
+    if not np.all(lr == lr[0]):
+        raise ConditionError("mode='paper' is proved for one step size (got several)")
+    if promises.grad_at_zero is None:
+        raise MissingConstantError("grad_at_zero is needed in mode='paper' (got None)")
+    constants = (promises.holder_exponent, promises.holder_constant, promises.grad_at_zero, promises.loss_at_zero)
+    radius, domain = (promises.radius, "bounded") if request.bounded else (None, "unbounded")
+    run = (radius, float(lr[0]), lr.size, n)
+    sensitivity = output_sensitivity_paper(*constants, *run, failure, domain)
+    hits = (lr.size / n) * (1 + chernoff_factor(n, lr.size, failure))
+    # PRIVACY: rounding must fit into what the paper's bound is too large by
+    # (test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack)
+    if path.drift + hits * float(path.hits.max(initial=0.0)) > sensitivity:
+        raise ConditionError("mode='paper' leaves no room for rounding here; use mode='tight' or double precision")
+    return sensitivity, output_sigma_paper(*constants, *run, request.epsilon, request.delta, domain)
+
+
+def _risk(request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float) -> float | None:
+    """Returns U at one step size; None where it is not proved."""
+    proved = request.mode == "tight" and request.sampler == "shuffle" and request.n % request.batch_size == 0
+    if not (proved and request.bounded) or sensitivity is None:
+        return None
+    distance = distance_bound(request.promises, request.distance)
+    bound, step = request.promises.grad_bound(request.promises.radius), float(lr[0])
+    stability = 2 * bound * sensitivity * (2.0 / request.hit_constant) if lr.size > request.steps_per_epoch else 0.0
+    start = distance**2 / (2 * step * lr.size)
+    return start + step * bound**2 / 2 + bound * sigma * math.sqrt(request.dim) + stability
