@@ -26,6 +26,7 @@ from torch_dpsco.accounting.events import (
     Repeat,
     SimpleEvent,
     WORGaussian,
+    clipped_gaussian,
 )
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
@@ -206,6 +207,7 @@ class PrivacyReport:
         advantage: bound of (true - false positive rate) of any test which of two neighboring data sets was used. From
             the whole privacy curve: at most `attack_advantage(epsilon, delta)`, and often far less.
         planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
+        advice: what would cost less for the same work.
     """
 
     epsilons: dict[Adjacency, float]
@@ -218,6 +220,7 @@ class PrivacyReport:
     budget: Budget | None
     advantage: float
     planned_epsilon: float | None = None
+    advice: tuple[str, ...] = ()
 
     @property
     def epsilon(self) -> float:
@@ -239,6 +242,7 @@ class PrivacyReport:
         lines += [f"  {name}: epsilon {rounded_up(e)}" for name, e in self.epsilons.items() if name != self.adjacency]
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
+        lines += [f"  advice: {line}" for line in self.advice]
         return "\n".join(lines)
 
 
@@ -267,6 +271,21 @@ def _charges(ledger: Ledger) -> tuple[Charge, ...]:
         largest[partition, event] = max(count, largest.get((partition, event), 0))
     passes = Counter((event, count, len(parts[partition])) for (partition, event), count in largest.items())
     return (*whole, *(Charge(event, count, times, size) for (event, count, size), times in passes.items()))
+
+
+def _advice(ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float) -> tuple[str, ...]:
+    """Returns the way out where random batches of fixed size cost more than a pass over disjoint ones."""
+    entries = list(ledger.entries())
+    event, times = (entries[0][2], entries[0][3]) if len(entries) == 1 else (None, 0)
+    if not isinstance(event, WORGaussian) or times * event.batch_size > event.dataset_size:
+        return ()
+    one_pass = Ledger([clipped_gaussian(event.noise_multiplier)]).epsilon(delta, adjacency)
+    if one_pass >= epsilon:
+        return ()
+    return (
+        f"{times} random batches cost more than one pass over disjoint batches with the same noise would "
+        f"(epsilon {rounded_up(one_pass)}): use design=Disjoint({event.batch_size}, {event.dataset_size})",
+    )
 
 
 def _total_variation(ledger: Ledger, adjacency: Adjacency) -> float:
@@ -317,4 +336,5 @@ def make_report(
         budget=budget,
         advantage=min(attack_advantage(evaluation.epsilon, delta), _total_variation(ledger, adjacency)),
         planned_epsilon=None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon,
+        advice=_advice(ledger, delta, adjacency, evaluation.epsilon),
     )
