@@ -1,0 +1,331 @@
+"""Optimizers of secret iterates: what they charge, release and save."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torch_dpsco as dp
+from tests.optim.row_free_runs import (
+    BUDGET,
+    EPOCH,
+    LOSS,
+    N,
+    Run,
+    make,
+    ordered,
+    records,
+    refused,
+)
+from torch_dpsco.accounting.events import Gaussian
+
+# -- the release ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
+    run = make()
+    for done in range(EPOCH):
+        with refused(run, dp.SequenceError, rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is"):
+            run.opt.finalize()
+        with refused(run, dp.SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
+            raise AssertionError("released() showed secret iterates")
+        if not done:
+            batches = iter(run.opt.loader(records()))
+        run.backward(next(batches))
+        run.opt.step()
+    with refused(run, dp.SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
+        raise AssertionError("released() showed secret iterates")
+    with pytest.raises(dp.SequenceError, match="planned steps are missing"), make().opt:
+        pass
+    assert run.opt.metrics == {"step": EPOCH, "noise_std": run.opt.noise_std}
+
+
+def test_more_steps_than_planned_are_refused() -> None:
+    run = make().train()
+    with refused(run, dp.SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
+        run.opt.step()
+    with refused(run, dp.SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
+        run.opt.loader(records())
+    run = make()
+    loader = run.opt.loader(records())
+    run.train(loader)
+    with refused(run, dp.SequenceError, "all 3 planned steps are made"):
+        run.train(loader)
+
+
+def test_nothing_follows_the_release() -> None:
+    run = make().train()
+    run.opt.finalize()
+    answer = run.model.weight.detach().clone()
+    with refused(run, dp.SequenceError, r"finalize\(\) must be called once"):
+        run.opt.finalize()
+    with refused(run, dp.SequenceError, "the optimizer is finalized"):
+        run.opt.step()
+    with refused(run, dp.SequenceError, "the optimizer is finalized"):
+        run.opt.loader(records())
+    with run.opt.released():
+        assert torch.equal(run.model.weight, answer)
+    assert not run.opt.state
+    assert not run.model.weight._post_accumulate_grad_hooks
+    with run.opt:
+        pass  # leaving again releases nothing
+    assert len(run.opt.accountant) == 1
+
+
+def test_leaving_the_block_releases_the_answer_unless_it_is_left_by_an_exception() -> None:
+    run = make()
+    with run.opt as opt:
+        run.train()
+        assert not opt.finalized
+    assert opt.finalized
+    assert len(opt.accountant) == 1
+    run = make()
+    with refused(run, KeyError, "mine"), run.opt:
+        raise KeyError("mine")
+    run.train()
+    with refused(run, KeyError, "mine"), run.opt:
+        raise KeyError("mine")
+    assert not run.opt.finalized
+
+
+def test_the_release_is_charged_before_its_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make().train()
+    undrawn, secret = run.opt._noise.get_state(), run.model.weight.detach().clone()
+    authorize, seen = run.opt.accountant.authorize, []
+
+    def watched(event: Any, **details: Any) -> None:
+        assert torch.equal(run.opt._noise.get_state(), undrawn)
+        assert torch.equal(run.model.weight, secret)
+        seen.append(event)
+        authorize(event, **details)
+
+    monkeypatch.setattr(run.opt.accountant, "authorize", watched)
+    run.opt.finalize()
+    assert not torch.equal(run.opt._noise.get_state(), undrawn)
+    assert seen == [run.opt.event] == [event for _, _, event, _ in run.opt.accountant.ledger.entries()]
+    crashed = make().train()
+    monkeypatch.setattr(type(crashed.opt.prox), "apply_", lambda *_: math.log(-1.0))
+    secret = crashed.model.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"math domain error|expected a"):
+        crashed.opt.finalize()
+    assert len(crashed.opt.accountant) == 1  # a crash over-counts
+    assert torch.equal(crashed.model.weight, secret)
+
+
+def test_a_release_that_the_budget_does_not_admit_any_more_is_refused() -> None:
+    accountant = dp.Accountant(BUDGET)
+    first, second = (make(accountant=accountant).train() for _ in range(2))
+    first.opt.finalize()
+    drawn = second.opt._noise.get_state()
+    for _ in range(2):
+        with refused(second, dp.BudgetExceeded, "epsilon"):
+            second.opt.finalize()
+    assert torch.equal(second.opt._noise.get_state(), drawn)
+    with pytest.raises(dp.BudgetExceeded, match="epsilon"), second.opt:
+        pass
+    accountant.budget = dp.Budget(2.0, 1e-3)
+    second.opt.finalize()
+    assert second.opt.finalized
+    assert len(accountant) == 2
+
+
+def test_runs_that_share_an_accountant_add_up_as_one_gaussian() -> None:
+    accountant = dp.Accountant(dp.Budget(3.0, 1e-3))
+    runs = [make(accountant=accountant, epochs=epochs).train() for epochs in (1, 2)]
+    assert len(accountant) == 0  # nothing is charged before a release
+    for run in runs:
+        run.opt.finalize()
+    assert len(accountant) == 2
+    for run in runs:
+        assert isinstance(run.opt.event, Gaussian)
+    mu = math.sqrt(sum((dict(run.opt.event.sens)["replace_one"] / run.opt.noise_std) ** 2 for run in runs))
+    assert accountant.get_mu() == pytest.approx(mu, rel=1e-9)
+    assert 1.0 < runs[0].opt.privacy_spent().epsilon == runs[1].opt.privacy_spent().epsilon < 2.0
+
+
+def test_the_release_spends_the_whole_budget_and_no_more() -> None:
+    for sampling in ("shuffle", "uniform"):
+        run = make(sampling=sampling)
+        with run.opt:
+            run.train()
+        assert 0.999 < run.opt.privacy_spent().epsilon <= 1.0
+        assert len(run.opt.accountant) == 1
+
+
+@pytest.mark.parametrize(
+    ("accountant", "error"),
+    [
+        (dp.Accountant(dp.Budget(1.0, 1e-3, "add_remove")), dp.AdjacencyError),
+        (dp.Accountant(dp.Budget(1.0, 1e-3, "zero_out")), dp.AdjacencyError),
+        (dp.Accountant(adjacency="add_remove"), dp.AdjacencyError),
+        (dp.Accountant(dp.Budget(1.0, 1e-3, unit="user")), dp.UnitError),
+    ],
+    ids=["add_remove", "zero_out", "no budget", "user"],
+)
+def test_an_accountant_of_another_adjacency_or_unit_is_refused(accountant: dp.Accountant, error: Any) -> None:
+    with pytest.raises(error, match=r"adjacency|unit"):
+        make(accountant=accountant)
+    assert not len(accountant)
+
+
+def test_the_noise_is_fresh_unless_a_generator_is_given_which_warns() -> None:
+    answers = []
+    for _ in range(2):
+        run = make()
+        run.train(ordered(run, [np.arange(N)]))
+        run.opt.finalize()
+        answers.append(run.model.weight.detach())
+        assert not run.opt.seeded
+    assert not torch.equal(*answers)
+    with pytest.warns(dp.UtilityWarning, match="repeatable"):
+        assert make(generator=torch.Generator().manual_seed(1)).opt.seeded
+
+
+def test_one_planned_step_releases_the_start_and_costs_nothing() -> None:
+    run = make(batch_size=N)
+    assert (run.opt.planned_steps, run.opt.noise_std) == (1, 0.0)
+    assert run.opt.event == Gaussian(0.0, {"replace_one": 0.0})
+    with run.opt:
+        run.train()
+    assert not run.model.weight.any()
+    assert run.opt.privacy_spent().epsilon == 0.0
+    assert "without any privacy" not in str(run.opt.report())
+
+
+def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    with pytest.raises(dp.SequenceError, match="world_size must be 1"):
+        make()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def saved(run: Run) -> Any:
+    """Returns what a file gives back, read without trusting it."""
+    file = io.BytesIO()
+    torch.save((run.opt.state_dict(), run.model.state_dict()), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(run: Run, **changes: Any) -> Run:
+    again = make(epochs=3, **changes)
+    opt_state, model_state = saved(run)
+    again.opt.load_state_dict(opt_state)
+    again.model.load_state_dict(model_state)
+    return again
+
+
+@pytest.mark.parametrize("lrs", [0.1, [0.3 / (1 + k) for k in range(3 * EPOCH)]])
+def test_a_run_resumed_between_epochs_ends_like_one_that_was_never_interrupted(lrs: Any) -> None:
+    orders = [np.random.default_rng(k).permutation(N) for k in range(3)]
+    whole = make(epochs=3, lr=lrs)
+    whole.train(ordered(whole, orders))
+    parted = make(epochs=3, lr=lrs)
+    parted.train(ordered(parted, orders), steps=EPOCH)
+    for done in (1, 2):
+        parted = resumed(parted, lr=lrs)
+        parted.train(ordered(parted, orders[done:]), steps=EPOCH)
+    assert parted.opt.steps == whole.opt.steps == 3 * EPOCH
+    assert torch.equal(parted.model.weight, whole.model.weight)
+    assert torch.equal(parted.averages()[0], whole.averages()[0])
+    parted.opt.finalize()
+    assert len(parted.opt.accountant) == 1
+
+
+def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
+    for steps in (1, EPOCH, 3 * EPOCH):
+        state, _ = saved(make(epochs=3, sampling="uniform").train(steps=steps))
+        again = make(epochs=3, sampling="uniform")
+        with refused(again, dp.SequenceError, "independent batches must be made in one go.*use sampling='shuffle'"):
+            again.opt.load_state_dict(state)
+    resumed(make(epochs=3, sampling="uniform"), sampling="uniform").train()  # nothing was drawn yet
+    run = make(epochs=3, sampling="uniform").train()
+    run.opt.finalize()
+    assert resumed(run, sampling="uniform").opt.finalized
+
+
+def test_a_checkpoint_within_an_epoch_cannot_be_resumed() -> None:
+    run = resumed(make(epochs=3).train(steps=EPOCH + 1))
+    with refused(run, dp.SequenceError, "must use batch 1 of a permutation .*save checkpoints between epochs"):
+        run.train()
+
+
+def test_a_checkpoint_is_marked_confidential_until_the_release() -> None:
+    run = make()
+    assert run.opt.state_dict()["dpsco"]["confidential"] is True
+    run.train()
+    assert run.opt.state_dict()["dpsco"]["confidential"] is True
+    run.opt.finalize()
+    state = run.opt.state_dict()
+    assert state["dpsco"]["confidential"] is False
+    assert not state["state"]  # no average without noise
+
+
+def test_a_checkpoint_holds_no_noise() -> None:
+    run = make()
+    state = run.opt._noise.get_state()
+    text = repr(run.opt.state_dict())
+    assert "generator" not in text
+    again = resumed(make(epochs=3))
+    assert not torch.equal(again.opt._noise.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lr": 0.2}, "lrs"),
+        ({"epochs": 2}, "steps"),
+        ({"batch_size": 4}, "design"),
+        ({"budget": dp.Budget(2.0, 1e-3)}, "noise_std"),
+        ({"sampling": "uniform"}, "event"),
+        ({"problem": LOSS.problem(bound_x=1.0, radius=0.5)}, "prox"),
+        ({"problem": LOSS.problem(bound_x=0.5, radius=1.0)}, "bounds"),
+        ({"budget": dp.Budget(1.0, 1e-3, "zero_out")}, "adjacency"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_checkpoint_of_another_plan_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    state = make().opt.state_dict()
+    other = make(**changes)
+    with refused(other, ValueError, rf"of the same plan.*\b{named}: "):
+        other.opt.load_state_dict(state)
+
+
+def test_a_foreign_state_is_refused() -> None:
+    run = make()
+    with refused(run, ValueError, "must be a private optimizer's"):
+        run.opt.load_state_dict(torch.optim.SGD(run.model.parameters(), 0.1).state_dict())
+
+
+def test_a_finalized_checkpoint_stays_finalized() -> None:
+    run = make(epochs=3).train()
+    run.opt.finalize()
+    again = resumed(run)
+    assert torch.equal(again.model.weight, run.model.weight)
+    assert (again.opt.finalized, len(again.opt.accountant)) == (True, 1)
+    with refused(again, dp.SequenceError, "must be called once"):
+        again.opt.finalize()
+
+
+def test_a_checkpoint_never_forgets_what_was_charged_since() -> None:
+    accountant = dp.Accountant(dp.Budget(4.0, 1e-3))
+    run = make(epochs=3, accountant=accountant).train(steps=EPOCH)
+    accountant.authorize(run.opt.event)
+    state, _ = saved(run)
+    make(accountant=accountant).train().opt.finalize()
+    assert len(accountant) == 2
+    again = make(epochs=3, accountant=accountant)
+    again.opt.load_state_dict(state)
+    assert len(accountant) == 2  # the later state of one history wins
+    stranger = make(epochs=3, accountant=dp.Accountant(dp.Budget(4.0, 1e-3)))
+    stranger.opt.accountant.authorize(run.opt.event)
+    with refused(stranger, dp.PrivacyError, "histor"):
+        stranger.opt.load_state_dict(state)
