@@ -116,7 +116,7 @@ def test_what_is_no_event_is_refused_before_it_is_recorded(junk):
     assert (len(ledger), ledger.to_json()) == (0, [])
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(histories, st.randoms(use_true_random=False))
 def test_neither_order_nor_queries_nor_bundling_change_the_cost(history, rng: random.Random):
     queried, shuffled = Ledger(), Ledger()
@@ -148,7 +148,7 @@ def test_the_order_in_which_costs_are_added_is_fixed():
     assert queried.epsilon(DELTA, REPLACE_ONE) == fresh.epsilon(DELTA, REPLACE_ONE)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(histories, anywhere, st.integers(1, 10))
 def test_a_trial_costs_what_recording_costs_and_records_nothing(history, extra, count):
     ledger = Ledger(Repeat(event, times) for event, times in history)

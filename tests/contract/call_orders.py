@@ -163,6 +163,9 @@ class CallOrders(Calls):
             for p, own in zip(params, s.net.allowed, strict=True):
                 p.grad = own.clone()
             return
+        for other in self.sessions:  # whose rows they would be is for one optimizer to say
+            if other.net is s.net and other is not s:
+                self.discard(other)
         s.net.unknown = True
         rows = {"rows": 2, "more rows": N + 1, "other rows": 2}[what]
         for p in params:
