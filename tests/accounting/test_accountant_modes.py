@@ -181,3 +181,30 @@ def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
     assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)
     accountant.ledger.add(STEP)
     assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)
+
+
+def test_an_adaptive_run_has_no_delta_mu_or_rho():
+    """The sums of what was chosen on the way are random, and bound nothing without a limit fixed before."""
+    adapted, filtered = Accountant(), Accountant(Budget(1.0, DELTA, mode="gdp"))
+    adapted.record(WHOLE, 1, adaptive=True)
+    filtered.authorize(WHOLE)
+    for accountant in (adapted, filtered):
+        for question in (accountant.get_mu, accountant.get_rho, lambda a=accountant: a.get_delta(0.5)):
+            with pytest.raises(ValueError, match=r"adaptive run: ask get_epsilon"):
+                question()
+
+
+def test_a_planned_budget_ends_where_parameters_were_adapted():
+    accountant = Accountant(Budget(1.0, DELTA))
+    accountant.authorize(WHOLE)
+    accountant.record(WHOLE, 1, adaptive=True)
+    before = image(accountant)
+    with pytest.raises(PrivacyError, match="budget must be adaptive"):
+        accountant.authorize(WHOLE)
+    assert image(accountant) == before
+    assert (accountant.admits(WHOLE), accountant.max_steps(WHOLE)) == (False, 0)
+    late = Accountant()
+    late.record(WHOLE, 1, adaptive=True)
+    late.budget = Budget(1.0, DELTA)
+    with pytest.raises(PrivacyError, match="budget must be adaptive"):
+        late.authorize(WHOLE)

@@ -156,9 +156,14 @@ class Accountant(Spending):
         Raises:
             ValueError: parameters may depend on what was released, so that only `get_epsilon` has an answer.
         """
-        if self.adaptive:
-            raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
+        self._require_fixed_parameters()
         return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
+
+    def _require_fixed_parameters(self) -> None:
+        if self.adaptive:
+            # PRIVACY: sums of costs that were chosen on the way bound nothing by themselves
+            # (test_an_adaptive_run_has_no_delta_mu_or_rho)
+            raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
 
     def get_mu(self, *, adjacency: Adjacency | None = None, delta_min: float | None = None) -> float:
         """Returns mu of Gaussian differential privacy, exact for unsampled Gaussian noise.
@@ -169,14 +174,16 @@ class Accountant(Spending):
                 Quote it with that restriction, and do not compose it further.
 
         Raises:
-            ValueError: there is no such mu: sampled events without delta_min, failure probabilities, no known loss law.
+            ValueError: there is no such mu: sampled events without delta_min, failure probabilities, no known loss law,
+                parameters that may depend on what was released.
         """
+        self._require_fixed_parameters()
         adjacency = check_adjacency(adjacency or self.adjacency)
         cost = self.ledger.cost(adjacency)
         failing = bool(cost.failure or cost.transcript or cost.per_side)
         if cost.mu_squared is not None and not failing:
             return math.sqrt(cost.mu_squared)
-        if delta_min is None or failing or self.adaptive:
+        if delta_min is None or failing:
             raise ValueError(
                 "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead, or "
                 "get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
@@ -190,8 +197,9 @@ class Accountant(Spending):
         """Returns rho of zero-concentrated differential privacy.
 
         Raises:
-            ValueError: some event has none, or a failure probability.
+            ValueError: some event has none, or a failure probability, or parameters may depend on what was released.
         """
+        self._require_fixed_parameters()
         cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
         if cost.zcdp is None or cost.zcdp[0] or cost.failure or cost.transcript or cost.per_side:
             raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")

@@ -207,6 +207,9 @@ class Spending(OpacusFace):
         if self._budget is None:
             self._charge(event, count, marks, adjacency)
             return
+        if self._ended:
+            # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
+            self.require_adaptive()
         left = self._room(self._budget, event, count, planned)
         self._charge(event, count, marks, adjacency)
         self._allowance = (event, self._budget, len(self)), left - count
@@ -241,7 +244,7 @@ class Spending(OpacusFace):
         return self._admits(self._placed(event), count)
 
     def _admits(self, event: Event, count: int) -> bool:
-        return self._filter is None or self._filter.admits(self.ledger, event, count)
+        return self._filter is None or (not self._ended and self._filter.admits(self.ledger, event, count))
 
     def max_steps(self, event: Event) -> int:
         """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
@@ -250,4 +253,9 @@ class Spending(OpacusFace):
     def _most(self, event: Event) -> int:
         if self._filter is None:
             raise ValueError("budget must be set to count the steps left (got None)")
-        return self._filter.max_steps(self.ledger, event)
+        return 0 if self._ended else self._filter.max_steps(self.ledger, event)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether parameters were adapted under a planned budget, which then authorizes nothing more."""
+        return bool(self._config.get("adaptive")) and self._budget is not None and not self._budget.adaptive
