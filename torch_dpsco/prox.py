@@ -44,9 +44,14 @@ class Prox(ABC):
         """
         if len(tensors) != len(steps):
             raise ValueError(f"one step per tensor expected (got {len(steps)} for {len(tensors)} tensors)")
-        checked = [nonnegative(step=step) for step in steps]
+        for step in steps:
+            if not 0.0 <= step < math.inf:
+                nonnegative(step=step)  # raises: its words are made only where there is an error
+        if not torch.is_grad_enabled():
+            self._apply(tensors, steps)
+            return
         with torch.no_grad():
-            self._apply(tensors, checked)
+            self._apply(tensors, steps)
 
     @property
     def contains_zero(self) -> bool:
@@ -257,8 +262,11 @@ def _joint_norm(tensors: Sequence[Tensor]) -> float:
 
 def _rough_norm_bound(tensors: Sequence[Tensor]) -> float:
     """Upper bound on the joint norm by sums in any order, which need no copies: (numel + 8) roundings at the most."""
-    rough = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
-    return rough * (1 + (sum(tensor.numel() for tensor in tensors) + 8) * 2.0**-52)
+    size, norms = 8, []
+    for tensor in tensors:
+        norms.append(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)))
+        size += tensor.numel()
+    return math.hypot(*norms) * (1 + size * 2.0**-52)
 
 
 def _eighth_of_rounding(tensors: Sequence[Tensor]) -> float:

@@ -93,8 +93,9 @@ class RowFreeOptimizer(CommonOptimizer):
                 "params must be one group with the step size of the plan, for which its noise is calibrated"
             )
         require_one_process()
-        device = checks.one_device(self._params())
-        _require_double(self._params())
+        self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
+        device = checks.one_device(self._params)
+        _require_double(self._params)
         self.design, self.planned_steps = design, check.positive_count(steps=steps)
         self.event, self.noise_std = event, check.nonnegative(noise_std=noise_std)
         self.prox, self.bounds = prox, bounds
@@ -106,10 +107,10 @@ class RowFreeOptimizer(CommonOptimizer):
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._finalized, self._epoch = 0, False, ""
         self._log: DrawLog | None = None
-        self._backwards = [0] * len(self._params())
-        self._gradients: dict[int, tuple[int, int]] = {}  # as backward left them
+        self._backwards = [0] * len(self._params)
+        self._gradients = [_identity(None)] * len(self._params)  # as backward left them
         self._hooks = []
-        for k, p in enumerate(self._params()):
+        for k, p in enumerate(self._params):
             self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, k=k: self._count(k)))
             p.detach().zero_()
 
@@ -123,12 +124,9 @@ class RowFreeOptimizer(CommonOptimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({})
 
-    def _params(self) -> list[nn.Parameter]:
-        return list(self.param_groups[0]["params"])
-
     def _count(self, k: int) -> None:
         self._backwards[k] += 1
-        self._gradients[k] = _identity(self._params()[k].grad)
+        self._gradients[k] = _identity(self._params[k].grad)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -171,9 +169,9 @@ class RowFreeOptimizer(CommonOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients that no step has used yet."""
-        for p in self._params():
+        for p in self._params:
             p.grad = None
-        self._backwards = [0] * len(self._backwards)
+        self._backwards[:] = [0] * len(self._params)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +194,7 @@ class RowFreeOptimizer(CommonOptimizer):
             with torch.enable_grad():
                 loss = closure()
         chunk = self._next_batch()
-        if self._steps == 0 and any(bool(p.detach().any()) for p in self._params()):
+        if self._steps == 0 and any(bool(p.detach().any()) for p in self._params):
             self.zero_grad()
             raise SequenceError("parameters must be 0, the planned start, at the first step: do not initialize them")
         self._require_one_backward()
@@ -208,7 +206,7 @@ class RowFreeOptimizer(CommonOptimizer):
         self._epoch = chunk.draw.partition
         self._steps += 1
         self.zero_grad()
-        if self._steps < self.planned_steps:
+        if len(self.lrs) > 1 and self._steps < self.planned_steps:
             self.param_groups[0]["lr"] = self._lr()
         return loss
 
@@ -216,10 +214,10 @@ class RowFreeOptimizer(CommonOptimizer):
         return self.lrs[self._steps] if len(self.lrs) > 1 else self.lrs[0]
 
     def _update(self, rows: int) -> None:
-        params, lr = self._params(), self._lr()
+        params, lr = self._params, self._lr()
         absorb(params, self.state, self._steps, "uniform")
         gradients = [p.grad for p in params if p.grad is not None]
-        torch._foreach_add_(list[Tensor](params), gradients, alpha=-lr * rows / self.design.batch_size)
+        torch._foreach_add_(params, gradients, alpha=-lr * rows / self.design.batch_size)
         self.prox.apply_(params, [lr] * len(params))
 
     def _require_open(self) -> None:
@@ -246,12 +244,12 @@ class RowFreeOptimizer(CommonOptimizer):
         return chunk
 
     def _require_one_backward(self) -> None:
-        if any(p.grad is None for p in self._params()):
+        if any(p.grad is None for p in self._params):
             raise SequenceError(
                 "p.grad must hold the gradient of the batch (got None): call backward() first, on a model that is not "
                 "attached: this optimizer needs no per-sample gradients"
             )
-        if self._backwards != [1] * len(self._backwards):
+        if self._backwards != [1] * len(self._params):
             # PRIVACY: a second gradient doubles what a record moves (test_gradients_of_two_passes_are_refused)
             counts = sorted(set(self._backwards))
             self.zero_grad()
@@ -259,8 +257,7 @@ class RowFreeOptimizer(CommonOptimizer):
                 f"a step must use the gradient of exactly one backward pass over its batch (got {counts}): gradients "
                 f"were cleared; compute it again"
             )
-
-        if any(_identity(p.grad) != self._gradients[k] for k, p in enumerate(self._params())):
+        if [_identity(p.grad) for p in self._params] != self._gradients:
             # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
             # (test_a_gradient_changed_after_its_backward_is_refused)
             self.zero_grad()
@@ -271,7 +268,7 @@ class RowFreeOptimizer(CommonOptimizer):
 
     def _require_planned_lr(self) -> None:
         group = self.param_groups[0]
-        if group["lr"] != self._lr() or any(p.dtype != torch.float64 for p in group["params"]):
+        if group["lr"] != self._lr() or any(p.dtype != torch.float64 for p in self._params):
             # PRIVACY: the sensitivity grows with the step size (test_another_step_size_is_refused)
             raise SequenceError(
                 f"lr must be {self._lr()}, that of the plan, and parameters torch.float64 (got {group['lr']}): the "
@@ -297,12 +294,12 @@ class RowFreeOptimizer(CommonOptimizer):
             )
         self.accountant.authorize(self.event)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        answers = [averaged(p, self.state, "uniform").clone() for p in self._params()]
+        answers = [averaged(p, self.state, "uniform").clone() for p in self._params]
         for answer in answers:
             noise = torch.empty_like(answer).normal_(generator=self._noise)
             answer.add_(noise, alpha=self.noise_std)
         self.prox.apply_(answers, [0.0] * len(answers))
-        for p, answer in zip(self._params(), answers, strict=True):
+        for p, answer in zip(self._params, answers, strict=True):
             p.copy_(answer)
         self._finalized = True
         self.state.clear()
@@ -373,7 +370,7 @@ class RowFreeOptimizer(CommonOptimizer):
             )
         self.accountant.load_state_dict(private["ledger"])
         super().load_state_dict(public)
-        restore_averages(self.state, public, self._params())
+        restore_averages(self.state, public, self._params)
         self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
         self._log = None
         self.zero_grad()

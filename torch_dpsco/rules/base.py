@@ -62,10 +62,11 @@ def absorb(params: Sequence[nn.Parameter], state: State, k: int, average: str) -
         return
     factor = (power + 1.0) / (k + 1.0 + power)
     for p in params:
-        if k == 0 or "average" not in state[p]:  # unfrozen since: all its iterates so far are the same
-            state[p]["average"] = p.detach().to(torch.float64, copy=True)
+        kept = state[p]
+        running: Tensor | None = kept.get("average")
+        if k == 0 or running is None:  # unfrozen since: all its iterates so far are the same
+            kept["average"] = p.detach().to(torch.float64, copy=True)
         else:
-            running: Tensor = state[p]["average"]
             running.lerp_(p.detach().double(), factor)
 
 
