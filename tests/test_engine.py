@@ -321,7 +321,7 @@ def test_bad_arguments_are_refused_and_leave_the_model_as_it_was(
 
 def test_what_is_private_already_is_refused() -> None:
     model, optimizer, loader = private(linear())
-    with pytest.raises(dp.SequenceError, match=r"private already: pass it a loader by optimizer.loader\(dataset\)"):
+    with pytest.raises(dp.SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"):
         private(model, optimizer)
     with pytest.raises(ValueError, match=r"fixed batch_size \(got None\)"):
         private(linear(), loader=loader)

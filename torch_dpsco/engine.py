@@ -12,14 +12,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.attach import attach, detach
-from torch_dpsco.doctor import doctor
+from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.holder import HolderSGD
+from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import TorchRule
-from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 
 __all__ = ["attach_sound", "make_private", "require_same_parameters", "require_sound"]
 
@@ -86,8 +88,11 @@ def make_private(
         >>> type(optimizer).__name__, len(loader)
         ('HolderSGD', 4)
     """
-    if isinstance(optimizer, PrivateOptimizer):
-        raise SequenceError("optimizer is private already: pass it a loader by optimizer.loader(dataset)")
+    if isinstance(optimizer, CommonOptimizer):
+        raise SequenceError(
+            "optimizer is private already: iterate over optimizer.loader(dataset), or call "
+            "dp.fit(model, optimizer, dataset, loss)"
+        )
     require_same_parameters(model, optimizer)
     batch_size = getattr(data_loader, "batch_size", None)  # a PrivateLoader has none
     if batch_size is None:
@@ -132,11 +137,20 @@ def attach_sound(
         raise
 
 
-def require_sound(model: nn.Module, loss: Callable[..., Any] | None, loader: PrivateLoader) -> None:
-    """Raises if the doctor finds a mistake in an attached model or in its loss; see `Diagnosis.raise_if`."""
+def require_sound(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    loader: PrivateLoader | BoundedLoader,
+    optimizer: RowFreeOptimizer | None = None,
+) -> None:
+    """Raises if the doctor finds a mistake in a model or in its loss; see `Diagnosis.raise_if`.
+
+    The model is attached, or it is trained by an optimizer that needs no per-sample gradients.
+    """
     if len(loader.dataset):  # type: ignore[arg-type]  # none is legal under add_remove, and shows no record
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
-        doctor(model, loss, loader, None).raise_if()
+        found = doctor(model, loss, loader, optimizer).findings
+        Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already
 
 
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -50,7 +50,7 @@ def fit(
     interrupted keeps its steps and its ledger; another `fit` makes the steps that are left.
 
     Args:
-        model: attached, or it is attached here.
+        model: attached, or it is attached here; for `HolderOutputSGD` plain.
         optimizer: private optimizer on the model's parameters.
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor.
@@ -127,7 +127,14 @@ def _fit_row_free(
     """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
     require_same_parameters(model, optimizer)
     _require_pairs(dataset)
+    if is_attached(model):
+        raise SequenceError(
+            f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)): it needs no "
+            f"per-sample gradients, and attached models have no plain ones"
+        )
     loader = optimizer.loader(dataset, num_workers=num_workers)
+    # PRIVACY: (test_fit_refuses_what_the_doctor_finds_before_the_first_step)
+    require_sound(model, loss_fn, loader, optimizer)
     device = next(model.parameters()).device
     model.train()
     with optimizer, tqdm(total=len(loader), disable=not progress, unit="step") as bar:

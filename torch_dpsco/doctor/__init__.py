@@ -14,6 +14,7 @@ from torch_dpsco.doctor.findings import Diagnosis, Finding
 from torch_dpsco.doctor.loop_checks import LOOP_CHECKS
 from torch_dpsco.doctor.model_checks import MODEL_CHECKS
 from torch_dpsco.doctor.probe import examine
+from torch_dpsco.doctor.row_free_checks import ROW_FREE_CHECKS
 from torch_dpsco.doctor.script import NO_RECORD, Script
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
@@ -24,11 +25,12 @@ def doctor(
 ) -> Diagnosis:
     """Returns what is wrong with a training script, spending and changing nothing.
 
-    Reads the objects, and makes about ten small forward and backward passes on made-up batches with the shapes of the
-    data set's first record. It knows the mistakes it looks for: `healthy` is no proof of privacy.
+    Reads the objects, and makes ten to forty small forward and backward passes on made-up batches with the shapes of
+    the data set's first record. It knows the mistakes it looks for: `healthy` is no proof of privacy.
 
     Args:
-        model: as it is called in the loop: attached, Opacus' GradSampleModule (hooks or ghost), or plain.
+        model: as it is called in the loop: attached, Opacus' GradSampleModule (hooks or ghost), or plain (as
+            HolderOutputSGD wants it).
         loss: loss(outputs, targets) if records are (input, target) pairs, else loss(model, batch); the criterion that
             make_private returns in ghost mode. None leaves out what needs it.
         loader: what the loop iterates over; it is not iterated here, only its data set's record 0 is read. None leaves
@@ -38,8 +40,9 @@ def doctor(
         record: a record to take the shapes from, instead of the data set's first.
 
     Guarantee:
-        No value in the data set has a say in the findings: shapes, dtypes and the number of records have. Parameters,
-        buffers, gradients, rows, hooks, modes, random streams and draws are as before.
+        No value in the data set has a say in the findings: shapes, dtypes and the number of records have; where
+        iterates are secret, they have none either. Parameters, buffers, gradients, rows, hooks, modes, random streams
+        and draws are as before.
 
     Example:
         >>> import torch, torch_dpsco as dp
@@ -53,4 +56,5 @@ def doctor(
     """
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
-    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in (*MODEL_CHECKS, *LOOP_CHECKS)))
+    checks = (*MODEL_CHECKS, *LOOP_CHECKS) if script.row_free is None else ROW_FREE_CHECKS
+    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Evidence", "NotScalarError", "Pass", "Refused", "attempt"]
+__all__ = ["Evidence", "Line", "NotScalarError", "Pass", "Refused", "attempt"]
 
 _T = TypeVar("_T")
 
@@ -61,6 +61,21 @@ class Pass:
     norms: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Line:
+    """Gradients of made-up records, each by itself, at parameters on a line through 0.
+
+    Args:
+        places: (points,), increasing, where on the line.
+        direction: (dim,), of the line, of length 1.
+        grads: (records, points, dim).
+    """
+
+    places: Tensor
+    direction: Tensor
+    grads: Tensor
+
+
 @dataclass
 class Evidence:
     """What the passes show; None or empty where they were not made.
@@ -76,6 +91,9 @@ class Evidence:
         random_loss: whether other random numbers give another loss in evaluation mode.
         mixing: how far gradients of batches are from sums over records, relative, where rows could not be had.
         mean_rows: whether rows were scaled by the size of the batch.
+        weight: what a batch multiplies the gradients of its records by (1/size for a mean, 1 for a sum).
+        randomness: how far other random numbers move the gradient of the batch, relative.
+        line: gradients of single records.
         refused: what could not be probed.
     """
 
@@ -89,6 +107,9 @@ class Evidence:
     random_loss: bool = False
     mixing: float | None = None
     mean_rows: bool = False
+    weight: float | None = None
+    randomness: float = 0.0
+    line: Line | None = None
     refused: list[Refused] = field(default_factory=list)
 
     def keep(self, outcome: _T | Refused) -> _T | None:

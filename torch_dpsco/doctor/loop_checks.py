@@ -20,8 +20,9 @@ from torch_dpsco.doctor.script import Script
 from torch_dpsco.doctor.untouched import RandomStreams, same_values, seed_torch
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.common import CommonOptimizer
 
-__all__ = ["LOOP_CHECKS"]
+__all__ = ["LOOP_CHECKS", "drawn", "finalized_optimizer", "fixed_seed", "stale_parameters"]
 
 _DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
@@ -45,7 +46,7 @@ def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     optimizer = script.optimizer
     if script.ours is not None:
         event = script.ours.oracle.event()
-        silent = isinstance(event, NonPrivate) or event.sigma == 0
+        silent = isinstance(event, NonPrivate) or getattr(event, "sigma", None) == 0
     else:
         silent = script.opacus_optimizer is not None and optimizer.noise_multiplier == 0
     if silent:
@@ -113,15 +114,15 @@ def _against_design(script: Script, optimizer: PrivateOptimizer) -> Iterator[Fin
     try:
         design = identify(script.source if script.sampler is None else script.sampler)
     except UnknownSamplerError:
-        drawn = _drawn(script)
+        draws = drawn(script)
     else:
         if design == optimizer.design:
             return
-        drawn = str(design)
+        draws = str(design)
     yield Finding(
         "critical",
         "sampler-not-accounted",
-        f"the optimizer accounts {optimizer.design}, but the loader draws by {drawn}",
+        f"the optimizer accounts {optimizer.design}, but the loader draws by {draws}",
         "loader = optimizer.loader(dataset)",
     )
 
@@ -141,7 +142,7 @@ def _against_rate(script: Script) -> Iterator[Finding]:
         yield Finding(
             "critical",
             "sampler-not-accounted",
-            f"{said}, but the loader draws by {_drawn(script)}: amplification by Poisson sampling does not hold for it",
+            f"{said}, but the loader draws by {drawn(script)}: amplification by Poisson sampling does not hold for it",
             "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n" + _LOADER,
         )
     elif rate < drawn_rate * (1 - 1e-6):
@@ -217,7 +218,7 @@ def fixed_seed(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def _seeds(script: Script) -> Iterator[str]:
     sampler = script.sampler
-    if getattr(script.ours, "seeded", False):
+    if isinstance(script.optimizer, CommonOptimizer) and script.optimizer.seeded:
         yield "the optimizer's noise has a generator of the user's"
     if getattr(sampler, "seeded", False):
         yield "the sampler has a seed of the user's"
@@ -297,11 +298,12 @@ def undeclared_sampling(script: Script, evidence: Evidence) -> Iterator[Finding]
 
 def finalized_optimizer(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """After finalize() no step is possible."""
-    if script.ours is not None and script.ours.finalized:
+    optimizer = script.optimizer
+    if isinstance(optimizer, CommonOptimizer) and optimizer.finalized:
         yield Finding(
             "error",
             "finalized-optimizer",
-            f"the optimizer is finalized after {script.ours.steps} steps: its answer is installed, a step raises",
+            f"the optimizer is finalized after {optimizer.steps} steps: its answer is installed, a step raises",
             "make a new optimizer on the same accountant (accountant=optimizer.accountant)",
         )
 
@@ -312,8 +314,8 @@ def private_optimizer_inside_opacus(script: Script, evidence: Evidence) -> Itera
         return
     inner = script.optimizer.original_optimizer
     how = ""
-    if isinstance(inner, PrivateOptimizer):
-        how = "it is an optimizer of torch_dpsco, which takes the raw per-sample gradients"
+    if isinstance(inner, CommonOptimizer):
+        how = "it is an optimizer of torch_dpsco, which takes the raw gradients"
     elif not isinstance(reads := attempt("a step of a copy", lambda: _reads_rows(inner)), Refused) and reads:
         how = "two steps with the same p.grad and other p.grad_sample differ: it reads raw per-sample gradients"
     if how:
@@ -345,7 +347,7 @@ def _stepped(optimizer: Optimizer, rows: float) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
-def _drawn(script: Script) -> str:
+def drawn(script: Script) -> str:
     """Returns the names of what draws."""
     sampler = script.sampler
     inner = getattr(script.source if sampler is None else sampler, "sampler", None)

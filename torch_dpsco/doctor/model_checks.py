@@ -18,7 +18,18 @@ from torch_dpsco.doctor.script import Script
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.oracles import ClippedMean
 
-__all__ = ["MODEL_CHECKS"]
+__all__ = [
+    "MODEL_CHECKS",
+    "batch_norm",
+    "changing_buffers",
+    "coupled_records",
+    "excess",
+    "in_place_layers",
+    "loss_reduction",
+    "not_probed",
+    "some",
+    "stateful_model",
+]
 
 _HALF = (torch.float16, torch.bfloat16)
 _NAMED = 4  # names listed in an evidence
@@ -36,7 +47,7 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "critical",
             "batch-norm",
-            f"{_some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch, so that every "
+            f"{some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch, so that every "
             f"record is in the gradient of every other, and running statistics leave with the model",
             "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer and attach",
         )
@@ -45,7 +56,10 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
     found = ""
-    if evidence.mixing is not None and evidence.mixing > _NO_MIX:
+    consequence, limit = "many rows, which clipping one row at a time does not bound", _NO_MIX
+    if script.row_free is not None:
+        consequence, limit = "the gradients of many, which the noise does not cover", 1e-6  # in double precision
+    if evidence.mixing is not None and evidence.mixing > limit:
         found = f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of their norm)"
     base, changed = evidence.base, evidence.changed
     if base is not None and changed is not None:
@@ -60,7 +74,7 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "critical",
             "coupled-records",
-            f"{found}: one record is in many rows, which clipping one row at a time does not bound",
+            f"{found}: one record is in {consequence}",
             "compute loss and features from one record at a time: replace statistics of the batch (x.mean(0), "
             "logsumexp over records, contrastive pairs) by constants or by functions of the record alone",
         )
@@ -79,7 +93,7 @@ def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding
         yield Finding(
             "critical",
             "rows-are-not-records",
-            f"{evidence.size} records gave {_some([f'{count} rows of {name}' for name, count in wrong.items()])}"
+            f"{evidence.size} records gave {some([f'{count} rows of {name}' for name, count in wrong.items()])}"
             f"{layers}: each row is clipped by itself, so that a record with several counts several times",
             "keep the batch in the first dimension of every layer's input: batch_first=True, no view(-1, dim) that "
             "folds time into it, position embeddings expanded to the batch",
@@ -92,7 +106,7 @@ def changing_buffers(script: Script, evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "critical",
             "changing-buffers",
-            f"a training forward changed {_some(evidence.buffers)}, which is part of the model and gets no noise",
+            f"a training forward changed {some(evidence.buffers)}, which is part of the model and gets no noise",
             "use layers without running statistics (GroupNorm), or model.eval() for the layer that has them",
         )
 
@@ -155,7 +169,7 @@ def loss_reduction(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def _reduction(
     script: Script, evidence: str, fix: str = "reduce the loss by .mean() or .sum() over records"
 ) -> Finding:
-    clips = script.ours is None or isinstance(script.ours.oracle, ClippedMean)
+    clips = script.row_free is None and (script.ours is None or isinstance(script.ours.oracle, ClippedMean))
     return Finding("error" if clips else "critical", "loss-reduction", evidence, fix)
 
 
@@ -163,7 +177,7 @@ def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]
     """The gradient of the loss must be that of the rows."""
     if evidence.base is None or not evidence.base.rows:
         return
-    found = _ghost_excess(evidence.base) if evidence.base.norms is not None else _excess(evidence)
+    found = _ghost_excess(evidence.base) if evidence.base.norms is not None else excess(evidence)
     found = [name for name in found if name not in _padded(script)]
     if found:
         consequence = (
@@ -174,7 +188,7 @@ def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]
         yield Finding(
             "critical" if script.ghost else "error",
             "regularizer-in-loss",
-            f"the gradient of {_some(found)} is not that of the per-sample gradients: a term of the loss on the "
+            f"the gradient of {some(found)} is not that of the per-sample gradients: a term of the loss on the "
             f"weights, or a weight used outside of its layer; {consequence}",
             "remove the term from the loss and give reg= or prox= to the private optimizer (weight_decay= to a torch "
             "optimizer under Opacus)",
@@ -185,12 +199,12 @@ def padding_trained(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' rows of an Embedding hold the gradient of the padding vector, which torch leaves out."""
     if evidence.base is None or not evidence.base.rows or evidence.base.norms is not None:
         return
-    found = [name for name in _excess(evidence) if name in _padded(script)]
+    found = [name for name in excess(evidence) if name in _padded(script)]
     if found:
         yield Finding(
             "error",
             "padding-trained",
-            f"the rows of {_some(found)} train the vector of padding_idx, whose gradient torch leaves out",
+            f"the rows of {some(found)} train the vector of padding_idx, whose gradient torch leaves out",
             "nn.Embedding(..., padding_idx=None), and h = h * (tokens != 0)[..., None] in forward",
         )
 
@@ -201,7 +215,7 @@ def _padded(script: Script) -> set[str]:
     return {name for name, p in script.trainable.items() if id(p) in weights}
 
 
-def _excess(evidence: Evidence) -> list[str]:
+def excess(evidence: Evidence) -> list[str]:
     """Returns the parameters whose total is not the sum of their rows (factored: that have a total at all)."""
     assert evidence.base is not None
     base, gaps, sizes = evidence.base, {}, {}
@@ -213,7 +227,8 @@ def _excess(evidence: Evidence) -> list[str]:
         gaps[name] = float(gap.norm())
         sizes[name] = float(rows.double().reshape(len(rows), -1).norm(dim=1).sum()) * scale
     joint = math.hypot(*sizes.values())
-    slack = 1e-3 if _tolerance(base.rows) < 1e-2 else 3e-2
+    # three digits above rounding
+    slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if _tolerance(base.rows) <= rounding)
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
     return [name for name, gap in gaps.items() if gap > slack * sizes[name] and gap > 1e-2 * slack * joint]
 
@@ -252,7 +267,7 @@ def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 "unused-parameters",
-                f"no per-sample gradients for {_some(names)}: {evidence_text}, and the first step will stop there",
+                f"no per-sample gradients for {some(names)}: {evidence_text}, and the first step will stop there",
                 fix,
             )
 
@@ -263,7 +278,7 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
         if in_place(refused.error):
             layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
             where = (
-                f"layers with inplace=True: {_some(layers)}" if layers else "no layer has inplace=True: look for x += y"
+                f"layers with inplace=True: {some(layers)}" if layers else "no layer has inplace=True: look for x += y"
             )
             yield Finding(
                 "error",
@@ -281,7 +296,7 @@ def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]
     halves = [name for name, made in rows.items() if made.dtype in _HALF]
     refused = [r for r in evidence.refused if isinstance(r.error, SequenceError) and torch.is_autocast_enabled(device)]
     if "mean" in script.reductions.values() and (halves or refused):
-        seen = f"rows of {_some(halves)} are in half precision" if halves else str(refused[0])
+        seen = f"rows of {some(halves)} are in half precision" if halves else str(refused[0])
         yield Finding(
             "critical",
             "half-precision-rows",
@@ -361,7 +376,8 @@ def _tolerance(rows: Mapping[str, Tensor]) -> float:
     return 1e-5 if torch.float32 in dtypes else 1e-9
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Returns the first few names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

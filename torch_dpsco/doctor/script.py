@@ -13,7 +13,8 @@ from torch.utils.data import default_collate
 from torch_dpsco.attach import is_attached
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.sampling import PhysicalBatches
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
 
 __all__ = ["NO_RECORD", "Script"]
 
@@ -71,8 +72,13 @@ class Script:
 
     @property
     def ours(self) -> PrivateOptimizer | None:
-        """The optimizer, if it is one of torch_dpsco."""
+        """The optimizer, if it is one of torch_dpsco that takes per-sample gradients."""
         return self.optimizer if isinstance(self.optimizer, PrivateOptimizer) else None
+
+    @property
+    def row_free(self) -> RowFreeOptimizer | None:
+        """The optimizer, if it is one of torch_dpsco that needs no per-sample gradients."""
+        return self.optimizer if isinstance(self.optimizer, RowFreeOptimizer) else None
 
     @property
     def opacus_optimizer(self) -> Any:
@@ -94,12 +100,14 @@ class Script:
             declared[type(self.hooks).__name__] = self.hooks.loss_reduction
         if self.opacus_optimizer is not None:
             declared[type(self.optimizer).__name__] = self.optimizer.loss_reduction
+        if self.row_free is not None:
+            declared[type(self.optimizer).__name__] = "mean" if self.row_free._mean else "sum"
         return declared
 
     @cached_property
     def source(self) -> Any:
-        """The loader behind those that split its batches."""
-        loader = self.loader._loader if isinstance(self.loader, PhysicalBatches) else self.loader
+        """The loader behind those that split or bound its batches."""
+        loader = self.loader._loader if isinstance(self.loader, (BoundedLoader, PhysicalBatches)) else self.loader
         return opacus.underlying_loader(loader)
 
     @property
@@ -126,4 +134,8 @@ class Script:
     def collate(self, items: list[Any]) -> Any:
         """Joins records as the loader does."""
         own = opacus.bare_collate(getattr(self.source, "collate_fn", None))
-        return (own or default_collate)(items)
+        return self.bounded((own or default_collate)(items))
+
+    def bounded(self, batch: Any) -> Any:
+        """Returns a batch as the optimizer's loader delivers it: in its precision, and within its bounds."""
+        return batch if self.row_free is None else bounded(batch, *self.row_free.bounds)
