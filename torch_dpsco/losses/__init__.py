@@ -27,7 +27,7 @@ Your own loss: subclass `Loss`, promise its constants in a `Problem`, and try to
 from __future__ import annotations
 
 from torch_dpsco.losses.base import Loss, TableLoss
-from torch_dpsco.losses.bounds import enforce_bounds
+from torch_dpsco.losses.bounds import clip_rows, enforce_bounds
 from torch_dpsco.losses.check import check_holder
 from torch_dpsco.losses.margin import Hinge, Logistic, MarginLoss, SmoothedHinge
 from torch_dpsco.losses.residual import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
@@ -49,5 +49,6 @@ __all__ = [
     "EpsilonInsensitive",
     "SoftmaxCrossEntropy",
     "check_holder",
+    "clip_rows",
     "enforce_bounds",
 ]

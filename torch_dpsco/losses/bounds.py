@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_dpsco.losses.base import record_bounds
 
-__all__ = ["enforce_bounds"]
+__all__ = ["clip_rows", "enforce_bounds"]
 
 _BLOCK_ROWS = 4096
 
@@ -97,3 +97,13 @@ def _into_interval(targets: Tensor, bound: float) -> Tensor:
         limit = float(torch.tensor(bound * (1 - info.eps), dtype=torch.float64).to(targets.dtype))
     limit = min(limit, info.max)
     return torch.where(targets.isnan(), 0, targets).clamp(-limit, limit)
+
+
+def clip_rows(features: Tensor, bound_x: float) -> Tensor:
+    """Maps the features of every record into the ball of radius bound_x: `enforce_bounds` without targets.
+
+    Example:
+        >>> clip_rows(torch.tensor([[3.0, 4.0]]), 1.0).norm() <= 1
+        tensor(True)
+    """
+    return enforce_bounds(features, bound_x=bound_x)
