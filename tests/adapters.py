@@ -7,15 +7,17 @@ package that does not exist yet raises `NotBuiltError`, which the runner counts;
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -161,6 +163,93 @@ def apply_prox(v: Sequence[float], step: float, kind: str, **strengths: float) -
     return point.tolist()
 
 
+def _run(optimizer: Any, w0: Sequence[float], x: torch.Tensor, y: torch.Tensor) -> Iterator[list[float]]:
+    """Makes all steps of an optimizer on (w.x - y)^2/2 over consecutive slices; yields the answer after each one."""
+    weight = optimizer.param_groups[0]["params"][0]
+    # some vectors start outside of W; the optimizer has projected its start
+    weight.data.copy_(torch.tensor([w0], dtype=torch.float64))
+    partition = resolve("torch_dpsco.sampling", "Partition")(np.arange(len(x)))
+    sampler = resolve("torch_dpsco.sampling", "make_sampler")(optimizer.design, resume=partition)
+    loader = resolve("torch_dpsco.sampling", "PrivateLoader")(torch.utils.data.TensorDataset(x, y), sampler)
+    model = torch.nn.Linear(len(w0), 1, bias=False).double()
+    model.weight = weight
+    resolve("torch_dpsco", "attach")(model, rows="dense")
+    for features, target in optimizer.bind(loader):
+        ((model(features).squeeze(1) - target).square() / 2).mean().backward()
+        optimizer.step()
+        with optimizer.released():
+            yield model.weight.detach().flatten().tolist()
+
+
+def _start(
+    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int
+) -> tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Returns the parameter, the data, and the arguments of a run without noise in one pass of `steps` slices."""
+    weight = torch.nn.Parameter(torch.tensor([w0], dtype=torch.float64))
+    n = len(X)
+    run = {"noise_multiplier": 0.0, "batch_size": n // steps, "n": n, "steps": steps}
+    return weight, torch.tensor(X, dtype=torch.float64), torch.tensor(y, dtype=torch.float64), run
+
+
+def accelerated_trajectory(
+    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, inverse_lr: float, radius: float
+) -> list[list[float]]:
+    """Returns the answers of AcceleratedSGD after each step, noise off."""
+    weight, x, target, run = _start(X, y, w0, steps)
+    ball = resolve("torch_dpsco.prox", "Ball")(radius)
+    optimizer = resolve("torch_dpsco", "AcceleratedSGD")([weight], 0.5 / inverse_lr, clip=clip, prox=ball, **run)
+    return list(itertools.islice(_run(optimizer, w0, x, target), steps))
+
+
+def strongly_convex_trajectory(
+    X: Sequence[Any],
+    y: Sequence[float],
+    w0: Sequence[float],
+    steps: int,
+    clip: float,
+    strong_convexity: float,
+    smoothness: float,
+    radius: float,
+) -> dict[str, list[float]]:
+    """Returns average and last iterate of ClippedSGD with the schedule of Algorithm 6, noise off."""
+    weight, x, target, run = _start(X, y, w0, steps)
+    made = resolve("torch_dpsco.theory.heavy_tailed", "averaging_schedule")(
+        strong_convexity=strong_convexity, inverse_lr_cap=smoothness, steps=steps
+    )
+    rule = resolve("torch_dpsco.rules", "ScheduledSGD")([lr / made.lr[0] for lr in made.lr], made.weights)
+    ball = resolve("torch_dpsco.prox", "Ball")(radius)
+    optimizer = resolve("torch_dpsco", "ClippedSGD")([weight], made.lr[0], clip=clip, rule=rule, prox=ball, **run)
+    *_, average = itertools.islice(_run(optimizer, w0, x, target), steps)
+    return {"average": average, "last": weight.detach().flatten().tolist()}
+
+
+def proximal_trajectory(
+    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, smoothness: float, l1: float
+) -> list[float]:
+    """Returns the last iterate of ProximalSGD, noise off."""
+    weight, x, target, run = _start(X, y, w0, steps)
+    prox = resolve("torch_dpsco.prox", "L1")(l1)
+    optimizer = resolve("torch_dpsco", "ProximalSGD")([weight], 0.5 / smoothness, clip=clip, prox=prox, **run)
+    *_, last = itertools.islice(_run(optimizer, w0, x, target), steps)
+    return last
+
+
+def regularized_phase_trajectory(
+    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, reg: float, radius: float
+) -> list[float]:
+    """Returns the last iterate of LocalizedSGD in one phase with a ball around its start, noise off."""
+    weight, x, target, _ = _start(X, y, w0, steps)
+    n = len(X)
+    phase = resolve("torch_dpsco.theory.heavy_tailed", "LocalizedPhase")(
+        index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
+        uncapped_steps=steps,
+    )  # fmt: skip
+    schedule = resolve("torch_dpsco.theory.heavy_tailed", "LocalizedSchedule")(phases=(phase,), rho=None)
+    optimizer = resolve("torch_dpsco", "LocalizedSGD")([weight], schedule=schedule, n=n)
+    *_, last = _run(optimizer, w0, x, target)
+    return last
+
+
 def clip_rows(rows: Sequence[Sequence[float]], clip: float) -> list[list[float]]:
     """Returns the rows times the weights that the clipped oracle gives them."""
     dense_block = resolve("torch_dpsco.gradbatch", "DenseBlock")
@@ -218,3 +307,13 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
     beta = resolve(svt, "bad_pass_probability")(plan.margin, steps, plan.threshold_scale, plan.query_scale)
     pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)
     return float(pair + (1.0 + math.exp(epsilon)) * beta)
+
+
+def auto_clip_rows(rows: Sequence[Sequence[float]], bound: float, offset: float) -> list[list[float]]:
+    """Returns the rows times the weights that the normalizing oracle gives them."""
+    dense_block = resolve("torch_dpsco.gradbatch", "DenseBlock")
+    grad_batch = resolve("torch_dpsco.gradbatch", "GradBatch")
+    auto_weights = resolve("torch_dpsco.oracles.auto", "auto_weights")
+    tensor = torch.tensor(rows, dtype=torch.float64)
+    weights = auto_weights(grad_batch([dense_block(tensor)]).norms(), bound, offset)
+    return (weights.unsqueeze(1) * tensor).tolist()

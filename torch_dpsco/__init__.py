@@ -11,6 +11,7 @@ from torch_dpsco import losses, oracles, prox, rules
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.attach import attach, detach
@@ -33,8 +34,12 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.clipped import ClippedSGD
+from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ProximalSGD
 from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
+from torch_dpsco.optim.localized import LocalizedSGD
+from torch_dpsco.optim.pilot import Pilot
 from torch_dpsco.problem import Problem
 from torch_dpsco.sampling import (
     DisjointSampler,
@@ -51,12 +56,15 @@ from torch_dpsco.train import fit
 __version__ = "0.1.0"
 
 __all__ = [
+    "AcceleratedSGD",
     "Accountant",
     "AdjacencyError",
+    "Assigned",
     "Audit",
     "Budget",
     "BudgetExceeded",
     "CalibrationError",
+    "ClippedSGD",
     "ConditionError",
     "Diagnosis",
     "Disjoint",
@@ -70,9 +78,12 @@ __all__ = [
     "HolderOutputSGD",
     "HolderSGD",
     "InfeasibleError",
+    "LocalizedSGD",
     "MissingConstantError",
     "NotCertifiedError",
+    "Parts",
     "Phase",
+    "Pilot",
     "PhysicalBatches",
     "Poisson",
     "PoissonSampler",
@@ -81,6 +92,7 @@ __all__ = [
     "PrivateLoader",
     "PrivateOptimizer",
     "Problem",
+    "ProximalSGD",
     "Schedule",
     "SequenceError",
     "Shuffled",

@@ -97,7 +97,9 @@ def fit(
     elif delta is not None:
         check.open_interval(0.0, 1.0, delta=delta)
     left = goal - optimizer.steps
-    loader = optimizer.loader(dataset, steps=left, physical_batch_size=physical_batch_size, num_workers=num_workers)
+    loader = optimizer.loader(
+        dataset, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
+    )
     if is_attached(model):
         require_sound(model, loss_fn, loader)
     else:
@@ -162,12 +164,9 @@ def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
         raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
     if optimizer.oracle.adaptive:
         return wanted  # each step is decided when it comes
-    accountant, design, base = optimizer.accountant, optimizer.design, optimizer.oracle.event()
-    admitted = wanted
-    if not accountant.admits(design.event(base, wanted)):
-        admitted = bisect_left(
-            range(1, wanted), True, key=lambda count: not accountant.admits(design.event(base, count))
-        )
+    admits, admitted = optimizer.accountant.admits, wanted
+    if not admits(optimizer.ahead(wanted)):
+        admitted = bisect_left(range(1, wanted), True, key=lambda count: not admits(optimizer.ahead(count)))
     if admitted < wanted:
         raise InfeasibleError(
             f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}); give steps=, or "

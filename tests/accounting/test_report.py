@@ -163,7 +163,7 @@ def test_parts_of_unequal_cost_are_shown_by_the_costliest():
     accountant = Accountant()
     accountant.authorize(Parallel({"0": [a, a, b], "1": [a]}, "p"))
     accountant.authorize(b, 7)
-    assert accountant.report(DELTA).charges == (Charge(b, 7), Charge(a, 2, 1, 2), Charge(b, 1, 1, 2))
+    assert accountant.report(DELTA).charges == (Charge(b, 7), Charge(a, 2, 1, 2), Charge(b, 1, 1, 1))
 
 
 def test_the_charges_of_a_report_cost_what_the_ledger_costs():

@@ -92,9 +92,9 @@ def aborts_nothing(patch: Patch) -> None:
 def a_second_step_on_one_draw(patch: Patch) -> None:
     finish = LogicalBatch.finish
 
-    def keep(self: LogicalBatch) -> None:
+    def keep(self: LogicalBatch, *, used: bool = False) -> None:
         taken = self._log.taken
-        finish(self)
+        finish(self, used=used)
         self._log.taken = taken
 
     patch.setattr(LogicalBatch, "finish", keep)

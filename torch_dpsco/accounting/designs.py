@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import (
@@ -25,26 +27,45 @@ from torch_dpsco.accounting.events import (
     Parallel,
     PoissonGaussian,
     Repeat,
+    Sequential,
+    SimpleEvent,
+    Stated,
     WORGaussian,
 )
+from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared"]
+__all__ = ["BaseEvent", "Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared"]
+
+# of a query on one given batch; sampling amplifies `Gaussian` alone
+BaseEvent: TypeAlias = SimpleEvent
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One batch drawn by a sampler: its size (private) and, for positional designs, its part of a partition."""
+    """One batch drawn by a sampler: its size (private) and, for positional designs, its part of a partition.
+
+    `index` is its place among the draws of a one-pass design.
+    """
 
     size: int
     partition: str = ""
     part: str = ""
+    index: int = 0
 
 
 class Design(ABC):
-    """How batches are drawn. Subclasses are frozen dataclasses with `batch_size` (expected) and `n`."""
+    """How batches are drawn. Subclasses are frozen dataclasses with `batch_size` (expected) and `n`.
+
+    Attributes:
+        positional: whether steps are charged for a part of the positions, so that no batch may be skipped unseen.
+        one_pass: whether the parts are those of one partition that is used once.
+        ordered: whether replacing a record leaves all other records at their places in their batches. A query that
+            looks at places (groups of consecutive rows) needs that.
+    """
 
     batch_size: int
     n: int
+    positional = one_pass = ordered = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -52,7 +73,7 @@ class Design(ABC):
         return math.ceil(self.n / self.batch_size)
 
     @abstractmethod
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws of a sampler of this design, for planning.
 
         Args:
@@ -60,12 +81,25 @@ class Design(ABC):
             draws: number of draws, >= 0.
         """
 
+    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+        """Returns the event of the draws start, .., stop - 1 of a run.
+
+        Args:
+            start: draws made before, >= 0.
+            stop: >= start.
+            bases: event of the query, in each part for designs that have parts of their own.
+            partition: of a one-pass design, by which the ledger knows what was drawn before.
+        """
+        if self.one_pass:  # batches cost the same, each on records of its own: one stands for all that are left
+            return self.draw_event(bases[0], Draw(0, partition, str(start))) if stop > start else Sequential(())
+        return self.event(bases[0], stop - start)
+
     @abstractmethod
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw, for the ledger. Its sum over draws never costs more than `event`."""
 
 
-def _set_sizes(design: Design) -> None:
+def set_sizes(design: Design) -> None:
     # plain integers: the design's repr enters the digests of checkpoints
     object.__setattr__(design, "n", check.positive_count(n=design.n))
     object.__setattr__(design, "batch_size", check.positive_count(batch_size=design.batch_size))
@@ -73,7 +107,14 @@ def _set_sizes(design: Design) -> None:
         raise ValueError(f"batch_size must be <= n={design.n} (got {design.batch_size})")
 
 
-def _noise_ratio(base: Gaussian, adjacency: Adjacency) -> float:
+def noise_ratio(base: BaseEvent, adjacency: Adjacency) -> float:
+    """Returns noise over sensitivity of a query on a sampled batch; raises AdjacencyError unless it is Gaussian."""
+    if not isinstance(base, Gaussian):
+        # PRIVACY: (test_sampling_amplifies_gaussian_queries_only)
+        raise AdjacencyError(
+            f"design must be Disjoint, Shuffled or Parts for this query, for which no amplification by sampling is "
+            f"proved (got {type(base).__name__})"
+        )
     if base.failure:
         # PRIVACY: the events of sampled batches hold no failure (test_sampled_designs_refuse_a_failure)
         raise ValueError(f"failure must be 0 for a query on sampled batches (got {base.failure})")
@@ -98,24 +139,24 @@ class Poisson(Design):
     n: int
 
     def __post_init__(self) -> None:
-        _set_sizes(self)
+        set_sizes(self)
 
     @property
     def sample_rate(self) -> float:
         """The rate q = batch_size / n."""
         return self.batch_size / self.n
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(self.draw_event(base, Draw(0)), draws)
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         if isinstance(base, NonPrivate):
             return base
         # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
         # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
-        return PoissonGaussian(_noise_ratio(base, ADD_REMOVE), self.sample_rate)
+        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate)
 
 
 @dataclass(frozen=True)
@@ -126,28 +167,39 @@ class Fixed(Design):
     n: int
 
     def __post_init__(self) -> None:
-        _set_sizes(self)
+        set_sizes(self)
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(self.draw_event(base, Draw(self.batch_size)), draws)
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         if isinstance(base, NonPrivate):
             return base
         # WORGaussian takes the noise per clip norm; a replaced row moves the sum by twice that
-        return WORGaussian(2.0 * _noise_ratio(base, REPLACE_ONE), self.batch_size, self.n)
+        return WORGaussian(2.0 * noise_ratio(base, REPLACE_ONE), self.batch_size, self.n)
 
 
-def _positional(base: Gaussian | NonPrivate) -> Gaussian | NonPrivate:
-    # PRIVACY: removing a record shifts every later position, so add_remove has no bound here
-    # (test_positional_designs_refuse_add_remove)
-    return base if isinstance(base, NonPrivate) else base.only(ZERO_OUT, REPLACE_ONE)
+def positional_event(base: BaseEvent) -> BaseEvent:
+    """Returns the event of a query on given positions: removing a record shifts all later ones."""
+    # PRIVACY: add_remove has no bound here (test_positional_designs_refuse_add_remove)
+    return _restricted(base, (ZERO_OUT, REPLACE_ONE))
 
 
-def _part_event(base: Gaussian | NonPrivate, draw: Draw) -> Event:
-    return Parallel({draw.part: (_positional(base),)}, draw.partition)
+def _restricted(base: BaseEvent, adjacencies: tuple[Adjacency, ...]) -> BaseEvent:
+    if isinstance(base, NonPrivate):
+        return base
+    if isinstance(base, Gaussian):
+        return base.only(*adjacencies)
+    if isinstance(base, Stated):
+        kept = tuple(a for a in base.adjacencies if a in adjacencies)
+        return cast(BaseEvent, replace(base, adjacencies=kept))
+    raise AdjacencyError(f"a query on one batch must be a Gaussian or a stated event (got {type(base).__name__})")
+
+
+def _part_event(base: BaseEvent, draw: Draw) -> Event:
+    return Parallel({draw.part: (positional_event(base),)}, draw.partition)
 
 
 @dataclass(frozen=True)
@@ -159,15 +211,16 @@ class Shuffled(Design):
 
     batch_size: int
     n: int
+    positional = ordered = True
 
     def __post_init__(self) -> None:
-        _set_sizes(self)
+        set_sizes(self)
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
-        return Repeat(_positional(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch))
+        return Repeat(positional_event(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch))
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         return _part_event(base, draw)
 
@@ -178,17 +231,18 @@ class Disjoint(Design):
 
     batch_size: int
     n: int
+    positional = one_pass = ordered = True
 
     def __post_init__(self) -> None:
-        _set_sizes(self)
+        set_sizes(self)
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         if check.count(draws=draws) > self.steps_per_epoch:
             raise ValueError(f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})")
-        return Repeat(_positional(base), min(draws, 1))
+        return Repeat(positional_event(base), min(draws, 1))
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         return _part_event(base, draw)
 
@@ -207,11 +261,11 @@ class Full(Design):
         """Equals n."""
         return self.n
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(base, draws)
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         return base
 
@@ -233,10 +287,10 @@ class Undeclared(Design):
         """Not declared."""
         raise ValueError("n was not declared: give n= (Poisson sampling) or design= to the optimizer")
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(self.draw_event(base, Draw(0)), draws)
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
-        return base if isinstance(base, NonPrivate) else base.only(REPLACE_ONE)
+        return _restricted(base, (REPLACE_ONE,))

@@ -20,8 +20,8 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Draw, Shuffled
-from torch_dpsco.accounting.events import ADD_REMOVE, Event, Gaussian, NonPrivate, PoissonGaussian, Repeat
+from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, noise_ratio
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, NonPrivate, PoissonGaussian, Repeat
 from torch_dpsco.errors import UnknownSamplerError
 
 __all__ = ["RatePoisson", "identify", "recognize"]
@@ -61,17 +61,15 @@ class RatePoisson(Design):
         # (test_an_epoch_of_a_recognized_loader_has_no_step_too_few)
         return math.ceil(1.0 / self.sample_rate - 1e-9) if self.sample_rate else self.n
 
-    def event(self, base: Gaussian | NonPrivate, draws: int = 1) -> Event:
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(self.draw_event(base, Draw(0)), draws)
 
-    def draw_event(self, base: Gaussian | NonPrivate, draw: Draw) -> Event:
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         if isinstance(base, NonPrivate):
             return base
-        if base.failure:
-            raise ValueError(f"failure must be 0 for a query on sampled batches (got {base.failure})")
-        return PoissonGaussian(base.sigma / base.sensitivity(ADD_REMOVE), self.sample_rate)
+        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate)
 
 
 def identify(loader: Any) -> Design:

@@ -25,7 +25,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, 
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.book import MECHANISM
 from torch_dpsco.accounting.curves import Cost, orders_at
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Poisson, Shuffled
+from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import Event, PoissonGaussian, clipped_gaussian
 from torch_dpsco.accounting.identify import RatePoisson, recognize
 from torch_dpsco.errors import SequenceError, UtilityWarning
@@ -157,7 +157,7 @@ class OpacusFace(IAccountant):  # type: ignore[misc]
                 f"two of them"
             )
         base = clipped_gaussian(noise)
-        if isinstance(design, (Shuffled, Disjoint)):
+        if design.positional or design.one_pass:
             # PRIVACY: one pass costs one Gaussian, but where passes begin cannot be seen from here, so that each step
             # counts (test_a_bound_shuffled_loader_is_never_accounted_as_poisson)
             return base.only(ZERO_OUT, REPLACE_ONE)

@@ -12,7 +12,7 @@ from decimal import ROUND_CEILING, Context
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
-from torch_dpsco.accounting.designs import Design, Disjoint
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
@@ -130,7 +130,7 @@ class Charge:
         event: the event.
         count: how often; for parts the largest number on one of them.
         passes: number of partitions of the data into disjoint parts; 0 for events that touch all records.
-        parts: parts used in each pass; 0 for events that touch all records.
+        parts: parts of each pass that were charged with it; 0 for events that touch all records.
     """
 
     event: SimpleEvent
@@ -142,7 +142,8 @@ class Charge:
         if not self.passes:
             return f"{self.count} x {self.event}"
         times = "1 pass" if self.passes == 1 else f"{self.passes} passes"
-        return f"{times} over {self.parts} disjoint parts, on each at most {self.count} x {self.event}"
+        parts = "1 disjoint part" if self.parts == 1 else f"{self.parts} disjoint parts, on each"
+        return f"{times} over {parts} at most {self.count} x {self.event}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Run:
         """Returns the event of the planned steps that were not made; None without a plan."""
         if self.planned is None or not isinstance(self.event, (Gaussian, NonPrivate)):
             return None
-        last = self.design.steps_per_epoch if isinstance(self.design, Disjoint) else self.planned
+        last = self.design.steps_per_epoch if self.design.one_pass else self.planned
         whole = self.design.event(self.event, max(min(self.planned, last), self.steps))
         done = self.design.event(self.event, self.steps)
         if isinstance(whole, Repeat) and isinstance(done, Repeat) and whole.event == done.event:
@@ -261,15 +262,15 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
 
 def _charges(ledger: Ledger) -> tuple[Charge, ...]:
     whole: list[Charge] = []
-    parts: dict[str, set[str]] = {}
+    parts: dict[tuple[str, SimpleEvent], set[str]] = {}
     largest: dict[tuple[str, SimpleEvent], int] = {}
     for partition, part, event, count in ledger.entries():
         if not partition:
             whole.append(Charge(event, count))
             continue
-        parts.setdefault(partition, set()).add(part)
+        parts.setdefault((partition, event), set()).add(part)
         largest[partition, event] = max(count, largest.get((partition, event), 0))
-    passes = Counter((event, count, len(parts[partition])) for (partition, event), count in largest.items())
+    passes = Counter((event, count, len(parts[partition, event])) for (partition, event), count in largest.items())
     return (*whole, *(Charge(event, count, times, size) for (event, count, size), times in passes.items()))
 
 

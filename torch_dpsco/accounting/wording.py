@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian, NonPrivate
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report import OneRelease, PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 
 __all__ = ["GROUPS", "WORLDS", "Section", "accuracy", "headline", "odds_factor", "sections", "warning_sentences"]
@@ -36,6 +37,10 @@ _SAMPLING: dict[type[Design], str] = {
     "from the random order: each pass that was begun costs one full release.",
     Disjoint: "One pass: {n} {unit}s in a random order, cut into batches of {b}. Each {unit} is used at most once, and "
     "nothing is gained from the random order.",
+    Assigned: "One pass: each {unit} is put into one of {parts} batches of {b} on average, at random and independently "
+    "of all others. Each {unit} is used at most once, and nothing is gained from the random assignment.",
+    Parts: "Phases on disjoint parts: {n} {unit}s in a random order, cut into {parts} parts; each {unit} is used in "
+    "one phase at most, and what counts is the phase that costs most.",
     Full: "No sampling: each step uses all {unit}s, and divides by the public constant {n}.",
     Undeclared: "Not declared: each step is charged as a full release, and nothing is gained from random batches. It "
     "is taken for granted that a batch of {b} holds each {unit} at most once and is not chosen by looking at the data.",
@@ -305,6 +310,7 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
         b=design.batch_size,
         n=design.n if declared else "",
         rate=rounded_up(design.batch_size / design.n, 6) if declared else "",
+        parts=len(design.parts) if isinstance(design, Parts) else design.steps_per_epoch if declared else "",
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.accounting.events import Adjacency, Event
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import SequenceError
@@ -21,6 +21,7 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.common import CommonOptimizer, require_one_process
 from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
@@ -55,9 +56,12 @@ class Assembly(CommonOptimizer):
             check.positive(lr=group["lr"])
         require_one_process()
         device = checks.one_device(self._all_params())
+        if prox is not None and not isinstance(prox, Prox):
+            raise ValueError(f"prox must be one of torch_dpsco.prox (got {type(prox).__name__})")
         rule.check_groups(self.param_groups)
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
+        rule.check_schedule(self.schedule)
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
         self.adjacency = checks.agreed_adjacency(adjacency, accountant)
         # "is None": an empty accountant has length 0 and would count as false
@@ -65,14 +69,14 @@ class Assembly(CommonOptimizer):
         self.accountant.require_unit("example")
         if oracle.adaptive:
             self.accountant.require_adaptive()
-        if oracle.batch_size != design.batch_size:
-            raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
+        checks.require_same_parts(oracle, design, self.schedule)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
         self._batch = LogicalBatch(self.design)
         self._grad_scale: float | None = None
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
+        self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
         oracle.take()
         forget_wrappers(self._all_params())
@@ -93,6 +97,7 @@ class Assembly(CommonOptimizer):
         dataset: Dataset[Any],
         *,
         steps: int | None = None,
+        resume: bool = False,
         physical_batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -102,7 +107,9 @@ class Assembly(CommonOptimizer):
 
         Args:
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest.
-            steps: draws per iteration; default one epoch.
+            steps: draws per iteration; default one epoch, or all that is left.
+            resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
+                drawing another one, which composes with the first.
             physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
@@ -114,7 +121,15 @@ class Assembly(CommonOptimizer):
         """
         size = checks.number_of_records(dataset)
         checks.require_universe(self.design, self.adjacency, size)
-        sampler = make_sampler(self.design, size=size, steps=steps)
+        planned = self.schedule.steps
+        if steps is None and planned is not None and self.design.one_pass and planned > self._steps:
+            steps = planned - self._steps  # records that no batch of the plan needs are left alone
+        partition = self._batch.partition if resume else None
+        if resume and partition is None and self.design.one_pass and self._steps:
+            raise SequenceError(
+                "resume must be False: no partition of this run is known, so that nothing is left of it"
+            )
+        sampler = make_sampler(self.design, size=size, steps=steps, resume=partition)
         loader = PrivateLoader(
             dataset,
             sampler,
@@ -194,7 +209,19 @@ class Assembly(CommonOptimizer):
         run = Run(
             type(self).__name__, self.design, self.oracle.event(), self._steps, self.schedule.steps, self.finalized
         )
-        return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
+        ahead = self.ahead() if self.design.one_pass and run.planned else run.ahead()
+        return make_statement(self.accountant.report(delta, ahead=ahead), run)
+
+    def ahead(self, steps: int | None = None) -> Event:
+        """Returns the event of the next steps, or of all that are planned.
+
+        Args:
+            steps: number of steps; default all that are left of the schedule.
+        """
+        if steps is None:
+            steps = (self.schedule.steps or self._steps) - self._steps
+        bases = self.oracle.events if isinstance(self.oracle, Phased) else [self.oracle.event()]
+        return self.design.between(self._steps, self._steps + steps, bases, self._batch.partition_name)
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""

@@ -13,6 +13,7 @@ and `finalize()` installs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
@@ -30,7 +32,8 @@ from torch_dpsco.optim.state import add_private_state, restore_averages, split_p
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.prox import Identity
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rules.base import averaged
+from torch_dpsco.rules.base import trained
+from torch_dpsco.sampling import Partition
 
 __all__ = ["PrivateOptimizer"]
 
@@ -94,7 +97,7 @@ class PrivateOptimizer(Assembly):
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
                 self._abort()
                 raise
-            self._batch.finish()
+            self._batch.finish(used=True)
             self._apply(release)
         return loss
 
@@ -126,6 +129,11 @@ class PrivateOptimizer(Assembly):
     def _observe(self, users: Tensor | None, *, partial: bool, scale: float | None = None) -> Draw | None:
         params = self._trained()
         chunk = self._batch.current()
+        if isinstance(self.design, Parts) and chunk.draw.index != self._steps:
+            raise SequenceError(
+                f"step {self._steps} needs batch {self._steps} of the phases (got batch {chunk.draw.index}): after "
+                f"discard(), or to go on with a run, use optimizer.loader(dataset, resume=True)"
+            )
         rows = GradBatch.consume(params) if has_rows(params) or self._batch.needs_rows else None
         retire_forwards(params)
         if not self._batch.admit(0 if rows is None else len(rows), 1 if rows is None else rows.passes, partial):
@@ -140,6 +148,11 @@ class PrivateOptimizer(Assembly):
 
     def _apply(self, release: Release) -> None:
         params, self._halted = self._trained(), release.halted
+        index, k = self.schedule.locate(self._steps)
+        phase = self.schedule.phases[index]
+        self._steps += 1
+        if release.still:
+            return
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean.to(p.dtype)
         if self.reg:
@@ -147,19 +160,14 @@ class PrivateOptimizer(Assembly):
                 assert p.grad is not None
                 p.grad.add_(p, alpha=self.reg)
         self._lrs = checks.warn_of_other_lrs(self.param_groups, self._lrs)
-        index, k = self.schedule.locate(self._steps)
-        phase = self.schedule.phases[index]
-        self.rule.update(self.param_groups, self.state, k, phase.lr)
-        self._apply_prox(phase.lr)
-        self._steps += 1
-        if phase.steps is not None and k + 1 == phase.steps and index + 1 < len(self.schedule.phases):
+        self.rule.update(self.param_groups, self.state, k, phase)
+        if not isinstance(self.prox, Identity) or phase.radius < math.inf:
+            steps = [self.rule.step_size(float(g["lr"]), k, phase) for g in self.param_groups for _ in trained(g)]
+            self.rule.constrain(self.prox, params, steps, self.state, phase)
+        self.rule.settle(self.param_groups, self.state, k)
+        if k + 1 == phase.steps and len(self.schedule.phases) > 1:
             self._install_answer()
-
-    def _apply_prox(self, lr: float | None) -> None:
-        if isinstance(self.prox, Identity):
-            return
-        steps = [lr or group["lr"] for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self.prox.apply_(self._trained(), steps)
+            self.rule.end_phase(self.param_groups, self.state, phase)
 
     def accumulate(self, *, users: Tensor | None = None) -> None:
         """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
@@ -179,7 +187,7 @@ class PrivateOptimizer(Assembly):
 
     def _install_answer(self) -> None:
         for p in self._trained():
-            p.copy_(averaged(p, self.state, self.rule.average))
+            p.copy_(self.rule.answer(p, self.state))
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -219,7 +227,11 @@ class PrivateOptimizer(Assembly):
             "halted": self._halted,
             "finalized": self._finalized,
         }
-        private |= {"rule": self.rule.state_dict(), "ledger": self.accountant.state_dict(), "confidential": False}
+        private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
+        private |= {"ledger": self.accountant.state_dict(), "confidential": False}
+        partition = self._batch.partition
+        if partition is not None:
+            private["partition"] = {"cut": torch.from_numpy(partition.cut), "made": partition.made}
         return add_private_state(super().state_dict(), self.settings(), private)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,17 +247,25 @@ class PrivateOptimizer(Assembly):
         super().load_state_dict(public)
         restore_averages(self.state, public, self._all_params())
         self.rule.load_state_dict(private["rule"], self.param_groups)
+        self.oracle.restore(private["oracle"])
+        if "partition" in private:
+            saved = private["partition"]
+            self._batch.resume(Partition(saved["cut"].numpy(), saved["made"]))
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
-        return {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "step")}
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "step")}
+        return {**kept, "_partition": self._batch.partition}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        partition = state.pop("_partition", None)
         super().__setstate__(state)
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
         self._noise, self._seeded = noise_generator(checks.one_device(self._all_params())), False
         self._batch = LogicalBatch(self.design)
+        if partition is not None:
+            self._batch.resume(partition)
         self.oracle.discard()

@@ -7,14 +7,23 @@ everything that could put a record into a step twice is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.sampling import Chunk, DrawLog, PrivateLoader, accept_empty_draws
+from torch_dpsco.sampling import (
+    Chunk,
+    DrawLog,
+    OnePassSampler,
+    Partition,
+    PrivateLoader,
+    accept_empty_draws,
+    make_sampler,
+)
 
 __all__ = ["LogicalBatch"]
 
@@ -35,6 +44,8 @@ class LogicalBatch:
         self.design, self.declared = design, not isinstance(design, Undeclared)
         self.opened = False
         self._log = DrawLog()
+        self._sampler: OnePassSampler | None = None
+        self._made = 0  # draws of its partition that steps have used
         self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
         self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
 
@@ -50,7 +61,7 @@ class LogicalBatch:
         if design != self.design:
             raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
         workers = not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0
-        if workers and isinstance(design, (Shuffled, Disjoint)):
+        if workers and (design.positional or design.one_pass):
             # PRIVACY: a skipped batch would shift the parts that later steps are charged for
             # (test_a_skipped_batch_is_charged_or_refused)
             raise SequenceError(
@@ -59,7 +70,10 @@ class LogicalBatch:
             )
         if isinstance(loader, DataLoader):
             accept_empty_draws(loader)
-        self._log = log = (getattr(loader, "batch_sampler", None) or loader).log
+        sampler = getattr(loader, "batch_sampler", None) or loader
+        self._log = log = sampler.log
+        if isinstance(sampler, OnePassSampler) and sampler is not self._sampler:
+            self._sampler, self._made = sampler, sampler.partition.made if sampler.partition else 0
         log.workers, log.prefetching, log.taken, log.on_restart = workers, workers, None, on_restart
         self._rows, self._draw_rows, self.opened = 0, 0, False
 
@@ -146,8 +160,27 @@ class LogicalBatch:
         self._log.taken, self._rows = None, 0
         return None
 
-    def finish(self) -> None:
-        """Ends the logical batch: its release is made."""
+    @property
+    def partition(self) -> Partition | None:
+        """The partition of a one-pass design, and how much of it is used; None before the first draw."""
+        if self._sampler is None or self._sampler.partition is None:
+            return None
+        return replace(self._sampler.partition, made=self._made)
+
+    @property
+    def partition_name(self) -> str:
+        """By which the ledger knows it; "planned" before the first draw."""
+        return "planned" if self._sampler is None or self._sampler.partition is None else self._sampler.name
+
+    def resume(self, partition: Partition) -> None:
+        """Takes over the partition of a checkpoint."""
+        self._sampler = cast(OnePassSampler, make_sampler(self.design, size=len(partition.cut), resume=partition))
+        self._made = partition.made
+
+    def finish(self, *, used: bool = False) -> None:
+        """Ends the logical batch; `used`: its release is made."""
+        if used and self._log.taken is not None:
+            self._made = self._log.taken.draw.index + 1
         self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
 
     def drop(self, *, outstanding: bool = True) -> None:

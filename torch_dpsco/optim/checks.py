@@ -11,19 +11,26 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
+from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.schedule import Schedule
 
 __all__ = [
     "agreed_adjacency",
+    "declared",
     "number_of_records",
     "one_device",
     "require_budget",
     "require_one_step",
+    "require_same_parts",
     "require_universe",
+    "step_sizes",
     "warn_of_other_lrs",
 ]
 
@@ -63,6 +70,23 @@ def agreed_adjacency(adjacency: Adjacency | None, accountant: Accountant | None)
     return accountant.adjacency
 
 
+def declared(design: Design | None, n: int | None, batch_size: int) -> Design:
+    """Returns the given design, or Poisson batches of n records; without both warns that nothing is amplified."""
+    if design is not None:
+        if n is not None and n != design.n:
+            raise ValueError(f"n must be {design.n}, that of the design (got {n})")
+        return design
+    if n is not None:
+        return Poisson(batch_size, n)
+    warnings.warn(
+        "no sampling declared: every step is charged as an unsampled Gaussian under replace_one; give n= (Poisson "
+        "batches from optimizer.loader(dataset)) to spend far less",
+        UtilityWarning,
+        stacklevel=3,
+    )
+    return Undeclared(batch_size)
+
+
 def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) -> None:
     """Checks that a step has a guarantee and fits the budget.
 
@@ -94,6 +118,36 @@ def require_budget(accountant: Accountant, budget: Budget) -> None:
         raise AdjacencyError(
             f"accountant must have the budget's adjacency {budget.adjacency!r} (got {accountant.adjacency!r})"
         )
+
+
+def require_same_parts(oracle: MeanOracle, design: Design, schedule: Schedule) -> None:
+    """Checks that an oracle divides by the sizes of the design's batches, phase by phase, and may see them.
+
+    Raises:
+        AdjacencyError: the oracle looks at places of rows, which the design does not keep.
+        ValueError: other divisors, or other numbers of steps.
+    """
+    if oracle.ordered and not design.ordered:
+        # PRIVACY: a record more or less in a batch would move all rows after it to other groups
+        # (test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them)
+        raise AdjacencyError(
+            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint, Shuffled, Parts or Full "
+            f"(got {design})"
+        )
+    if not isinstance(design, Parts):
+        if oracle.batch_size != design.batch_size:
+            raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
+        return
+    phases = oracle.phases if isinstance(oracle, Phased) else ()
+    if [(o.batch_size, k) for o, k in phases] != [(part.batch_size, k) for part, k in design.parts]:
+        raise ValueError(f"oracle must be Phased, with the batch sizes and steps of {design} (got {oracle})")
+    if [phase.steps for phase in schedule.phases] != [k for _, k in phases] and len(schedule.phases) > 1:
+        raise ValueError(f"schedule must have the steps of the parts of {design} (got {schedule})")
+
+
+def step_sizes(groups: Sequence[dict[str, Any]]) -> list[float]:
+    """Returns the step size of each parameter that is not frozen."""
+    return [float(group["lr"]) for group in groups for p in group["params"] if p.requires_grad]
 
 
 def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:

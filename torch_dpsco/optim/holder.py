@@ -26,7 +26,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.calibrate import design_epsilon, epoch_steps
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Fixed, Poisson, Undeclared
+from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
@@ -135,7 +135,7 @@ class HolderSGD(PrivateOptimizer):
             lr,
             oracle=_oracle(problem, noise, noise_multiplier, noise_std, batch_size, prox.radius),
             rule=rule or SGD(average),
-            design=_declared(design, n, batch_size),
+            design=checks.declared(design, n, batch_size),
             schedule=Schedule((Phase(steps),)),
             prox=prox,
             reg=reg,
@@ -313,22 +313,6 @@ def _oracle(
         return HolderAbsolute(problem, noise_std, batch_size, radius=radius)
     assert multiplier is not None
     return HolderClipped(problem, multiplier, batch_size, noise=noise, radius=radius)
-
-
-def _declared(design: Design | None, n: int | None, batch_size: int) -> Design:
-    if design is not None:
-        if n is not None and n != design.n:
-            raise ValueError(f"n must be {design.n}, that of the design (got {n})")
-        return design
-    if n is not None:
-        return Poisson(batch_size, n)
-    warnings.warn(
-        "no sampling declared: every step is charged as an unsampled Gaussian under replace_one; give n= (Poisson "
-        "batches from optimizer.loader(dataset)) to spend far less",
-        UtilityWarning,
-        stacklevel=3,
-    )
-    return Undeclared(batch_size)
 
 
 def _noise(design: Poisson | Fixed, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.accounting.events import Adjacency, Gaussian, NonPrivate
+from torch_dpsco.accounting.designs import BaseEvent
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch
 
@@ -29,10 +30,12 @@ class Release:
     Args:
         mean: one tensor (*p.shape) per parameter, float32 or float64; the oracle's next release may overwrite them.
         halted: whether the oracle answered for the last time.
+        still: whether the release is no mean (a pilot chose a clip): nothing moves.
     """
 
     mean: list[Tensor]
     halted: bool = False
+    still: bool = False
 
 
 class MeanOracle(ABC):
@@ -43,6 +46,7 @@ class MeanOracle(ABC):
     """
 
     adaptive = False  # whether the event of a release depends on what was released before
+    ordered = False  # whether it looks at the places of rows in their batch, see `Design.ordered`
     _taken = False
 
     def __init__(self, batch_size: int) -> None:
@@ -84,7 +88,7 @@ class MeanOracle(ABC):
         """Returns the L2 sensitivity of the released mean of the open batch, rounding included."""
 
     @abstractmethod
-    def event(self) -> Gaussian | NonPrivate:
+    def event(self) -> BaseEvent:
         """Returns the accounting event of a release of the open batch (before the first: of one at 0), unsampled."""
 
     @abstractmethod
@@ -94,6 +98,13 @@ class MeanOracle(ABC):
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Returns public constants that a checkpoint must agree with."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint must keep, private releases only; nothing for most oracles."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027  (most oracles have nothing to restore)
+        """Restores what `state` returned."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:

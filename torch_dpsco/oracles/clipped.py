@@ -89,6 +89,10 @@ class ClippedMean(MeanOracle):
     def bound(self, query: Sequence[Tensor]) -> float:
         """Returns the clip for gradients at a public point."""
 
+    def weights(self, norms: Tensor, clip: float) -> Tensor:
+        """Returns the factor of each row of a physical batch: (B,) with weight * norm <= clip after rounding, >= 0."""
+        return clip_weights(norms, clip)
+
     @property
     def clip(self) -> float:
         """Clip of the open, or else the last, logical batch."""
@@ -125,7 +129,7 @@ class ClippedMean(MeanOracle):
         if self._n_rows > self._summation.max_rows:
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
-        weights = clip_weights(rows.norms(), clip) / self.batch_size
+        weights = self.weights(rows.norms(), clip) / self.batch_size
         in_range = 2.0**-40 < clip < 2.0**40  # the error bound of float32 leaves out overflow and underflow
         precision = self._summation.for_rows(self._n_rows) if in_range else FLOAT64
         means = rows.weighted_sum(weights, precision)

@@ -1,98 +1,18 @@
-"""Projections and proximal maps, applied in place to ALL parameters as one vector.
-
-    prox_t(v) = argmin_u  ||u - v||^2 / 2 + t * penalty(u)          t = step size
-
-A projection is the case of a penalty that is 0 on the feasible set and infinite elsewhere; it ignores t. The maps act
-on noisy iterates, after the trust boundary: they are post-processing and never see a row. A penalty that depended on
-the data would void that.
-"""
+"""Projections on convex sets."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from torch_dpsco._validate import nonnegative, positive
+from torch_dpsco._validate import positive
+from torch_dpsco.prox.base import Prox
 
-__all__ = ["Ball", "Box", "ElasticNet", "Identity", "L1", "Prox"]
-
-
-class Prox(ABC):
-    """A proximal map of the joint vector of all parameters.
-
-    Attributes:
-        radius: least known radius of a ball around 0 that holds the feasible set; inf if there is none.
-    """
-
-    radius: float
-
-    def apply_(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        """Replaces the joint vector of `tensors` by its proximal point, in place and outside of autograd.
-
-        Args:
-            tensors: the parameters, floating point, any shapes, dtypes and devices.
-            steps: one step size t >= 0 per tensor; projections ignore them.
-
-        Raises:
-            ValueError: if the lengths differ, a step is negative or not finite, or a projection meets a non-finite
-                parameter (nothing is changed then).
-        """
-        if len(tensors) != len(steps):
-            raise ValueError(f"one step per tensor expected (got {len(steps)} for {len(tensors)} tensors)")
-        for step in steps:
-            if not 0.0 <= step < math.inf:
-                nonnegative(step=step)  # raises: its words are made only where there is an error
-        if not torch.is_grad_enabled():
-            self._apply(tensors, steps)
-            return
-        with torch.no_grad():
-            self._apply(tensors, steps)
-
-    @property
-    def contains_zero(self) -> bool:
-        """Whether 0 is feasible, as Hoelder algorithms that start at 0 demand."""
-        origin = torch.zeros(1, dtype=torch.float64)
-        self.apply_([origin], [0.0])
-        return not origin.any()
-
-    def penalty(self, tensors: Sequence[Tensor]) -> float:
-        """Value of the penalty at a feasible point: 0 for projections. Computed in float64.
-
-        Args:
-            tensors: the parameters.
-        """
-        return math.fsum(self._penalty(tensor.detach().double()) for tensor in tensors)
-
-    @abstractmethod
-    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        """The map itself, in place."""
-
-    @abstractmethod
-    def _penalty(self, tensor: Tensor) -> float:
-        """The share of one float64 tensor in the penalty."""
-
-
-@dataclass(frozen=True)
-class Identity(Prox):
-    """No constraint and no penalty.
-
-    Example:
-        >>> Identity().radius
-        inf
-    """
-
-    radius: float = field(init=False, repr=False, default=math.inf)
-
-    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        return
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return 0.0
+__all__ = ["Ball", "Box", "Simplex", "project_on_two_balls_"]
 
 
 @dataclass(frozen=True)
@@ -187,73 +107,88 @@ class Box(Prox):
 
 
 @dataclass(frozen=True)
-class L1(Prox):
-    """Soft threshold, the map of the penalty strength * ||u||_1: sign(v) max(|v| - t strength, 0).
+class Simplex(Prox):
+    """Projection of the joint vector on {u_j >= 0, sum of u_j = total}, by sorting, in float64.
 
     Args:
-        strength: >= 0.
+        total: > 0, finite.
+
+    Raises:
+        ValueError: from `apply_` if a parameter is not finite: the iterate has diverged.
 
     Source:
         heavytail.md 2.6.
 
     Example:
-        >>> w = torch.tensor([2.0, 0.25])
-        >>> L1(1.0).apply_([w], [0.5])
-        >>> w.tolist()
-        [1.5, 0.0]
+        >>> w = torch.tensor([1.0, 0.8, -3.0])
+        >>> Simplex(1.0).apply_([w], [0.1])
+        >>> [round(x, 3) for x in w.tolist()]
+        [0.6, 0.4, 0.0]
     """
 
-    strength: float = 1.0
-    radius: float = field(init=False, repr=False, default=math.inf)
+    total: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strength", nonnegative(strength=self.strength))
+        object.__setattr__(self, "total", positive(total=self.total))
+
+    @property
+    def radius(self) -> float:  # type: ignore[override]
+        """Norm of the corners, with a hair for the rounding of the coordinates."""
+        return self.total * (1 + 2.0**-6)
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        for tensor, step in zip(tensors, steps, strict=True):
-            _soft_threshold_(tensor, step * self.strength)
+        point = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        if not bool(point.isfinite().all()):
+            raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
+        point -= point.max()  # moves no answer, and keeps large numbers from hiding small ones
+        falling = point.sort(descending=True).values
+        excess = (falling.cumsum(0) - self.total) / torch.arange(1, len(point) + 1, device=point.device)
+        support = int((falling > excess).sum())  # the first of all always is in it
+        point = (point - excess[support - 1]).clamp_(min=0.0)
+        for tensor, part in zip(tensors, point.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
     def _penalty(self, tensor: Tensor) -> float:
-        return self.strength * float(tensor.abs().sum())
+        return 0.0
 
 
-@dataclass(frozen=True)
-class ElasticNet(Prox):
-    """Soft threshold and shrinkage, the map of l1 ||u||_1 + (l2/2) ||u||^2: soft(v, t l1)/(1 + t l2).
+def project_on_two_balls_(
+    tensors: Sequence[Tensor], radius: float, centers: Sequence[Tensor], center_radius: float
+) -> None:
+    """Projects on the ball of `radius` around 0 intersected with that of `center_radius` around a point of the first.
+
+    If the projection on one ball lies in the other, it is the answer. Else the answer u has |u| = radius and
+    |u - c| = center_radius: its part along c is fixed, u.c = (radius^2 + |c|^2 - center_radius^2)/2, and the rest of
+    its norm goes to the part of v across c. In float64, rounded to the tensors' dtypes, pulled into the first ball.
 
     Args:
-        l1: >= 0.
-        l2: >= 0; the penalty is l2-strongly convex.
-
-    Source:
-        heavytail.md 2.6.
-
-    Example:
-        >>> w = torch.tensor([2.0, 0.25])
-        >>> ElasticNet(l1=1.0, l2=1.0).apply_([w], [0.5])
-        >>> w.tolist()
-        [1.0, 0.0]
+        tensors: v, in place.
+        radius: > 0.
+        centers: c, |c| <= radius (a hair more is forgiven).
+        center_radius: > 0.
     """
-
-    l1: float
-    l2: float
-    radius: float = field(init=False, repr=False, default=math.inf)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "l1", nonnegative(l1=self.l1))
-        object.__setattr__(self, "l2", nonnegative(l2=self.l2))
-
-    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        for tensor, step in zip(tensors, steps, strict=True):
-            _soft_threshold_(tensor, step * self.l1)
-            tensor.div_(1 + step * self.l2)
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return self.l1 * float(tensor.abs().sum()) + self.l2 / 2 * float(tensor.square().sum())
-
-
-def _soft_threshold_(tensor: Tensor, threshold: float) -> None:
-    tensor.copy_(tensor.sign() * (tensor.abs() - threshold).clamp(min=0))
+    sizes = [t.numel() for t in tensors]
+    v = torch.cat([t.reshape(-1).double() for t in tensors])
+    c = torch.cat([t.reshape(-1).double() for t in centers])
+    if not bool(v.isfinite().all()):
+        raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
+    first = v * min(1.0, radius / max(float(v.norm()), radius))
+    shift = v - c
+    second = c + shift * min(1.0, center_radius / max(float(shift.norm()), center_radius))
+    slack = 1 + 1e-12
+    if float((first - c).norm()) <= center_radius * slack:
+        answer = first
+    elif float(second.norm()) <= radius * slack:
+        answer = second
+    else:
+        length = float(c.norm())  # > 0: around 0 itself one of the balls holds the other
+        along = (radius**2 + length**2 - center_radius**2) / (2 * length)
+        axis = c / length
+        across = v - (v @ axis) * axis
+        answer = along * axis + across * (math.sqrt(max(0.0, radius**2 - along**2)) / max(float(across.norm()), 1e-300))
+    for tensor, part in zip(tensors, answer.split(sizes), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+    Ball(radius).apply_(tensors, [0.0] * len(tensors))
 
 
 def _joint_norm(tensors: Sequence[Tensor]) -> float:

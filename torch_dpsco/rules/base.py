@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.prox import Prox
+from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["AVERAGES", "Groups", "State", "UpdateRule", "absorb", "averaged"]
+__all__ = ["AVERAGES", "Groups", "State", "UpdateRule", "absorb", "averaged", "means", "trained"]
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]
@@ -35,9 +37,32 @@ class UpdateRule(ABC):
     def check_groups(self, groups: Groups) -> None:
         """Raises ValueError if the rule does not move exactly the parameters of these groups."""
 
+    def check_schedule(self, schedule: Schedule) -> None:  # noqa: B027  (most rules take any)
+        """Raises ValueError if the rule cannot make the planned steps."""
+
     @abstractmethod
-    def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
-        """Makes step k = 0, 1, ... of a phase; lr, if given, replaces that of the groups."""
+    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
+        """Makes step k = 0, 1, ... of a phase; phase.lr, if given, replaces that of the groups."""
+
+    def step_size(self, lr: float, k: int, phase: Phase) -> float:
+        """Returns the size of step k for the lr of a group: what a proximal map needs."""
+        return lr if phase.lr is None else phase.lr
+
+    def constrain(
+        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+    ) -> None:
+        """Applies the proximal map after an update, with one step size per parameter."""
+        prox.apply_(params, steps)
+
+    def settle(self, groups: Groups, state: State, k: int) -> None:  # noqa: B027  (most rules have nothing to do)
+        """Leaves the next query in the parameters, which hold the new iterate (after the proximal map)."""
+
+    def answer(self, p: Tensor, state: State) -> Tensor:
+        """Returns the private answer for one parameter."""
+        return averaged(p, state, self.average)
+
+    def end_phase(self, groups: Groups, state: State, phase: Phase) -> None:  # noqa: B027
+        """Ends a phase, whose answer the parameters hold; what they hold afterwards is where the next one starts."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -52,7 +77,17 @@ class UpdateRule(ABC):
         """Restores what `state_dict` returned; `groups` are the loaded ones of the private optimizer."""
 
 
-def absorb(params: Sequence[nn.Parameter], state: State, k: int, average: str) -> None:
+def trained(group: dict[str, Any]) -> list[Tensor]:
+    """Returns the parameters of a group that are not frozen."""
+    return [p for p in group["params"] if p.requires_grad]
+
+
+def means(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the private means, which `p.grad` holds."""
+    return [p.grad for p in params if p.grad is not None]
+
+
+def absorb(params: Sequence[Tensor], state: State, k: int, average: str) -> None:
     """Adds the iterates w_{k+1}, before their update, to the running averages (float64).
 
     With weights t^power the running average is a += (power + 1)/(t + power) (w - a), exactly for power 0 and 1.
@@ -70,7 +105,7 @@ def absorb(params: Sequence[nn.Parameter], state: State, k: int, average: str) -
             running.lerp_(p.detach().double(), factor)
 
 
-def averaged(p: nn.Parameter, state: State, average: str) -> Tensor:
+def averaged(p: Tensor, state: State, average: str) -> Tensor:
     """Returns the answer for one parameter: its average so far, or the parameter itself."""
     if average == "last" or "average" not in state.get(p, {}):
         return p.detach()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.rules.base import Groups, State, UpdateRule, absorb
+from torch_dpsco.rules.base import Groups, State, UpdateRule, absorb, means, trained
+from torch_dpsco.schedule import Phase
 
 __all__ = ["SGD", "TorchRule"]
 
@@ -23,14 +24,14 @@ class SGD(UpdateRule):
     def check_groups(self, groups: Groups) -> None:
         """Accepts all groups."""
 
-    def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
-        """Makes one step with the lr of each group, or with `lr`."""
+    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
+        """Makes one step with the lr of each group, or with that of the phase."""
         for group in groups:
-            params = [p for p in group["params"] if p.requires_grad]
+            params = trained(group)
             absorb(params, state, k, self.average)
             if params:
-                step = float(group["lr"] if lr is None else lr)
-                torch._foreach_add_(params, [p.grad for p in params], alpha=-step)
+                step = self.step_size(float(group["lr"]), k, phase)
+                torch._foreach_add_(params, means(params), alpha=-step)
 
     def settings(self) -> dict[str, Any]:
         """Returns name and average."""
@@ -84,13 +85,13 @@ class TorchRule(UpdateRule):
                 "optimizer as params (got other groups)"
             )
 
-    def update(self, groups: Groups, state: State, k: int, lr: float | None) -> None:
+    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Lets the torch optimizer make one step; raises ValueError if it was given other groups since."""
         self.check_groups(groups)
         for group in groups:
-            absorb([p for p in group["params"] if p.requires_grad], state, k, self.average)
-            if lr is not None:
-                group["lr"] = lr
+            absorb(trained(group), state, k, self.average)
+            if phase.lr is not None:
+                group["lr"] = phase.lr
         self.optimizer.step()
 
     def settings(self) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from torch_dpsco.sampling.draws import Chunk, DrawLog
 from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
+from torch_dpsco.sampling.one_pass import (
+    AssignedSampler,
+    DisjointSampler,
+    OnePassSampler,
+    Partition,
+    PartsSampler,
+    make_sampler,
+)
 from torch_dpsco.sampling.samplers import (
     DesignSampler,
-    DisjointSampler,
     FixedSampler,
     FullSampler,
     PoissonSampler,
     ShuffledSampler,
-    make_sampler,
     poisson_positions,
 )
 
 __all__ = [
+    "AssignedSampler",
     "BoundedLoader",
     "Chunk",
     "DesignSampler",
@@ -21,6 +28,9 @@ __all__ = [
     "DrawLog",
     "FixedSampler",
     "FullSampler",
+    "OnePassSampler",
+    "Partition",
+    "PartsSampler",
     "PhysicalBatches",
     "PoissonSampler",
     "PrivateLoader",

@@ -13,19 +13,19 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
+from torch_dpsco.accounting.designs import Design, Draw, Fixed, Full, Poisson, Shuffled
+from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.rng import sampling_generator
 from torch_dpsco.sampling.draws import Chunk, DrawLog
 
 __all__ = [
     "DesignSampler",
-    "DisjointSampler",
     "FixedSampler",
     "FullSampler",
     "PoissonSampler",
     "ShuffledSampler",
-    "make_sampler",
+    "kind_of",
     "poisson_positions",
 ]
 
@@ -37,9 +37,9 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     Args:
         design: how to draw, of the sampler's kind; its `n` must be the data set's size where that is public.
-        size: number of records there are; default design.n. A Poisson or Full design under add_remove may have another
-            size, because then the true one is private and `n` only a public reference.
-        steps: draws per iteration; default one epoch, ceil(n / batch_size). A public constant.
+        size: number of records there are; default design.n. A Poisson, Full or Assigned design under add_remove may
+            have another size, because then the true one is private and `n` only a public reference.
+        steps: draws per iteration; default one epoch (`Design.steps_per_epoch`). A public constant.
         seed: makes the draws repeatable (and warns); tests only.
 
     Raises:
@@ -52,19 +52,22 @@ class DesignSampler(Sampler[list[int]], ABC):
     def __init__(
         self, design: Design, *, size: int | None = None, steps: int | None = None, seed: int | None = None
     ) -> None:
-        if not isinstance(design, self.kind):
-            # PRIVACY: accounting believes the design that a sampler carries (test_a_sampler_refuses_a_foreign_design)
-            raise UnknownSamplerError(f"design must be {self.kind.__name__} for {type(self).__name__} (got {design})")
+        self.require_kind(design)
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(steps=design.steps_per_epoch if steps is None else steps)
         self.log = DrawLog()
         self.seeded = seed is not None
         self.rng = sampling_generator(seed)
-        if self.size != design.n and not isinstance(design, (Poisson, Full)):
+        if self.size != design.n and not isinstance(design, (Poisson, Full, Assigned)):
             raise UnitError(f"size must be n={design.n}, the declared number of records (got {self.size})")
-        if isinstance(design, Disjoint) and self.steps > design.steps_per_epoch:
-            raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass over the data (got {self.steps})")
+
+    @classmethod
+    def require_kind(cls, design: Design) -> None:
+        """Raises UnknownSamplerError unless the design is of this sampler's kind."""
+        if not isinstance(design, cls.kind):
+            # PRIVACY: accounting believes the design that a sampler carries (test_a_sampler_refuses_a_foreign_design)
+            raise UnknownSamplerError(f"design must be {cls.kind.__name__} for {cls.__name__} (got {design})")
 
     def __len__(self) -> int:
         return self.steps
@@ -148,20 +151,6 @@ class ShuffledSampler(DesignSampler):
             yield from _parts(self.rng.permutation(self.size), self.design.batch_size, steps)
 
 
-class DisjointSampler(DesignSampler):
-    """One pass over one random permutation cut into batches; a second iteration raises."""
-
-    kind = Disjoint
-    _used = False
-
-    def draws(self) -> Iterator[tuple[Draw, _Indices]]:
-        """Yields the draws of one iteration with their positions."""
-        if self._used:
-            raise SequenceError("a one-pass loader is exhausted: each record may be used once; make a new optimizer")
-        self._used = True
-        yield from _parts(self.rng.permutation(self.size), self.design.batch_size, self.steps)
-
-
 def _parts(permutation: _Indices, batch_size: int, steps: int) -> Iterator[tuple[Draw, _Indices]]:
     # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how positions were cut
     # (test_partitions_of_different_cuts_have_different_names)
@@ -182,22 +171,14 @@ class FullSampler(DesignSampler):
             yield Draw(self.size), np.arange(self.size, dtype=np.int64)
 
 
-_KINDS: tuple[type[DesignSampler], ...] = (
-    PoissonSampler,
-    FixedSampler,
-    ShuffledSampler,
-    DisjointSampler,
-    FullSampler,
-)
+_KINDS: tuple[type[DesignSampler], ...] = (PoissonSampler, FixedSampler, ShuffledSampler, FullSampler)
 
 
-def make_sampler(
-    design: Design, *, size: int | None = None, steps: int | None = None, seed: int | None = None
-) -> DesignSampler:
-    """Returns the sampler of a design; raises UnknownSamplerError for a design that has none."""
+def kind_of(design: Design) -> type[DesignSampler]:
+    """Returns the sampler class of a design without parts; raises UnknownSamplerError if it has none."""
     for sampler in _KINDS:
         if isinstance(design, sampler.kind):
-            return sampler(design, size=size, steps=steps, seed=seed)
+            return sampler
     raise UnknownSamplerError(
         "no sampling was declared: give n= (Poisson sampling) or design= to the optimizer to get a loader from it"
     )

@@ -1,0 +1,158 @@
+"""Designs of one pass over disjoint parts: batches that records were assigned to, and phases with parts of their own.
+
+A differing record lies in one part only, so that all draws together cost what the costliest part costs. Which record is
+in which part is drawn without looking at the data.
+
+Source: spec heavytail.md 3.2; accounting.md 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import (
+    BaseEvent,
+    Design,
+    Disjoint,
+    Draw,
+    Fixed,
+    Full,
+    Poisson,
+    positional_event,
+    set_sizes,
+)
+from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential
+
+__all__ = ["Assigned", "Parts"]
+
+
+@dataclass(frozen=True)
+class Assigned(Design):
+    """One pass over batches to which each record was assigned independently and uniformly; all three adjacencies.
+
+    What `Disjoint` is for a public number of records: removing a record leaves all others where they are. The sizes of
+    the batches are random, hence private, and `batch_size` is the public divisor.
+
+    Args:
+        batch_size: public divisor, about the expected size of a batch.
+        n: public (reference) number of records.
+        parts: number of batches; default ceil(n / batch_size).
+    """
+
+    batch_size: int
+    n: int
+    parts: int | None = None
+    one_pass = True
+
+    def __post_init__(self) -> None:
+        set_sizes(self)
+        if self.parts is not None:
+            object.__setattr__(self, "parts", check.positive_count(parts=self.parts))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches."""
+        return self.parts or super().steps_per_epoch
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})")
+        return Repeat(base, min(draws, 1))
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        # PRIVACY: the key is drawn per record, whatever the record is, so that a replaced one keeps it
+        # (test_assigned_batches_hold_under_every_adjacency)
+        return Parallel({draw.part: (base,)}, draw.partition, "keyed", key_public=True)
+
+
+@dataclass(frozen=True)
+class Parts(Design):
+    """One random permutation cut into parts, each with a design and a number of draws of its own; parts run in order.
+
+    A record lies in one part at most, so that all draws together cost what the costliest part costs.
+
+    Args:
+        parts: (design, draws) per part; designs are Full, Poisson, Fixed, or Disjoint (which cuts the part further),
+            with the part's number of records as n.
+        n: public number of records, at least those of all parts.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> design = Parts(((Full(50), 3), (Full(25), 4)), n=100)
+        >>> design.steps_per_epoch, design.part_of(3), design.event(clipped_gaussian(2.0), 4).n
+        (7, 1, 3)
+    """
+
+    parts: tuple[tuple[Full | Poisson | Fixed | Disjoint, int], ...]
+    n: int
+    positional = one_pass = ordered = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check.positive_count(n=self.n))
+        object.__setattr__(self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts))
+        if not self.parts or not all(isinstance(design, (Full, Poisson, Fixed, Disjoint)) for design, _ in self.parts):
+            raise ValueError(
+                f"parts must be (Full, Poisson, Fixed or Disjoint, draws) pairs, at least one (got {self.parts})"
+            )
+        for design, draws in self.parts:
+            if isinstance(design, Disjoint) and draws > design.steps_per_epoch:
+                raise ValueError(f"draws must be <= {design.steps_per_epoch}, one pass over {design} (got {draws})")
+        used = sum(design.n for design, _ in self.parts)
+        if used > self.n:
+            raise ValueError(f"parts must have at most n={self.n} records together (got {used})")
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """That of the first part."""
+        return self.parts[0][0].batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all parts."""
+        return sum(draws for _, draws in self.parts)
+
+    def part_of(self, draw: int) -> int:
+        """Returns the part of draw 0, 1, ..."""
+        for part, (_, draws) in enumerate(self.parts):
+            if draw < draws:
+                return part
+            draw -= draws
+        raise ValueError(f"draw must be < {self.steps_per_epoch} (got {draw + self.steps_per_epoch})")
+
+    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+        """Returns the event of the draws start, .., stop - 1, given the query's event in each part."""
+        first = 0
+        used: dict[str, tuple[Event, ...]] = {}
+        for part, ((design, draws), base) in enumerate(zip(self.parts, bases, strict=True)):
+            count = min(stop, first + draws) - max(start, first)
+            if count > 0:
+                used[str(part)] = (Repeat(_inside(design, base), 1 if isinstance(design, Disjoint) else count),)
+            first += draws
+        return Parallel(used, partition) if used else Sequential(())
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})")
+        if {type(design) for design, _ in self.parts} != {Full}:
+            return self.between(0, draws, [base] * len(self.parts))
+        starts = accumulate([draws for _, draws in self.parts], initial=0)  # a form that needs no partition
+        most = max(min(count, max(0, draws - start)) for (_, count), start in zip(self.parts, starts, strict=False))
+        return Repeat(positional_event(base), most)
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        part = int(draw.part.partition("/")[0])  # a batch k of a part that is cut further is "part/k"
+        return Parallel({draw.part: (_inside(self.parts[part][0], base),)}, draw.partition)
+
+
+def _inside(design: Design, base: BaseEvent) -> Event:
+    """Returns the event of a draw of a part's design; the part is one of positions, so that add_remove is refused."""
+    if isinstance(design, (Full, Disjoint)):
+        return positional_event(base)
+    return design.draw_event(base, Draw(0))

@@ -1,0 +1,243 @@
+"""One-pass optimizers for heavy-tailed gradients: each record is used once, so that no amplification is needed.
+
+They are put together from an oracle (clipped means by default), a rule, and disjoint batches of one random permutation;
+all batches together cost what one does. Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon,
+delta) is met by the exact Gaussian curve, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
+(`theory.heavy_tailed`); 3. the clip may come from a private pilot group; 4. under add_remove each record is assigned to
+a batch by itself, since a record more or less would shift the batches of a permutation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.optim.heavy_base import HeavyTailed
+from torch_dpsco.optim.heavy_plan import Theory, scale_of
+from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
+from torch_dpsco.rules import SGD, Accelerated
+from torch_dpsco.schedule import Schedule
+from torch_dpsco.theory.clipping import exchange_rate_accelerated, exchange_rate_proximal_pl
+from torch_dpsco.theory.heavy_tailed import accelerated_plan, proximal_pl_plan
+
+__all__ = ["AcceleratedSGD", "ProximalSGD"]
+
+
+class AcceleratedSGD(HeavyTailed):
+    """Accelerated one-pass SGD for smooth convex losses (AC-SA): Algorithms 2 and 5.
+
+        inner <- Proj( inner - t lr mean_t ),   mean_t of gradients at the query, on batch t;   outer averages the inner
+
+    Between steps the parameters hold the query, where gradients are taken; `finalize()` installs `outer`.
+
+    Args:
+        params: parameters or groups; all of them count as one vector.
+        lr: factor of t in the step size, 1/(2 eta).
+        clip: C > 0.
+        noise_multiplier: z >= 0, noise std on the sum of rows over C.
+        batch_size: exact size of each batch, and divisor.
+        oracle: another oracle in place of these three.
+        design: default Disjoint(batch_size, n), or Assigned under add_remove.
+        n: public number of records.
+        steps: planned number of steps; default all batches of the pass.
+        schedule: phases, in place of steps.
+        adjacency: default that of the accountant, or "replace_one".
+        prox: a projection: Ball, Box, Simplex; default that of nothing.
+        reg: lambda of (lambda/2)|w|^2.
+        accountant: ledger and budget.
+        generator: noise generator of your own (warns).
+
+    Raises:
+        ValueError: a penalty as prox, for which the theorem does not hold (see `ProximalSGD`).
+
+    Guarantee:
+        Adjacency: replace_one and zero_out with Disjoint, all three with Assigned. Unit: one row per record. Event: a
+        batch is one unsampled Gaussian, and batches are parts of one partition, so that all of them cost what one does.
+        Assumes: batches of the optimizer's own loader, rows that do not couple records. Nothing about moments is
+        assumed: rows are clipped. Source: Lowy, Razaviyayn 2023, Theorem 9; spec heavytail.md 2.1, 3.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> model = dp.attach(torch.nn.Linear(3, 1))
+        >>> data = torch.utils.data.TensorDataset(torch.randn(600, 3), torch.randn(600, 1))
+        >>> problem = dp.losses.Squared().problem(bound_x=2.0, bound_y=5.0)
+        >>> optimizer = dp.AcceleratedSGD.calibrated(
+        ...     model.parameters(), problem=problem, n=600, budget=dp.Budget(1.0, 1e-4), clip=2.0, steps=4)
+        >>> for x, y in optimizer.loader(data):
+        ...     optimizer.zero_grad()
+        ...     dp.losses.Squared()(model(x), y).backward()
+        ...     optimizer.step()
+        >>> optimizer.finalize()
+        >>> optimizer.steps, optimizer.privacy_spent().epsilon <= 1.0
+        (4, True)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        clip: float | None = None,
+        noise_multiplier: float | None = None,
+        batch_size: int | None = None,
+        oracle: MeanOracle | None = None,
+        design: Design | None = None,
+        n: int | None = None,
+        steps: int | None = None,
+        schedule: Schedule | None = None,
+        adjacency: Adjacency | None = None,
+        prox: Prox | None = None,
+        reg: float = 0.0,
+        accountant: Accountant | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if prox is not None and not isinstance(prox, (Ball, Box, Identity, Simplex)):
+            raise ValueError(f"prox must be a projection (Ball, Box, Simplex) (got {prox}); ProximalSGD has penalties")
+        super().__init__(
+            params,
+            lr,
+            rule=Accelerated(),
+            clip=clip,
+            noise_multiplier=noise_multiplier,
+            batch_size=batch_size,
+            oracle=oracle,
+            design=design,
+            n=n,
+            steps=steps,
+            schedule=schedule,
+            adjacency=adjacency,
+            prox=prox,
+            reg=reg,
+            accountant=accountant,
+            generator=generator,
+        )
+
+    @classmethod
+    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
+        moment, order, smoothness = problem.require("moment", "moment_order", "smoothness", by=cls.__name__)
+        plan = accelerated_plan(
+            smoothness=smoothness,
+            diameter=scale_of(problem, distance, cls.__name__),
+            moment=moment,
+            moment_order=order,
+            second_moment=problem.second_moment,
+            **inputs,
+        )
+        return Theory(plan.steps, plan.clip, plan.lr, plan.bound)
+
+    @classmethod
+    def _lr(cls, problem: Problem) -> float:
+        (smoothness,) = problem.require("smoothness", by=cls.__name__)
+        return 1.0 / (4.0 * smoothness)
+
+    @classmethod
+    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+        return exchange_rate_accelerated(n, dim, steps, rho, adjacency)
+
+
+class ProximalSGD(HeavyTailed):
+    """Proximal one-pass SGD for F0 + f1 with a data-independent penalty or constraint f1: Algorithms 8 and 9.
+
+        w <- prox_{lr f1}( w - lr mean_t )
+
+    For proximal-PL objectives, which need not be convex. The answer is the last iterate.
+
+    Args:
+        params: parameters or groups; all of them count as one vector.
+        lr: step size, 1/(2 smoothness) in the theorem.
+        clip: C > 0.
+        noise_multiplier: z >= 0, noise std on the sum of rows over C.
+        batch_size: exact size of each batch, and divisor.
+        oracle: another oracle in place of these three.
+        design: default Disjoint(batch_size, n), or Assigned under add_remove.
+        n: public number of records.
+        steps: planned number of steps; default all batches of the pass.
+        schedule: phases, in place of steps.
+        adjacency: default that of the accountant, or "replace_one".
+        prox: f1: L1, ElasticNet, L2, Nuclear, Box, Ball, Simplex; it must not be chosen by looking at the data.
+        reg: lambda of (lambda/2)|w|^2.
+        accountant: ledger and budget.
+        generator: noise generator of your own (warns).
+
+    Guarantee:
+        As `AcceleratedSGD`. Source: Lowy, Razaviyayn 2023, Theorem 12; spec heavytail.md 2.6, 3.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> model = dp.attach(torch.nn.Linear(3, 1))
+        >>> optimizer = dp.ProximalSGD(
+        ...     model.parameters(), lr=0.2, clip=1.0, noise_multiplier=8.0, batch_size=100, n=600, prox=dp.prox.L1(0.1))
+        >>> optimizer.schedule.steps
+        6
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        clip: float | None = None,
+        noise_multiplier: float | None = None,
+        batch_size: int | None = None,
+        oracle: MeanOracle | None = None,
+        design: Design | None = None,
+        n: int | None = None,
+        steps: int | None = None,
+        schedule: Schedule | None = None,
+        adjacency: Adjacency | None = None,
+        prox: Prox | None = None,
+        reg: float = 0.0,
+        accountant: Accountant | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            rule=SGD(),
+            clip=clip,
+            noise_multiplier=noise_multiplier,
+            batch_size=batch_size,
+            oracle=oracle,
+            design=design,
+            n=n,
+            steps=steps,
+            schedule=schedule,
+            adjacency=adjacency,
+            prox=prox,
+            reg=reg,
+            accountant=accountant,
+            generator=generator,
+        )
+
+    @classmethod
+    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
+        moment, order, smoothness, curvature = problem.require(
+            "moment", "moment_order", "smoothness", "pl_constant", by=cls.__name__
+        )
+        # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
+        gap = moment * scale_of(problem, distance, cls.__name__)
+        plan = proximal_pl_plan(
+            smoothness=smoothness,
+            pl_constant=curvature,
+            initial_gap=gap,
+            moment=moment,
+            moment_order=order,
+            second_moment=problem.second_moment,
+            **inputs,
+        )
+        return Theory(plan.steps, plan.clip, plan.lr, plan.bound)
+
+    @classmethod
+    def _lr(cls, problem: Problem) -> float:
+        (smoothness,) = problem.require("smoothness", by=cls.__name__)
+        return 1.0 / (2.0 * smoothness)
+
+    @classmethod
+    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+        return exchange_rate_proximal_pl(n, dim, steps, rho, adjacency)

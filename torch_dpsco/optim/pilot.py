@@ -1,0 +1,170 @@
+"""A pilot group that chooses the clip, put before the steps of a planned run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
+from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson
+from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.mechanisms.exponential import geometric_grid
+from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
+from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.theory.clipping import exchange_rate_phase
+from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
+
+__all__ = ["Pilot", "PilotPlan"]
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """Lets a group of records choose the clip, as a private quantile of the gradient norms at the starting point.
+
+    The group is disjoint from the records that train, so that its epsilon, that of the budget, adds nothing to theirs.
+
+    Args:
+        rule: "theory", the best quantile for the worst direction of the bias; "balanced", at most 0.9; "median".
+        size: records of the group; default 5 %, at least 200.
+        c_min: least threshold, public, > 0.
+        c_max: largest threshold, public.
+
+    Source: spec heavytail.md 2.9.
+    """
+
+    rule: str = "balanced"
+    size: int | None = None
+    c_min: float = C_MIN
+    c_max: float = C_MAX
+
+    def __post_init__(self) -> None:
+        check.choice(RULES, rule=self.rule)
+        if self.size is not None:
+            check.positive_count(size=self.size)
+
+    def plan(self, n: int, budget: Budget, exchange_rate: float) -> PilotPlan:
+        """Returns the public numbers of a pilot.
+
+        Args:
+            n: public number of records.
+            budget: of the run.
+            exchange_rate: what a unit of clip costs in noise, see `theory.clipping`.
+
+        Raises:
+            AdjacencyError: add_remove, where a group that is cut by position has no bound.
+            InfeasibleError: too few records.
+        """
+        if budget.adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                "adjacency must be replace_one or zero_out for a pilot group, which is cut out by position (got "
+                "add_remove): give clip= a number"
+            )
+        size = self.records(n)
+        quantile = target_quantile(
+            self.rule,
+            exchange_rate,
+            pilot_size=size,
+            epsilon=budget.epsilon,
+            grid_size=len(geometric_grid(self.c_min, self.c_max)),
+        )
+        return PilotPlan(self, size, n, budget.epsilon, quantile)
+
+    def split(
+        self, schedule: LocalizedSchedule, budget: Budget, dim: int, sampling: type[Poisson] | type[Fixed]
+    ) -> tuple[LocalizedSchedule, tuple[QuantilePilot | None, ...]]:
+        """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
+
+        Args:
+            schedule: of the run without pilots.
+            budget: of the run.
+            dim: number of parameters.
+            sampling: of minibatches, whose noise depends on the records that are left.
+
+        Raises:
+            InfeasibleError: not even the first phase is large enough.
+        """
+        phases: list[LocalizedPhase] = []
+        pilots: list[QuantilePilot | None] = []
+        for phase in schedule.phases:
+            if pilots and phase.records < 2 * (self.size or LEAST_PILOT):  # the choice of the phase before will do
+                phases.append(phase)
+                pilots.append(None)
+                continue
+            size = self.records(phase.records)
+            left = (phase.records - size) // phase.copies
+            if left < 1:
+                raise InfeasibleError(
+                    f"Pilot(size={size}) must leave records in phase {phase.index}, which has {phase.records}: give a "
+                    f"smaller size, or a larger min_phase"
+                )
+            rate = exchange_rate_phase(left, dim, schedule.rho, budget.adjacency) if schedule.rho else 0.0
+            pilots.append(self.plan(phase.records, budget, rate).oracle())
+            batch, noise = max(1, phase.batch_size * left // phase.n), phase.noise_multiplier
+            if phase.batch_size < phase.n:
+                # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
+                noise = calibrate_noise(
+                    budget.epsilon,
+                    budget.delta,
+                    design=sampling(batch, left),
+                    steps=phase.steps,
+                    adjacency=budget.adjacency,
+                )
+            phases.append(replace(phase, n=left, batch_size=batch, noise_std=noise * phase.clip / batch))
+        return replace(schedule, phases=tuple(phases)), tuple(pilots)
+
+    def records(self, n: int) -> int:
+        """Returns the size of the group among n records."""
+        return pilot_size(n) if self.size is None else self.size
+
+
+@dataclass(frozen=True)
+class PilotPlan:
+    """Public numbers of a pilot.
+
+    Args:
+        pilot: its settings.
+        size: records of the group.
+        n: records altogether.
+        epsilon: of its release.
+        quantile: target of the clip among the norms.
+    """
+
+    pilot: Pilot
+    size: int
+    n: int
+    epsilon: float
+    quantile: float
+
+    @property
+    def left(self) -> int:
+        """Records that train."""
+        return self.n - self.size
+
+    def oracle(self) -> QuantilePilot:
+        """Returns the oracle that chooses."""
+        return QuantilePilot(
+            self.size, self.epsilon, quantile=self.quantile, c_min=self.pilot.c_min, c_max=self.pilot.c_max
+        )
+
+    def before(
+        self, design: Disjoint | Full | Poisson | Fixed, steps: int, noise_multiplier: float
+    ) -> tuple[Phased, Parts, Schedule]:
+        """Returns oracle, design and schedule of a run that starts with the pilot.
+
+        Args:
+            design: of the steps after it, on the `left` records.
+            steps: number of these steps.
+            noise_multiplier: of these steps.
+        """
+        pilot = self.oracle()
+        rest = PilotClipped(pilot, noise_multiplier, design.batch_size)
+        return (
+            Phased([(pilot, 1), (rest, steps)]),
+            Parts(((Full(self.size), 1), (design, steps)), self.n),
+            Schedule((Phase(1), Phase(steps))),
+        )

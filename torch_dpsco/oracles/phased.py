@@ -1,0 +1,122 @@
+"""Several oracles one after another: phases with clips, noises and divisors of their own, or a pilot first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import BaseEvent
+from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.oracles.base import MeanOracle, Release
+
+__all__ = ["Phased"]
+
+
+class Phased(MeanOracle):
+    """Answers each step by the oracle of its phase.
+
+    Args:
+        phases: (oracle, steps) pairs, in order; an oracle may serve several phases.
+
+    Guarantee:
+        That of the oracle of the open batch, whose event it reports. Which oracle that is depends on the step alone.
+
+    Example:
+        >>> from torch_dpsco.oracles import Clipped
+        >>> oracle = Phased([(Clipped(1.0, 2.0, 10), 3), (Clipped(0.5, 4.0, 5), 2)])
+        >>> oracle.open([torch.zeros(2)], step=3)
+        >>> oracle.batch_size, oracle.event().sigma
+        (5, 4.0)
+    """
+
+    def __init__(self, phases: Sequence[tuple[MeanOracle, int]]) -> None:
+        self._phases = tuple((oracle, check.positive_count(steps=steps)) for oracle, steps in phases)
+        if not self._phases:
+            raise ValueError("phases must hold an oracle (got none)")
+        self._active = self._phases[0][0]
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """Divisor of the phase of the open, or else the last, logical batch."""
+        return self._active.batch_size
+
+    @property
+    def adaptive(self) -> bool:  # type: ignore[override]
+        """Whether an event depends on what was released before."""
+        return any(oracle.adaptive for oracle, _ in self._phases)
+
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        """Whether an oracle looks at the places of rows."""
+        return any(oracle.ordered for oracle, _ in self._phases)
+
+    @property
+    def phases(self) -> tuple[tuple[MeanOracle, int], ...]:
+        """The (oracle, steps) pairs."""
+        return self._phases
+
+    @property
+    def events(self) -> list[BaseEvent]:
+        """Event of a step of each phase."""
+        return [oracle.event() for oracle, _ in self._phases]
+
+    def take(self) -> None:
+        """Makes the oracles those of one optimizer."""
+        super().take()
+        for oracle in {id(oracle): oracle for oracle, _ in self._phases}.values():
+            oracle.take()
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch of the phase of this step."""
+        self._active.discard()
+        first = 0
+        for oracle, steps in self._phases:
+            if step < first + steps:
+                self._active = oracle
+                oracle.open(query, step - first)
+                return
+            first += steps
+        raise SequenceError(f"all {first} steps of the phases are made (got step {step})")
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Takes rows."""
+        self._active.observe(rows, users)
+
+    def discard(self) -> None:
+        """Forgets the logical batch."""
+        self._active.discard()
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the sensitivity of the open batch."""
+        return self._active.sensitivity(adjacency)
+
+    def event(self) -> BaseEvent:
+        """Returns the event of the open, or else the last, logical batch."""
+        return self._active.event()
+
+    def release(self, generator: torch.Generator) -> Release:
+        """Returns the answer of the oracle of this phase."""
+        return self._active.release(generator)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers of all phases."""
+        return {"oracle": "Phased", "phases": [[steps, oracle.settings()] for oracle, steps in self._phases]}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns public numbers about the last release."""
+        return self._active.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the states of the oracles."""
+        return {str(k): oracle.state() for k, (oracle, _) in enumerate(self._phases)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores them."""
+        for k, (oracle, _) in enumerate(self._phases):
+            oracle.restore(state[str(k)])

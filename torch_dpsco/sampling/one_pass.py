@@ -1,0 +1,199 @@
+"""Samplers of one pass: a partition of the records that is drawn once, and whose parts are used in order.
+
+The partition belongs to the run and not to a loader: a run that was broken off goes on with the parts that are left
+(`resume`), since a fresh partition would put a record into two parts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpsco.accounting.designs import Design, Disjoint, Draw
+from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.sampling.samplers import DesignSampler, kind_of
+
+__all__ = ["AssignedSampler", "DisjointSampler", "OnePassSampler", "Partition", "PartsSampler", "make_sampler"]
+
+_Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who is in which part, and how many draws were used up.
+
+    Args:
+        cut: what fixes the parts: a permutation of the positions, or the seed of the keys of an `Assigned` design.
+        made: draws used so far.
+    """
+
+    cut: _Indices
+    made: int = 0
+
+
+class OnePassSampler(DesignSampler):
+    """Draws from the parts of one partition, in order; a second iteration raises.
+
+    Args:
+        design: how to draw.
+        size: number of records.
+        steps: draws of the iteration; default all that are left.
+        seed: makes the draws repeatable (and warns); tests only.
+        resume: partition of a run that goes on.
+
+    Raises:
+        SequenceError: nothing is left of the partition.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        *,
+        size: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
+        resume: Partition | None = None,
+    ) -> None:
+        self.require_kind(design)
+        made = 0 if resume is None else resume.made
+        left = design.steps_per_epoch - made
+        if resume is not None and left < 1:
+            raise SequenceError(_EXHAUSTED)
+        super().__init__(design, size=size, steps=left if steps is None else steps, seed=seed)
+        if self.steps > left:
+            raise ValueError(f"steps must be <= {left}, what is left of one pass over the data (got {self.steps})")
+        if resume is not None and len(resume.cut) != self._cut_size():
+            raise ValueError(f"resume must be of {self.size} records, the data set's (got {len(resume.cut)})")
+        self.partition, self._used = resume, False
+
+    def draws(self) -> Iterator[tuple[Draw, _Indices]]:
+        """Yields the draws of one iteration with their positions."""
+        if self._used:
+            # PRIVACY: each record is charged for one part (test_a_second_pass_is_refused)
+            raise SequenceError(_EXHAUSTED)
+        self._used = True
+        if self.partition is None:
+            self.partition = Partition(self._new_cut())
+        cut, made = self.partition.cut, self.partition.made
+        name = self.name
+        for index, (part, indices) in islice(enumerate(self._parts(cut)), made, made + self.steps):
+            yield Draw(len(indices), name, part, index), indices
+
+    @property
+    def name(self) -> str:
+        """Name of the partition, once it is drawn."""
+        assert self.partition is not None
+        # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how records were cut
+        # (test_partitions_of_different_cuts_have_different_names)
+        return self._name(sha256(self.partition.cut.tobytes()).hexdigest()[:32])
+
+    def _cut_size(self) -> int:
+        return self.size
+
+    def _new_cut(self) -> _Indices:
+        return self.rng.permutation(self.size)
+
+    @abstractmethod
+    def _name(self, digest: str) -> str:
+        """Returns the name of the partition: the cut's digest, and what else fixes the parts."""
+
+    @abstractmethod
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        """Yields (part, positions) of all draws."""
+
+
+_EXHAUSTED = "a one-pass loader is exhausted: each record may be used once; make a new optimizer"
+
+
+class DisjointSampler(OnePassSampler):
+    """One pass over one random permutation cut into batches."""
+
+    kind = Disjoint
+
+    def _name(self, digest: str) -> str:
+        return f"positions/{digest}/{self.design.batch_size}"  # as `ShuffledSampler` names the same cut
+
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        size = self.design.batch_size
+        for k in range(self.design.steps_per_epoch):
+            yield str(k), cut[k * size : (k + 1) * size]
+
+
+class AssignedSampler(OnePassSampler):
+    """One pass over batches to which each record was assigned independently and uniformly.
+
+    Its cut is a seed and not the keys, whose number is private under add_remove: checkpoints hold the cut.
+    """
+
+    kind = Assigned
+
+    def _cut_size(self) -> int:
+        return 4
+
+    def _new_cut(self) -> _Indices:
+        return self.rng.integers(2**63, size=4)
+
+    def _name(self, digest: str) -> str:
+        return f"assigned/{digest}/{self.design.steps_per_epoch}"
+
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        keys = np.random.default_rng(cut).integers(self.design.steps_per_epoch, size=self.size)
+        by_part = np.argsort(keys, kind="stable")
+        ends = np.cumsum(np.bincount(keys, minlength=self.design.steps_per_epoch))
+        for k, end in enumerate(ends):
+            yield str(k), by_part[ends[k - 1] if k else 0 : end]
+
+
+class PartsSampler(OnePassSampler):
+    """Phases on disjoint parts of one random permutation: all draws of a part, then those of the next."""
+
+    kind = Parts
+    design: Parts
+
+    def _name(self, digest: str) -> str:
+        return f"parts/{digest}/{sha256(repr(self.design.parts).encode()).hexdigest()[:32]}"
+
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        first = 0
+        for part, (design, draws) in enumerate(self.design.parts):
+            members = cut[first : first + design.n]
+            first += design.n
+            if isinstance(design, Disjoint):  # cut further, by the same permutation
+                size = design.batch_size
+                yield from ((f"{part}/{k}", members[k * size : (k + 1) * size]) for k in range(draws))
+                continue
+            members = np.sort(members)  # in memory order: gathered faster
+            inner: Any = kind_of(design)(design, steps=draws)
+            inner.rng = self.rng
+            for _, positions in inner.draws():
+                yield str(part), members[positions]
+
+
+_KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, AssignedSampler, PartsSampler)
+
+
+def make_sampler(
+    design: Design,
+    *,
+    size: int | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    resume: Partition | None = None,
+) -> DesignSampler:
+    """Returns the sampler of a design; `resume` is for designs of one pass.
+
+    Raises:
+        UnknownSamplerError: the design has none.
+    """
+    for sampler in _KINDS:
+        if isinstance(design, sampler.kind):
+            return sampler(design, size=size, steps=steps, seed=seed, resume=resume)
+    return kind_of(design)(design, size=size, steps=steps, seed=seed)

@@ -1,0 +1,81 @@
+"""Plans and bounds of the methods for heavy-tailed gradients: the names that optimizers and tests import.
+
+* one pass over disjoint batches: `accelerated_plan` (smooth convex), `strongly_convex_plan`, `proximal_pl_plan`;
+* multi-pass phases on disjoint parts: `localized_schedule_ballfree` (non-smooth convex), `reduction_schedule` (strongly
+  convex), `boosted_localized_schedule` (few moments), `localized_schedule_minibatch`;
+* the published numbers: `..._paper`, and mode "paper" of the plans.
+
+The guarantees are stated with each plan. All numbers are public: they follow from n, d, rho and promised
+moments.
+
+Source: spec heavytail.md; Lowy and Razaviyayn, arXiv 2209.07403.
+"""
+
+from __future__ import annotations
+
+from torch_dpsco.theory.heavy_accelerated import (
+    AcceleratedPlan,
+    accelerated_clip_paper,
+    accelerated_plan,
+    accelerated_steps_paper,
+)
+from torch_dpsco.theory.heavy_averaged import (
+    AveragingSchedule,
+    BoundCoefficients,
+    StronglyConvexPlan,
+    averaging_schedule,
+    strongly_convex_clip,
+    strongly_convex_coefficients,
+    strongly_convex_plan,
+)
+from torch_dpsco.theory.heavy_boosted import boosted_copies, boosted_failure, boosted_localized_schedule
+from torch_dpsco.theory.heavy_coordinatewise import coordinatewise_clip, coordinatewise_groups
+from torch_dpsco.theory.heavy_localized import (
+    ballfree_rate,
+    localized_schedule,
+    localized_schedule_ballfree,
+    localized_schedule_paper,
+)
+from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_proximal import ProximalPlan, proximal_pl_bound, proximal_pl_clip, proximal_pl_plan
+from torch_dpsco.theory.heavy_reduction import (
+    localized_schedule_minibatch,
+    minibatch_size,
+    reduction_schedule,
+    reduction_sizes,
+    sc_reduction_sizes_full,
+)
+
+__all__ = [
+    "AcceleratedPlan",
+    "AveragingSchedule",
+    "BoundCoefficients",
+    "LocalizedPhase",
+    "LocalizedSchedule",
+    "ProximalPlan",
+    "StronglyConvexPlan",
+    "accelerated_clip_paper",
+    "accelerated_plan",
+    "accelerated_steps_paper",
+    "averaging_schedule",
+    "ballfree_rate",
+    "boosted_copies",
+    "boosted_failure",
+    "boosted_localized_schedule",
+    "coordinatewise_clip",
+    "coordinatewise_groups",
+    "localized_schedule",
+    "localized_schedule_ballfree",
+    "localized_schedule_minibatch",
+    "localized_schedule_paper",
+    "minibatch_size",
+    "proximal_pl_bound",
+    "proximal_pl_clip",
+    "proximal_pl_plan",
+    "reduction_schedule",
+    "reduction_sizes",
+    "sc_reduction_sizes_full",
+    "strongly_convex_clip",
+    "strongly_convex_coefficients",
+    "strongly_convex_plan",
+]
