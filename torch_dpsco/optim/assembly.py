@@ -13,6 +13,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency, Event
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import SequenceError
@@ -25,7 +26,7 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
-from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.sampling import Partition, PrivateLoader, make_sampler
 from torch_dpsco.schedule import Schedule
 
 __all__ = ["Assembly"]
@@ -121,14 +122,12 @@ class Assembly(CommonOptimizer):
         """
         size = checks.number_of_records(dataset)
         checks.require_universe(self.design, self.adjacency, size)
-        planned = self.schedule.steps
-        if steps is None and planned is not None and self.design.one_pass and planned > self._steps:
-            steps = planned - self._steps  # records that no batch of the plan needs are left alone
         partition = self._batch.partition if resume else None
-        if resume and partition is None and self.design.one_pass and self._steps:
-            raise SequenceError(
-                "resume must be False: no partition of this run is known, so that nothing is left of it"
-            )
+        if self.design.one_pass:
+            self._require_continuation(resume, partition)
+            if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone
+                left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
+                steps = max(1, min(left, self.schedule.steps - self._steps))
         sampler = make_sampler(self.design, size=size, steps=steps, resume=partition)
         loader = PrivateLoader(
             dataset,
@@ -140,6 +139,14 @@ class Assembly(CommonOptimizer):
         )
         self.bind(loader)
         return loader
+
+    def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
+        if resume and partition is None and self._steps:
+            raise SequenceError("resume must be False: no partition of this run is known that could go on")
+        if not resume and isinstance(self.design, Parts) and self._steps:
+            raise SequenceError(
+                f"phases must not start again after {self._steps} steps: use optimizer.loader(dataset, resume=True)"
+            )
 
     def bind(self, loader: Any) -> Any:
         """Takes batches from a loader that draws by a sampler of torch_dpsco, and returns the loader.

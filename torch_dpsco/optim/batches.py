@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -22,7 +22,7 @@ from torch_dpsco.sampling import (
     Partition,
     PrivateLoader,
     accept_empty_draws,
-    make_sampler,
+    partition_name,
 )
 
 __all__ = ["LogicalBatch"]
@@ -45,6 +45,7 @@ class LogicalBatch:
         self.opened = False
         self._log = DrawLog()
         self._sampler: OnePassSampler | None = None
+        self._resumed: Partition | None = None
         self._made = 0  # draws of its partition that steps have used
         self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
         self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
@@ -163,19 +164,18 @@ class LogicalBatch:
     @property
     def partition(self) -> Partition | None:
         """The partition of a one-pass design, and how much of it is used; None before the first draw."""
-        if self._sampler is None or self._sampler.partition is None:
-            return None
-        return replace(self._sampler.partition, made=self._made)
+        known = self._resumed if self._sampler is None else self._sampler.partition
+        return None if known is None else replace(known, made=self._made)
 
     @property
     def partition_name(self) -> str:
         """By which the ledger knows it; "planned" before the first draw."""
-        return "planned" if self._sampler is None or self._sampler.partition is None else self._sampler.name
+        known = self.partition
+        return "planned" if known is None else partition_name(self.design, known)
 
     def resume(self, partition: Partition) -> None:
-        """Takes over the partition of a checkpoint."""
-        self._sampler = cast(OnePassSampler, make_sampler(self.design, size=len(partition.cut), resume=partition))
-        self._made = partition.made
+        """Takes over the partition of a checkpoint, or of a copy."""
+        self._sampler, self._resumed, self._made = None, partition, partition.made
 
     def finish(self, *, used: bool = False) -> None:
         """Ends the logical batch; `used`: its release is made."""

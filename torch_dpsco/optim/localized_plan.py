@@ -52,6 +52,9 @@ def plan_localized(
     if budget.mode != "planned":
         raise ValueError(f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})")
     check.choice(("full", "poisson", "fixed"), sampling=sampling)
+    check.positive_count(copies=copies)
+    if distance is not None:
+        check.positive(distance=distance)
     promised = _promises(problem, clip, reg, distance)
     order = promised["moment_order"]
     if method is None:

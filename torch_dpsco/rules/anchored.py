@@ -5,7 +5,8 @@ In a phase with anchor c (its starting point) and regularization lambda, step k 
     w <- Proj( w - f ( mean / lambda + (w - c) ) ),    f = lr / (k + 1), or 2 lr / (k + 2) in a ball around c
 
 (or lambda lr times the step size of the phase, if that has one). It is a subgradient step of size f/lambda on the loss
-plus (lambda/2)|w - c|^2; at k = 0 it goes to c - mean/lambda. Only `mean` is private data; the regularizer is added after clip and noise.
+plus (lambda/2)|w - c|^2; at k = 0 it goes to c - mean/lambda. Only `mean` comes from private data: the regularizer is
+added after clip and noise.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from torch_dpsco.sampling.one_pass import (
     Partition,
     PartsSampler,
     make_sampler,
+    partition_name,
 )
 from torch_dpsco.sampling.samplers import (
     DesignSampler,
@@ -38,5 +39,6 @@ __all__ = [
     "accept_empty_draws",
     "bounded",
     "make_sampler",
+    "partition_name",
     "poisson_positions",
 ]

@@ -21,7 +21,15 @@ from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
-__all__ = ["AssignedSampler", "DisjointSampler", "OnePassSampler", "Partition", "PartsSampler", "make_sampler"]
+__all__ = [
+    "AssignedSampler",
+    "DisjointSampler",
+    "OnePassSampler",
+    "Partition",
+    "PartsSampler",
+    "make_sampler",
+    "partition_name",
+]
 
 _Indices = npt.NDArray[np.int64]
 
@@ -83,17 +91,9 @@ class OnePassSampler(DesignSampler):
         if self.partition is None:
             self.partition = Partition(self._new_cut())
         cut, made = self.partition.cut, self.partition.made
-        name = self.name
+        name = partition_name(self.design, self.partition)
         for index, (part, indices) in islice(enumerate(self._parts(cut)), made, made + self.steps):
             yield Draw(len(indices), name, part, index), indices
-
-    @property
-    def name(self) -> str:
-        """Name of the partition, once it is drawn."""
-        assert self.partition is not None
-        # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how records were cut
-        # (test_partitions_of_different_cuts_have_different_names)
-        return self._name(sha256(self.partition.cut.tobytes()).hexdigest()[:32])
 
     def _cut_size(self) -> int:
         return self.size
@@ -101,9 +101,10 @@ class OnePassSampler(DesignSampler):
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
 
+    @staticmethod
     @abstractmethod
-    def _name(self, digest: str) -> str:
-        """Returns the name of the partition: the cut's digest, and what else fixes the parts."""
+    def cut_name(design: Any, digest: str) -> str:
+        """Returns the name of a partition: the cut's digest, and what else fixes the parts."""
 
     @abstractmethod
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
@@ -118,8 +119,10 @@ class DisjointSampler(OnePassSampler):
 
     kind = Disjoint
 
-    def _name(self, digest: str) -> str:
-        return f"positions/{digest}/{self.design.batch_size}"  # as `ShuffledSampler` names the same cut
+    @staticmethod
+    def cut_name(design: Any, digest: str) -> str:
+        """Returns the name of a partition."""
+        return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
@@ -141,8 +144,10 @@ class AssignedSampler(OnePassSampler):
     def _new_cut(self) -> _Indices:
         return self.rng.integers(2**63, size=4)
 
-    def _name(self, digest: str) -> str:
-        return f"assigned/{digest}/{self.design.steps_per_epoch}"
+    @staticmethod
+    def cut_name(design: Any, digest: str) -> str:
+        """Returns the name of a partition."""
+        return f"assigned/{digest}/{design.steps_per_epoch}"
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         keys = np.random.default_rng(cut).integers(self.design.steps_per_epoch, size=self.size)
@@ -158,8 +163,10 @@ class PartsSampler(OnePassSampler):
     kind = Parts
     design: Parts
 
-    def _name(self, digest: str) -> str:
-        return f"parts/{digest}/{sha256(repr(self.design.parts).encode()).hexdigest()[:32]}"
+    @staticmethod
+    def cut_name(design: Any, digest: str) -> str:
+        """Returns the name of a partition."""
+        return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         first = 0
@@ -178,6 +185,14 @@ class PartsSampler(OnePassSampler):
 
 
 _KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, AssignedSampler, PartsSampler)
+
+
+def partition_name(design: Design, partition: Partition) -> str:
+    """Returns the name by which a ledger knows a partition of a one-pass design."""
+    (kind,) = (sampler for sampler in _KINDS if isinstance(design, sampler.kind))
+    # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how records were cut
+    # (test_partitions_of_different_cuts_have_different_names)
+    return kind.cut_name(design, sha256(partition.cut.tobytes()).hexdigest()[:32])
 
 
 def make_sampler(
