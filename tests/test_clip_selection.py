@@ -13,6 +13,8 @@ import torch_dpsco as dp
 from torch_dpsco import clip_selection
 from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZCDP, ZERO_OUT, Pure
 from torch_dpsco.clip_selection import (
+    C_MAX,
+    C_MIN,
     adaptive_clip_update,
     pilot_size,
     private_moment,
@@ -20,6 +22,7 @@ from torch_dpsco.clip_selection import (
     rank_error,
     target_quantile,
 )
+from torch_dpsco.mechanisms.exponential import geometric_grid, quantile_probabilities
 
 NORMS = np.random.default_rng(0).exponential(size=2000)
 
@@ -61,11 +64,21 @@ def test_where_noise_dominates_the_quantile_is_a_tenth_and_a_warning_says_so():
 def test_a_quantile_past_what_the_pilot_resolves_is_lowered_and_reported():
     error = rank_error(1.0, 107)
     assert error == pytest.approx(2 * math.log(107 / 0.05))
-    just = error / 2000
+    just = 2 * error / 2000
     assert target_quantile("theory", just * 1.001, **PILOT) == pytest.approx(1 - just * 1.001)
-    with pytest.warns(dp.UtilityWarning, match=r"quantile 0.992 instead of 0.999"):
+    with pytest.warns(dp.UtilityWarning, match=r"quantile 0.985 instead of 0.999"):
         lowered = target_quantile("theory", 0.001, **PILOT)
     assert lowered == pytest.approx(1 - just)
+
+
+def test_quantiles_near_the_end_are_kept_away_from_thresholds_above_every_norm():
+    """At 1 - rank_error / n itself, more than a quarter of the draws are above every norm."""
+    norms = np.random.default_rng(1).standard_t(2.5, size=2000)
+    with pytest.warns(dp.UtilityWarning):
+        quantile = target_quantile("theory", 1e-9, **PILOT)
+    law = quantile_probabilities(np.abs(norms), geometric_grid(C_MIN, C_MAX), quantile, 1.0)
+    above = sum(p for p, tau in zip(law, geometric_grid(C_MIN, C_MAX), strict=True) if tau >= np.abs(norms).max())
+    assert above < 0.01
 
 
 def test_a_pilot_that_resolves_nothing_is_refused_with_the_size_that_does():

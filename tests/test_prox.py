@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from torch_dpsco.prox import L1, Ball, Box, ElasticNet, Identity, Prox
+from torch_dpsco.prox import L1, L2, Ball, Box, ElasticNet, Identity, Nuclear, Prox, Simplex, project_on_two_balls_
 
 ALL = [Identity(), Ball(0.7), Box(-0.5, 0.25), L1(0.3), ElasticNet(0.3, 0.5)]
 PROJECTIONS = [Ball(0.7), Box(-0.5, 0.25)]
@@ -218,3 +218,256 @@ def test_penalties_need_finite_strengths_that_are_not_negative() -> None:
         for build in (lambda s: L1(s), lambda s: ElasticNet(s, 1.0), lambda s: ElasticNet(1.0, s)):
             with pytest.raises(ValueError, match="must be"):
                 build(strength)
+
+
+# -- the simplex ------------------------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, max_examples=100)
+@given(values=vectors, total=st.floats(0.01, 100))
+def test_the_simplex_meets_the_optimality_conditions(values: list[float], total: float) -> None:
+    """u = max(v - s, 0) with sum u = total is the only solution of the KKT conditions."""
+    u, v = image(Simplex(total), values).numpy(), np.array(values)
+    assert (u >= 0).all()
+    assert u.sum() == pytest.approx(total, rel=1e-12)
+    shifts = (v - u)[u > 0]
+    assert np.ptp(shifts) < 1e-9 * max(1.0, total)
+    assert (v[u == 0] <= shifts.max() + 1e-9 * max(1.0, total)).all()
+
+
+@settings(derandomize=True, max_examples=50)
+@given(values=vectors)
+def test_no_corner_or_random_point_of_the_simplex_is_nearer(values: list[float]) -> None:
+    ours, v = image(Simplex(2.0), values).numpy(), np.array(values)
+    others = np.concatenate([2 * np.eye(5), 2 * np.random.default_rng(0).dirichlet(np.full(5, 0.5), 300)])
+    assert ((v - ours) ** 2).sum() <= ((others - v) ** 2).sum(1).min() + 1e-12
+    assert (((others - ours) @ (v - ours)) <= 1e-9).all()  # the obtuse angle of projections
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(derandomize=True, max_examples=30)
+@given(values=vectors)
+def test_the_simplex_is_idempotent_up_to_rounding(dtype: torch.dtype, values: list[float]) -> None:
+    once = image(Simplex(1.0), values, dtype=dtype)
+    twice = image(Simplex(1.0), once.tolist(), dtype=dtype)
+    torch.testing.assert_close(twice, once, rtol=0, atol=2 * torch.finfo(dtype).eps)
+    assert norm64([once]) <= Simplex(1.0).radius
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e9, 1e16, 1e20, 1e37])
+@pytest.mark.parametrize("values", [[1.0, 0.0], [-1.0, -2.0], [1.0, 1.0], [3.0, 3.0, 1.0]])
+def test_the_simplex_survives_huge_iterates(scale: float, values: list[float]) -> None:
+    point = torch.tensor(values) * scale
+    Simplex(1.0).apply_([point], [0.1])
+    assert float(point.double().sum()) == pytest.approx(1.0, rel=1e-6)
+    highest = [v == max(values) for v in values]
+    assert (point > 0).tolist() == highest
+
+
+def test_the_simplex_is_one_over_all_tensors_and_accepts_none() -> None:
+    parts = [torch.tensor([[3.0, 0.0]]), torch.tensor([3.0]), torch.ones(0)]
+    Simplex(2.0).apply_(parts, [1.0] * 3)
+    assert parts[0].tolist() == [[1.0, 0.0]]
+    assert parts[1].tolist() == [1.0]
+    Simplex(2.0).apply_([], [])
+    assert not Simplex(1.0).contains_zero
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_the_simplex_refuses_a_diverged_iterate(bad: float) -> None:
+    parts = [torch.tensor([9.0]), torch.tensor([bad])]
+    with pytest.raises(ValueError, match="learning rate"):
+        Simplex(1.0).apply_(parts, [1.0, 1.0])
+    assert parts[0].item() == 9.0
+
+
+# -- group and matrix penalties ---------------------------------------------------------------------------------------
+
+
+def blocks(groups: str) -> list[list[int]]:
+    """Returns the groups of a (2, 2) matrix and a vector of 3, by places in the joint vector."""
+    return {
+        "global": [[0, 1, 2, 3, 4, 5, 6]],
+        "per_tensor": [[0, 1, 2, 3], [4, 5, 6]],
+        "per_row": [[0, 1], [2, 3], [4], [5], [6]],
+    }[groups]
+
+
+@pytest.mark.parametrize("groups", ["global", "per_tensor", "per_row"])
+@settings(derandomize=True, max_examples=50)
+@given(values=st.lists(st.floats(-3, 3), min_size=7, max_size=7), step=st.floats(0, 4), strength=st.floats(0, 2))
+def test_group_thresholds_meet_the_optimality_conditions(
+    groups: str, values: list[float], step: float, strength: float
+) -> None:
+    v = torch.tensor(values, dtype=torch.float64)
+    u = v.clone()
+    L2(strength, groups).apply_([u[:4].view(2, 2), u[4:]], [step, step])
+    t, total = step * strength, 0.0
+    for block in blocks(groups):
+        move, norm = v[block] - u[block], float(u[block].norm())
+        total += norm
+        if norm > 0:  # v - u is t times the unit vector of u
+            torch.testing.assert_close(move, t * u[block] / norm, rtol=0, atol=1e-9)
+        else:  # and in the ball of t otherwise
+            assert float(v[block].norm()) <= t + 1e-12
+    assert L2(strength, groups).penalty([u[:4].view(2, 2), u[4:]]) == pytest.approx(strength * total, abs=1e-12)
+
+
+@settings(derandomize=True, max_examples=50)
+@given(values=st.lists(st.floats(-3, 3), min_size=6, max_size=6), step=st.floats(0, 2))
+def test_singular_values_meet_the_optimality_conditions(values: list[float], step: float) -> None:
+    """u minimizes iff (v - u)/t is a subgradient of the nuclear norm: spectral norm <= 1 and <v - u, u> = t |u|_*."""
+    v = torch.tensor(values, dtype=torch.float64).view(2, 3)
+    for matrix in (v, v.T.contiguous()):
+        u = matrix.clone()
+        Nuclear(0.7).apply_([u], [step])
+        t, move = 0.7 * step, matrix - u
+        assert float(torch.linalg.svdvals(move).max()) <= t + 1e-9
+        assert float((move * u).sum()) == pytest.approx(t * float(torch.linalg.svdvals(u).sum()), abs=1e-8)
+    assert Nuclear(0.7).penalty([v]) == pytest.approx(0.7 * float(torch.linalg.svdvals(v).sum()))
+
+
+def test_nuclear_leaves_tensors_that_are_no_matrices_alone() -> None:
+    parts = [torch.ones(3), torch.ones(2, 2, 2), torch.tensor(2.0), torch.ones(0, 3)]
+    Nuclear(9.0).apply_(parts, [1.0] * 4)
+    assert [bool((part == 1).all()) for part in parts] == [True, True, False, True]
+    assert parts[2].item() == 2.0
+    assert Nuclear(9.0).penalty(parts) == 0.0
+
+
+@pytest.mark.parametrize("prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor"), Nuclear(0.3)])
+def test_group_and_matrix_penalties_minimize_their_objective(prox: Prox) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        v, step = 2 * rng.standard_normal((2, 3)), float(rng.uniform(0.1, 2))
+        point = torch.tensor(v)
+        prox.apply_([point], [step])
+
+        def value(u: np.ndarray, v: np.ndarray = v, step: float = step) -> float:
+            return 0.5 * float(np.sum((u - v.ravel()) ** 2)) + step * prox.penalty([torch.tensor(u).view(2, 3)])
+
+        theirs = minimize(value, v.ravel(), method="Powell", options={"xtol": 1e-9, "ftol": 1e-12})
+        assert value(point.numpy().ravel()) <= theirs.fun + 1e-9
+        for _ in range(200):
+            assert value(point.numpy().ravel()) <= value(point.numpy().ravel() + 0.05 * rng.standard_normal(6))
+
+
+@pytest.mark.parametrize("prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor"), Nuclear(0.3), Simplex(2.0)])
+@settings(derandomize=True, max_examples=30)
+@given(data=st.data())
+def test_every_new_map_is_firmly_nonexpansive_and_keeps_dtypes(prox: Prox, data: st.DataObject) -> None:
+    grid = st.lists(st.floats(-3, 3), min_size=6, max_size=6)
+    first, second = (torch.tensor(data.draw(grid), dtype=torch.float64).view(2, 3) for _ in range(2))
+    images = [first.clone(), second.clone()]
+    for point in images:
+        prox.apply_([point], [0.4])
+    before, after = first - second, images[0] - images[1]
+    assert float((after * after).sum()) <= float((after * before).sum()) + 1e-12
+    for dtype in DTYPES:
+        point = first.to(dtype, copy=True)
+        prox.apply_([point], [0.4])
+        assert point.dtype == dtype
+        torch.testing.assert_close(point.double(), images[0], rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_a_step_of_zero_leaves_a_penalized_point_as_it_is() -> None:
+    for prox in (L2(2.0), L2(2.0, "per_row"), Nuclear(2.0), L1(2.0)):
+        for values in ([[1.0, -2.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]):
+            point = torch.tensor(values)
+            prox.apply_([point], [0.0])
+            torch.testing.assert_close(point, torch.tensor(values))
+
+
+@pytest.mark.parametrize("prox", [L2(0.5), L2(0.5, "per_tensor"), L2(0.5, "per_row"), Nuclear(0.5)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_diverged_iterate_is_passed_on_or_refused_by_name_and_never_made_finite(prox: Prox, bad: float) -> None:
+    point = torch.tensor([[bad, 1.0], [2.0, 3.0]])
+    try:
+        prox.apply_([point], [1.0])
+    except ValueError as error:
+        assert "learning rate" in str(error)  # noqa: PT017
+        return
+    assert not point.isfinite().all()
+
+
+def test_one_group_with_several_step_sizes_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="lr must be the same"):
+        L2(1.0).apply_([torch.ones(2), torch.ones(2)], [0.1, 0.2])
+    for groups in ("per_tensor", "per_row"):
+        L2(1.0, groups).apply_([torch.ones(2), torch.ones(2)], [0.1, 0.2])
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.inf, math.nan])
+def test_new_maps_need_finite_numbers(bad: float) -> None:
+    for build in (Simplex, L2, Nuclear):
+        with pytest.raises(ValueError, match="must be"):
+            build(bad)
+    with pytest.raises(ValueError, match="total must be > 0"):
+        Simplex(0.0)
+    with pytest.raises(ValueError, match="groups must be"):
+        L2(1.0, "rows")
+
+
+# -- two balls --------------------------------------------------------------------------------------------------------
+
+
+def two_balls(v: np.ndarray, radius: float, c: np.ndarray, center_radius: float) -> np.ndarray:
+    point = torch.tensor(v, dtype=torch.float64)
+    project_on_two_balls_([point[:1], point[1:]], radius, [torch.tensor(c[:1]), torch.tensor(c[1:])], center_radius)
+    return point.numpy()
+
+
+def unit(rng: np.random.Generator, dim: int) -> np.ndarray:
+    direction = rng.standard_normal(dim)
+    return direction / np.linalg.norm(direction)
+
+
+@settings(derandomize=True, max_examples=200)
+@given(
+    seed=st.integers(0, 10**6),
+    dim=st.sampled_from([2, 3, 10]),
+    share=st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)),
+    radius=st.floats(0.1, 10),
+    ratio=st.floats(0.01, 3),
+    far=st.floats(0, 5),
+)
+def test_the_projection_on_two_balls_makes_an_obtuse_angle_with_all_of_their_points(
+    seed: int, dim: int, share: float, radius: float, ratio: float, far: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    c, center_radius = radius * share * unit(rng, dim), radius * ratio
+    v = c + far * radius * unit(rng, dim)
+    u = two_balls(v, radius, c, center_radius)
+    assert np.linalg.norm(u) <= radius * (1 + 1e-12)
+    assert np.linalg.norm(u - c) <= center_radius * (1 + 1e-9) + 1e-12 * radius
+    inside = np.linalg.norm(v) <= radius and np.linalg.norm(v - c) <= center_radius
+    if inside:
+        np.testing.assert_allclose(u, v, atol=1e-9 * radius)
+    for _ in range(100):  # points of both balls: between c and the border of the smaller one, and near u
+        y = c + center_radius * rng.uniform() * unit(rng, dim)
+        y *= min(1.0, radius / np.linalg.norm(y))
+        if np.linalg.norm(y - c) <= center_radius:
+            assert (v - u) @ (y - u) <= 1e-7 * radius**2 * (1 + far)
+
+
+def test_the_projection_on_two_balls_keeps_points_of_both_and_its_image() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        c = 0.9 * unit(rng, 3)
+        once = two_balls(3 * unit(rng, 3), 1.0, c, 0.5)
+        np.testing.assert_allclose(two_balls(once, 1.0, c, 0.5), once, atol=1e-9)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_points_on_the_line_through_both_centers_are_projected_too(sign: float) -> None:
+    c = np.array([0.9, 0.0, 0.0])
+    u = two_balls(np.array([5.0 * sign, 0.0, 0.0]), 1.0, c, 0.5)
+    np.testing.assert_allclose(u, [1.0 if sign > 0 else 0.4, 0.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 0.5), [0.5, 0.0])
+    np.testing.assert_allclose(two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 1.0), [1.0, 0.0])
+
+
+def test_a_diverged_iterate_is_refused_by_the_two_balls() -> None:
+    point = torch.tensor([math.nan, 0.0])
+    with pytest.raises(ValueError, match="learning rate"):
+        project_on_two_balls_([point], 1.0, [torch.zeros(2)], 0.5)

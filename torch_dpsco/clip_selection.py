@@ -108,7 +108,8 @@ def target_quantile(
 
     * "theory": 1 - a, best for the bias bound; "balanced": min(1 - a, 0.9); "median": 1/2.
     * If a > 0.9 the noise dominates whatever the clip: 0.1, with a warning.
-    * Above 1 - rank_error / pilot_size the release would be mostly the largest norm or more: that, with a warning.
+    * Above 1 - 2 rank_error / pilot_size (for 0.9 and below: 1 - rank_error / pilot_size) the release would often be
+      more than the largest norm: that, with a warning.
 
     Args:
         rule: "theory", "balanced" or "median".
@@ -130,7 +131,8 @@ def target_quantile(
     size, error = check.positive_count(pilot_size=pilot_size), rank_error(epsilon, grid_size, failure)
     if error >= size:
         raise InfeasibleError(f"pilot_size must be >= {math.floor(error) + 1} at epsilon {epsilon:g} (got {size})")
-    highest = 1.0 - error / size
+    # ranks near the end are released together with all thresholds above every norm: keep twice the error away from it
+    highest = max(1.0 - 2.0 * error / size, min(0.9, 1.0 - error / size))
     if wanted > highest:
         warnings.warn(
             f"a pilot of {size} records resolves ranks up to {error:.0f} only: quantile {highest:.3f} instead of "

@@ -20,6 +20,7 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
     Repeat,
     WORGaussian,
     clipped_gaussian,
@@ -298,3 +299,15 @@ def test_replace_one_under_poisson_is_wider_than_add_remove_at_every_order():
     whole = cost_of(PoissonGaussian(1.0, 0.01), ADD_REMOVE).rdp
     assert (wide > narrow).all()
     assert (wide < whole).all()  # and less than half of the noise would give
+
+
+def test_sampling_amplifies_gaussian_queries_only():
+    """No bound is proved for sampled batches of other mechanisms: they need designs that use a record once per pass."""
+    for design in (Poisson(5, 50), Fixed(5, 50)):
+        with pytest.raises(AdjacencyError, match="no amplification by sampling is proved"):
+            design.draw_event(Pure(1.0), Draw(5))
+    assert Shuffled(5, 50).draw_event(Pure(1.0), Draw(5, "p", "0")).items() == (
+        ("0", (Pure(1.0, (REPLACE_ONE, ZERO_OUT)),)),
+    )
+    with pytest.raises(AdjacencyError, match="a Gaussian or a stated event"):
+        Shuffled(5, 50).draw_event(PoissonGaussian(1.0, 0.1), Draw(5, "p", "0"))

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
 
 N, BATCH, STEPS, DIM = 24, 6, 4, 3
 LOSS = dp.losses.Logistic()
@@ -191,6 +192,43 @@ def _clipped(design: Callable[[int], Design], adjacency: str = "replace_one", *,
     return build
 
 
+def _heavy(cls: type[dp.PrivateOptimizer], design: Callable[[int], Design], adjacency: str = "replace_one") -> Build:
+    def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
+        own = design(s.batch)
+        return cls(
+            params,
+            s.lr,
+            clip=1.5 * s.scale,
+            noise_multiplier=s.noise,
+            batch_size=own.batch_size,
+            design=own,
+            steps=s.steps,
+            schedule=dp.Schedule() if s.steps is None else None,
+            adjacency=adjacency if s.accountant is None else None,
+            accountant=s.accountant,
+            generator=s.generator,
+        )
+
+    return build
+
+
+def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    """One phase on all records, whose first step is that of size lr: lambda = 1/lr."""
+    steps = STEPS if s.steps is None else s.steps
+    phase = LocalizedPhase(
+        index=1, n=N, batch_size=N, clip=1.5 * s.scale, steps=steps, reg=1 / s.lr, radius=INF,
+        noise_std=s.noise * 1.5 * s.scale / N, error=None, uncapped_steps=steps,
+    )  # fmt: skip
+    return dp.LocalizedSGD(
+        params,
+        schedule=LocalizedSchedule(phases=(phase,), rho=None),
+        n=N,
+        adjacency=REPLACE if s.accountant is None else None,
+        accountant=s.accountant,
+        generator=s.generator,
+    )
+
+
 def _momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -227,5 +265,18 @@ ROWS = [
     Row("clipped-shuffled", _clipped(lambda b: dp.Shuffled(b, N)), REPLACE, _fixed_clip, poisson=False),
     Row("clipped-disjoint", _clipped(lambda b: dp.Disjoint(b, N)), REPLACE, _fixed_clip, poisson=False),
     Row("clipped-full", _clipped(lambda b: dp.Full(N), ADD), ADD, _fixed_clip, poisson=False),
+    Row(
+        "accelerated-disjoint",
+        _heavy(dp.AcceleratedSGD, lambda b: dp.Disjoint(b, N)),
+        REPLACE,
+        _fixed_clip,
+        poisson=False,
+    ),
+    Row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N), ADD), ADD, _fixed_clip),
+    Row("proximal-disjoint", _heavy(dp.ProximalSGD, lambda b: dp.Disjoint(b, N)), REPLACE, _fixed_clip, poisson=False),
+    Row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, lambda b: dp.Poisson(b, N), ADD), ADD, _fixed_clip),
     Row("clipped-two-phases", _clipped(lambda b: dp.Poisson(b, N), ADD, first_phase=True), ADD, _fixed_clip),
 ]
+# Phases know the batch of each step: the contract's loaders, which start anew, are refused. What the contract says is
+# tested in tests/optim/test_localized.py.
+PHASED = [Row("localized", _localized, REPLACE, _fixed_clip, exact=False, poisson=False)]

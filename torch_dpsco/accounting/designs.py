@@ -94,6 +94,10 @@ class Design(ABC):
             return self.draw_event(bases[0], Draw(0, partition, str(start))) if stop > start else Sequential(())
         return self.event(bases[0], stop - start)
 
+    def draws_left(self, draw: int) -> int:
+        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
+        return 1
+
     @abstractmethod
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw, for the ledger. Its sum over draws never costs more than `event`."""

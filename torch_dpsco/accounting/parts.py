@@ -118,11 +118,20 @@ class Parts(Design):
 
     def part_of(self, draw: int) -> int:
         """Returns the part of draw 0, 1, ..."""
+        return self._locate(draw)[0]
+
+    def draws_left(self, draw: int) -> int:
+        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
+        part, left = self._locate(draw)
+        return 1 if isinstance(self.parts[part][0], Disjoint) else left
+
+    def _locate(self, draw: int) -> tuple[int, int]:
+        k = draw
         for part, (_, draws) in enumerate(self.parts):
-            if draw < draws:
-                return part
-            draw -= draws
-        raise ValueError(f"draw must be < {self.steps_per_epoch} (got {draw + self.steps_per_epoch})")
+            if k < draws:
+                return part, draws - k
+            k -= draws
+        raise ValueError(f"draw must be < {self.steps_per_epoch} (got {draw})")
 
     def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
         """Returns the event of the draws start, .., stop - 1, given the query's event in each part."""

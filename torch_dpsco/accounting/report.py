@@ -157,6 +157,7 @@ class Run:
         steps: made so far, >= 0.
         planned: steps declared in advance; None if they were not.
         finalized: whether the answer was installed, so that no step can follow.
+        assumptions: what its oracle takes for granted beside what all do.
     """
 
     name: str
@@ -165,6 +166,7 @@ class Run:
     steps: int
     planned: int | None
     finalized: bool
+    assumptions: tuple[str, ...] = ()
 
     @property
     def unfinished(self) -> int:
@@ -254,9 +256,15 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
         lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
     if WORGaussian in events:
         lines.append("batches drawn by the optimizer's own fixed-size loader, kept secret; public data set size")
-    if any(partition for partition, _, _, _ in ledger.entries()):
+    partitions = {partition for partition, _, _, _ in ledger.entries() if partition}
+    if any(partition.startswith("assigned/") for partition in partitions):
+        lines.append(
+            "records assigned to batches by the optimizer's own loader, independently of the data, kept secret"
+        )
+    if any(not partition.startswith("assigned/") for partition in partitions):
         lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
-    lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
+    if events & {Gaussian, PoissonGaussian, WORGaussian}:
+        lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
     return tuple(lines)
 
 

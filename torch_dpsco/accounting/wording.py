@@ -38,7 +38,8 @@ _SAMPLING: dict[type[Design], str] = {
     Disjoint: "One pass: {n} {unit}s in a random order, cut into batches of {b}. Each {unit} is used at most once, and "
     "nothing is gained from the random order.",
     Assigned: "One pass: each {unit} is put into one of {parts} batches of {b} on average, at random and independently "
-    "of all others. Each {unit} is used at most once, and nothing is gained from the random assignment.",
+    "of all others. Each {unit} is used at most once, and nothing is gained from the random assignment. It must stay "
+    "secret who was in which batch.",
     Parts: "Phases on disjoint parts: {n} {unit}s in a random order, cut into {parts} parts; each {unit} is used in "
     "one phase at most, and what counts is the phase that costs most.",
     Full: "No sampling: each step uses all {unit}s, and divides by the public constant {n}.",
@@ -80,7 +81,7 @@ def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ..
         Section("What is covered", tuple(_covered(run))),
         Section("What is not covered", tuple(_not_covered(report, run))),
         Section("How batches are drawn", tuple(_sampling(report, run))),
-        Section("What must hold", (*assumptions, _COUPLING, *_promised(run))),
+        Section("What must hold", (*assumptions, *run.assumptions, _COUPLING, *_promised(run))),
         Section("How it was computed", tuple(_computed(report, run, version))),
     )
 

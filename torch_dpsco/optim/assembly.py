@@ -214,7 +214,13 @@ class Assembly(CommonOptimizer):
         It prints as text; `.markdown()` is a privacy card, `.json()` is for machines. delta defaults to the budget's.
         """
         run = Run(
-            type(self).__name__, self.design, self.oracle.event(), self._steps, self.schedule.steps, self.finalized
+            type(self).__name__,
+            self.design,
+            self.oracle.event(),
+            self._steps,
+            self.schedule.steps,
+            self.finalized,
+            self.oracle.assumptions,
         )
         ahead = self.ahead() if self.design.one_pass and run.planned else run.ahead()
         return make_statement(self.accountant.report(delta, ahead=ahead), run)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire_forwards
@@ -104,8 +105,11 @@ class PrivateOptimizer(Assembly):
     # accounting is Python: nothing to compile, and caches that a tracer would look through
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _charge(self, draw: Draw) -> None:
-        differ = bool(draw.partition) or self.oracle.adaptive  # the next event is another one
-        planned = 1 if differ or self.schedule.steps is None else self.schedule.steps - self._steps
+        planned = 1 if self.schedule.steps is None else self.schedule.steps - self._steps
+        if self.oracle.adaptive:
+            planned = 1  # the next event is another one
+        elif draw.partition:  # that of the next part is; within one all are equal
+            planned = self.design.draws_left(draw.index)
         event = self.design.draw_event(self.oracle.event(), draw)
         self.accountant.authorize(event, planned=planned, adaptive=self.oracle.adaptive)
 
@@ -218,7 +222,10 @@ class PrivateOptimizer(Assembly):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress."""
+        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress.
+
+        CONFIDENTIAL, as it says itself, as long as one pass goes on under add_remove.
+        """
         phase, k = self.schedule.position(self._steps)
         private: dict[str, Any] = {
             "t": self._steps,
@@ -228,10 +235,12 @@ class PrivateOptimizer(Assembly):
             "finalized": self._finalized,
         }
         private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
-        private |= {"ledger": self.accountant.state_dict(), "confidential": False}
-        partition = self._batch.partition
+        partition = None if self._finalized else self._batch.partition
+        # PRIVACY: with the keys known, a record less moves all later ones (test_the_keys_of_records_are_confidential)
+        secret = partition is not None and self.adjacency == ADD_REMOVE
+        private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
         if partition is not None:
-            private["partition"] = {"cut": torch.from_numpy(partition.cut), "made": partition.made}
+            private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
         return add_private_state(super().state_dict(), self.settings(), private)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -250,7 +259,7 @@ class PrivateOptimizer(Assembly):
         self.oracle.restore(private["oracle"])
         if "partition" in private:
             saved = private["partition"]
-            self._batch.resume(Partition(saved["cut"].numpy(), saved["made"]))
+            self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
 
     def __getstate__(self) -> dict[str, Any]:

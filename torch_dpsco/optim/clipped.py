@@ -214,6 +214,8 @@ class ClippedSGD(HeavyTailed):
             left -= clip.records(n)
             rho = zcdp_of(release_noise(budget), budget.adjacency)
             pilot = clip.plan(n, budget, exchange_rate_phase(left, dim, rho, budget.adjacency))
+        if sampling == "full" and batch_size is not None:
+            raise ValueError(f"batch_size must not be given for full batches (got {batch_size})")
         if sampling == "full":
             design: Full | Poisson | Fixed = Full(left)
         else:

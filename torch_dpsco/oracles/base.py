@@ -46,6 +46,7 @@ class MeanOracle(ABC):
     """
 
     adaptive = False  # whether the event of a release depends on what was released before
+    assumptions: tuple[str, ...] = ()  # what it takes for granted beside what all oracles do, in sentences
     ordered = False  # whether it looks at the places of rows in their batch, see `Design.ordered`
     _taken = False
 

@@ -39,6 +39,9 @@ class Phased(MeanOracle):
         self._phases = tuple((oracle, check.positive_count(steps=steps)) for oracle, steps in phases)
         if not self._phases:
             raise ValueError("phases must hold an oracle (got none)")
+        for oracle, _ in self._phases:
+            if not isinstance(oracle, MeanOracle):
+                raise ValueError(f"oracle must be a MeanOracle in each phase (got {oracle!r})")
         self._active = self._phases[0][0]
 
     @property

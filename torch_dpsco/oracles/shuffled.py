@@ -80,6 +80,18 @@ class _Shuffled(MeanOracle):
         self._shapes: list[torch.Size] = []
         self._places: list[Tensor] | None = None
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Returns what the shuffle model takes for granted."""
+        honest = (
+            "All users" if self.honest_fraction == 1.0 else f"At least {self.honest_fraction:g} of the users of a batch"
+        )
+        return (
+            f"{honest} are honest: they add the noise bits that they should.",
+            "This was a central simulation of the shuffle model: one process has seen all rows. The guarantee is that "
+            "of the released means; against whoever collects the messages it takes real users and a real shuffler.",
+        )
+
     @abstractmethod
     def cost(self) -> ShuffleCost:
         """Returns what a release costs: rho of all orders, and a failure probability."""

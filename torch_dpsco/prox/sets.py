@@ -137,6 +137,8 @@ class Simplex(Prox):
         return self.total * (1 + 2.0**-6)
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        if not tensors:
+            return
         point = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
         if not bool(point.isfinite().all()):
             raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")

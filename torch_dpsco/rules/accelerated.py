@@ -41,24 +41,22 @@ class Accelerated(UpdateRule):
             params = trained(group)
             if k == 0:
                 for p in params:
-                    state[p] |= {"inner": p.detach().clone(), "outer": p.detach().clone()}
+                    state[p].pop("inner", None)
             if params:
                 step = self.step_size(float(group["lr"]), k, phase)
-                torch._foreach_copy_(params, [_kept(state, p, "inner") for p in params])
-                torch._foreach_add_(params, means(params), alpha=-step)
+                inner = [_kept(state, p)["inner"] for p in params]
+                torch._foreach_add_(inner, means(params), alpha=-step)
+                torch._foreach_copy_(params, inner)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Takes the projected inner iterate, and leaves the next query."""
         for group in groups:
             params = trained(group)
-            if not params:
-                continue
-            inner = [_kept(state, p, "inner") for p in params]
-            outer = [_kept(state, p, "outer") for p in params]
-            torch._foreach_copy_(inner, params)
-            torch._foreach_lerp_(outer, inner, 2.0 / (k + 2))
-            torch._foreach_copy_(params, outer)
-            torch._foreach_lerp_(params, inner, 2.0 / (k + 3))
+            if params:
+                outer = [state[p]["outer"] for p in params]
+                torch._foreach_copy_([state[p]["inner"] for p in params], params)
+                torch._foreach_lerp_(outer, params, 2.0 / (k + 2))
+                torch._foreach_lerp_(params, outer, 1.0 - 2.0 / (k + 3))
 
     def answer(self, p: Tensor, state: State) -> Tensor:
         """Returns the outer iterate."""
@@ -77,9 +75,9 @@ class Accelerated(UpdateRule):
         """Accepts the empty state."""
 
 
-def _kept(state: State, p: Tensor, name: str) -> Tensor:
-    kept = state[p]
-    if name not in kept:  # unfrozen since: all its iterates so far are the same
-        kept[name] = p.detach().clone()
-    value: Tensor = kept[name]
-    return value
+def _kept(state: State, p: Tensor) -> dict[str, Tensor]:
+    """Returns the iterates of a parameter; they start where it is now (it may have been unfrozen since)."""
+    kept: dict[str, Tensor] = state[p]
+    if "inner" not in kept:
+        kept |= {"inner": p.detach().clone(), "outer": p.detach().clone()}
+    return kept

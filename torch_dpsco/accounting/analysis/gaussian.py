@@ -16,6 +16,7 @@ Source: accounting spec, sections 5.6 and 9; holder spec, section 3.4; output sp
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -115,9 +116,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
         4.3772
     """
-    mu = _validate.nonnegative(mu=mu, allow_inf=True)
-    target = _target(delta)
+    target = _target(delta)  # checks delta
+    return _epsilon(_validate.nonnegative(mu=mu, allow_inf=True), float(delta), target)
 
+
+@functools.lru_cache(maxsize=256)  # the batches of one pass all ask for the same figure
+def _epsilon(mu: float, delta: float, target: float) -> float:
     def excess(epsilon: float) -> float:
         return gaussian_log_delta(epsilon, mu) - target
 

@@ -1,0 +1,344 @@
+"""Runs whose clip comes from a pilot group: ledger, disjointness, still steps, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torch_dpsco as dp
+from tests.optim.heavy_runs import (
+    DELTA,
+    LOSS,
+    PROBLEM,
+    Run,
+    assert_disjoint,
+    check_interrupted_fit,
+    check_ledger,
+    check_other_plans,
+    check_resumption,
+    gradient_of,
+    joint,
+    model,
+    parts_used,
+    records,
+    reloaded,
+)
+from tests.reference import heavy_tailed_literal as literal
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.mechanisms.exponential import geometric_grid
+from torch_dpsco.optim.pilot import PilotPlan
+from torch_dpsco.oracles.pilot import QuantilePilot
+from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
+
+# Seeds warn in every test here, and pilots that are too small to resolve their quantile.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
+    for words in ("seed= makes", "generator=", "a pilot of", "noise dominates", "the clip is at an end")
+]
+N, SIZE = 150, 30
+PILOT = dp.Pilot(size=SIZE)
+CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]
+
+
+def calibrated(cls: Any = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = N, **changes: Any) -> Run:
+    layer = model()
+    localized = cls is dp.LocalizedSGD
+    arguments: dict[str, Any] = {"clip": PILOT, "problem": dp.Problem() if localized else PROBLEM}
+    arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4}
+    budget = dp.Budget(1.0, DELTA, adjacency)
+    return Run(layer, cls.calibrated(layer.parameters(), n=n, budget=budget, **{**arguments, **changes}))
+
+
+def quiet(
+    cls: Any = dp.AcceleratedSGD, *, dtype: torch.dtype = torch.float32, epsilon: float = 1e6, **changes: Any
+) -> Run:
+    """Returns a run without noise; the pilot takes the threshold of the exact rank."""
+    layer = model(dtype)
+    changes["generator"] = torch.Generator().manual_seed(5)  # several thresholds have one rank
+    if cls is dp.LocalizedSGD:
+        phases = [
+            LocalizedPhase(
+                index=i, n=n, batch_size=n, clip=1.0, steps=T, reg=2.0 * i, radius=math.inf, noise_std=0.0, error=None,
+                uncapped_steps=T, copies=copies,
+            )
+            for i, (n, T, copies) in enumerate([(20, 3, 1), (10, 2, 2), (5, 2, 1)], start=1)
+        ]  # fmt: skip
+        pilots = (QuantilePilot(30, epsilon, quantile=0.8), QuantilePilot(20, epsilon, quantile=0.8), None)
+        schedule = LocalizedSchedule(phases=tuple(phases), rho=None)
+        return Run(layer, cls(layer.parameters(), schedule=schedule, n=N, pilots=pilots, **changes))
+    plan = PilotPlan(dp.Pilot(size=SIZE), SIZE, N, epsilon, changes.pop("quantile", 0.8))
+    oracle, design, schedule = plan.before(changes.pop("design", dp.Disjoint(30, 120)), 4, 0.0)
+    return Run(layer, cls(layer.parameters(), 0.05, oracle=oracle, design=design, schedule=schedule, **changes))
+
+
+# -- ledger -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(cls: Any, adjacency: str) -> None:
+    check_ledger(partial(calibrated, cls, adjacency), dp.Budget(1.0, DELTA, adjacency))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": "poisson", "batch_size": 30, "epochs": 2, "steps": None},
+        {"sampling": "fixed", "batch_size": 30, "epochs": 2, "steps": None},
+        {"sampling": "full"},
+    ],
+)
+def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> None:
+    check_ledger(partial(calibrated, dp.ClippedSGD, **changes), dp.Budget(1.0, DELTA))
+
+
+@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
+    check_ledger(partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=40), dp.Budget(1.0, DELTA))
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
+    run = calibrated(cls)
+    run.train(run.seeded())
+    own = {}
+    for _, part, event, times in run.opt.accountant.ledger.entries():
+        own.setdefault(part, Ledger()).add(event, times)
+    epsilons = {part: ledger.epsilon(DELTA, "replace_one") for part, ledger in own.items()}
+    assert run.opt.privacy_spent().epsilon == pytest.approx(max(epsilons.values()), rel=1e-9)
+    assert 1 - 1e-3 < min(epsilons.values()) <= max(epsilons.values()) <= 1  # "0" is the pilot's
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize("size", [20, 60])
+def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
+    """One coefficient, so that minibatches of a single record are planned."""
+    budget = dp.Budget(1.0, DELTA)
+    layer = dp.attach(torch.nn.Linear(1, 1, bias=False))
+    opt = dp.LocalizedSGD.calibrated(
+        layer.parameters(), problem=dp.Problem(), n=400, budget=budget, clip=dp.Pilot(size=size), reg=0.1,
+        max_steps=5000, sampling=sampling,
+    )  # fmt: skip
+    assert Ledger([opt.ahead()]).epsilon(DELTA, "replace_one") <= 1.0
+
+
+# -- what the pilot does ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+def test_a_pilot_reads_norms_at_the_start_and_moves_nothing(cls: Any) -> None:
+    run = quiet(cls)
+    start = joint(run.model)
+    run.train(run.seeded(), 1)
+    np.testing.assert_array_equal(joint(run.model), start)
+    np.testing.assert_array_equal(run.answer(), start)
+    assert not run.opt.state
+    assert all(p.grad is None for p in run.model.parameters())
+    norms = sorted(np.linalg.norm(gradient_of(records(N))(start, i)) for i in run.batches[0])
+    chosen = run.opt.metrics["clip"]
+    rank = sum(norm <= chosen for norm in norms)
+    grid = geometric_grid(1e-4, 1e4)
+    ranks = [sum(norm <= c for norm in norms) for c in grid]
+    assert abs(rank - 0.8 * 30) == min(abs(r - 0.8 * 30) for r in ranks)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_steps_after_a_pilot_are_those_of_the_paper_with_its_clip(cls: Any) -> None:
+    run = quiet(cls, dtype=torch.float64)
+    start = joint(run.model)
+    run.train(run.seeded())
+    clip = run.opt.metrics["clip"]
+    gradient, batches = gradient_of(records(N, torch.float64)), run.batches[1:]
+    if cls is dp.AcceleratedSGD:
+        expected = literal.algorithm_2(gradient, start, batches, clip, 1 / (2 * 0.05))[0][-1]
+    else:
+        expected = literal.algorithm_8(gradient, start, batches, clip, 0.05, lambda v, eta: v)
+    np.testing.assert_allclose(run.answer(), expected, rtol=0, atol=1e-12)
+
+
+def test_each_large_phase_chooses_its_clip_at_its_center() -> None:
+    run = quiet(dp.LocalizedSGD, dtype=torch.float64)
+    w, clips = joint(run.model), []
+    for batch in run.seeded():
+        run.train([batch])
+        clips.append(run.opt.metrics["clip"])
+    gradient, members, k = gradient_of(records(N, torch.float64)), [], 0
+    for _, draws in run.opt.design.parts:
+        members.append(run.batches[k])
+        k += draws
+    assert clips == [clips[0]] * 4 + [clips[4]] * 7
+    own = [literal.Phase(clips[0], 3, 2.0), literal.Phase(clips[4], 2, 4.0), literal.Phase(clips[4], 2, 6.0)]
+    w = literal.algorithm_3(gradient, w, members[1], own[0])
+    norms = [np.linalg.norm(gradient(w, i)) for i in members[2]]
+    assert sum(norm <= clips[4] for norm in norms) == pytest.approx(0.8 * 20, abs=2)
+    candidates = [literal.algorithm_3(gradient, w, members[j], own[1]) for j in (3, 4)]
+    w = candidates[literal.select_central(candidates)]
+    w = literal.algorithm_3(gradient, w, members[5], own[2])
+    np.testing.assert_allclose(run.answer(), w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+def test_pilot_and_training_records_are_disjoint_and_each_is_used_as_planned(cls: Any) -> None:
+    run = calibrated(cls)
+    run.train(run.seeded())
+    used = parts_used(run)
+    assert_disjoint(used)
+    for (design, draws), counts in zip(run.opt.design.parts, used, strict=True):
+        assert set(counts.values()) == {1 if isinstance(design, dp.Disjoint) else draws}
+    assert sum(map(len, used)) <= N
+
+
+def test_a_still_step_neither_shows_nor_keeps_a_stale_gradient() -> None:
+    run = calibrated()
+    for x, y, _ in run.seeded():
+        LOSS(run.model(x), y).backward()
+        for p in run.model.parameters():
+            p.grad = torch.full_like(p, 1234.5)  # what a backward without dp.attach would leave there
+        run.opt.step()
+        assert all(p.grad is None or not p.grad.any() for p in run.model.parameters())
+        break
+
+
+def test_metrics_have_the_same_names_at_every_step() -> None:
+    run = calibrated()
+    names = []
+    for batch in run.seeded():
+        run.train([batch])
+        names.append(set(run.opt.metrics))
+    assert names == [{"step", "clip"}] + [{"step", "clip", "noise_std"}] * 4
+
+
+@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # Adam, and changed rates
+def test_schedulers_and_adam_pass_a_still_step() -> None:
+    layer = model()
+    inner = torch.optim.Adam(layer.parameters(), lr=0.1)
+    oracle, design, schedule = PilotPlan(dp.Pilot(size=30), 30, N, 1e6, 0.8).before(dp.Disjoint(30, 120), 4, 0.0)
+    opt = dp.ClippedSGD(
+        inner.param_groups, 0.1, oracle=oracle, design=design, schedule=schedule, rule=dp.rules.TorchRule(inner)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    run, moved = Run(layer, opt), []
+    for batch in run.seeded():
+        before = joint(layer)
+        run.train([batch])
+        scheduler.step()
+        moved.append(float(np.abs(joint(layer) - before).max()))
+    assert moved[0] == 0.0
+    # step t of Adam at lr 0.1/2^t: the first one that moves has the full length
+    assert moved[1] == pytest.approx(0.05, rel=1e-3)
+    assert all(0 < length < 0.05 for length in moved[2:])
+
+
+def test_a_pilot_sees_no_later_group() -> None:
+    run = quiet()
+    loader = iter(run.seeded())
+    run.train([next(loader)])
+    chosen = run.opt.metrics["clip"]
+    run.train(loader)
+    assert run.opt.metrics["clip"] == chosen
+    assert run.opt.oracle.phases[0][0].chosen == chosen
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+BUILDS = {
+    "accelerated": quiet,
+    "clipped": partial(quiet, dp.ClippedSGD, average="uniform"),
+    "full": partial(quiet, dp.ClippedSGD, design=dp.Full(120)),
+    "localized": partial(quiet, dp.LocalizedSGD),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
+    check_resumption(BUILDS[name])
+
+
+def test_a_loaded_pilot_knows_its_clip_and_is_not_asked_again() -> None:
+    run = calibrated()
+    run.train(run.seeded(), 2)
+    other = reloaded(run, calibrated)
+    assert other.opt.oracle.phases[0][0].chosen == run.opt.oracle.phases[0][0].chosen
+    assert str(other.opt.report()) == str(run.opt.report())
+    assert other.opt.metrics["clip"] == run.opt.metrics["clip"]
+    other.train(other.resumed())
+    assert other.opt.metrics["clip"] == run.opt.metrics["clip"]
+
+
+def test_a_checkpoint_of_another_plan_is_refused() -> None:
+    check_other_plans(
+        quiet,
+        {"epsilon": 2.0},
+        {"quantile": 0.7},
+        {"design": dp.Full(120)},
+        {"cls": dp.ProximalSGD},
+        {"adjacency": "zero_out"},
+    )
+
+
+def test_a_copy_has_a_pilot_of_its_own() -> None:
+    run = quiet()
+    run.train(run.seeded(), 1)
+    layer, opt = copy.deepcopy((run.model, run.opt))
+    assert opt.oracle.phases[0][0] is not run.opt.oracle.phases[0][0]
+    assert opt.oracle.phases[1][0].pilot is opt.oracle.phases[0][0]
+    assert opt.metrics == run.opt.metrics
+    assert layer is not run.model
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:
+    check_interrupted_fit(partial(calibrated, cls), at=at)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+def test_add_remove_is_refused(cls: Any) -> None:
+    with pytest.raises(dp.AdjacencyError, match="replace_one or zero_out"):
+        calibrated(cls, "add_remove")
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
+@pytest.mark.parametrize("n", [2, 16, 30])
+def test_too_few_records_are_refused_by_name(cls: Any, n: int) -> None:
+    with pytest.raises((dp.InfeasibleError, ValueError), match=r"n must be|size"):
+        calibrated(cls, n=n)
+
+
+@pytest.mark.parametrize(("n", "copies"), [(60, 1), (68, 5), (61, 1)])
+def test_a_phase_that_its_pilot_uses_up_is_refused_by_name(n: int, copies: int) -> None:
+    problem = dp.Problem(moment=3.0, moment_order=2.0, second_moment=3.0)
+    with pytest.raises((dp.InfeasibleError, ValueError), match=r"[Pp]ilot"):
+        calibrated(dp.LocalizedSGD, n=n, copies=copies, problem=problem, distance=1.0, reg=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rule": "best"}, "rule must be"),
+        ({"size": 0}, "size must be"),
+        ({"size": 1.5}, "size must be an integer"),
+        ({"c_min": 0.0}, "c_min must be > 0"),
+        ({"c_min": 2.0, "c_max": 1.0}, "c_max must be"),
+        ({"c_max": math.inf}, "c_max must be"),
+    ],
+)
+def test_what_a_pilot_cannot_be_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        calibrated(clip=dp.Pilot(**{"size": SIZE, **changes}))
+
+
+@pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": 121}, {"lr": 0.0}, {"n": 2.5}])
+def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        calibrated(**changes)

@@ -1,0 +1,229 @@
+"""Samplers of one pass: partitions, their names, second passes, resuming; statistics of what is drawn."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import torch_dpsco as dp
+from torch_dpsco.sampling import Partition, make_sampler
+from torch_dpsco.sampling.one_pass import AssignedSampler, DisjointSampler, PartsSampler, partition_name
+
+pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
+FALSE_ALARM = 1e-6
+PARTS = dp.Parts(((dp.Full(8), 2), (dp.Disjoint(3, 7), 3), (dp.Poisson(2, 4), 3), (dp.Fixed(2, 3), 2)), 24)
+DESIGNS = [dp.Disjoint(5, 24), dp.Assigned(5, 24), PARTS]
+
+
+def drawn(sampler: Any) -> list[tuple[str, str, list[int]]]:
+    return [(draw.partition, draw.part, indices.tolist()) for draw, indices in sampler.draws()]
+
+
+def partition_of(design: Any) -> Partition:
+    sampler = make_sampler(design, seed=1)
+    next(sampler.draws())
+    return sampler.partition
+
+
+def used(draws: list[tuple[str, str, list[int]]]) -> dict[str, set[int]]:
+    """Returns the records of each part; those of "2/0", "2/1", .. are parts of their own."""
+    members: dict[str, set[int]] = {}
+    for _, part, indices in draws:
+        members.setdefault(part, set()).update(indices)
+    return members
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: type(design).__name__)
+def test_parts_are_disjoint_and_each_draw_holds_a_record_once(design: Any) -> None:
+    for seed in range(20):
+        draws = drawn(make_sampler(design, seed=seed))
+        assert len(draws) == design.steps_per_epoch
+        assert len({name for name, _, _ in draws}) == 1
+        members = used(draws)
+        assert sum(map(len, members.values())) == len(set().union(*members.values()))
+        assert all(len(indices) == len(set(indices)) for _, _, indices in draws)
+
+
+@pytest.mark.parametrize("design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__)
+def test_one_pass_uses_every_record_once(design: Any) -> None:
+    counts = Counter(i for _, _, indices in drawn(make_sampler(design, seed=3)) for i in indices)
+    assert counts == Counter(range(24))
+
+
+def test_disjoint_batches_have_their_public_sizes_and_phases_all_of_their_records() -> None:
+    assert [len(indices) for _, _, indices in drawn(make_sampler(dp.Disjoint(5, 24), seed=3))] == [5, 5, 5, 5, 4]
+    draws = drawn(make_sampler(PARTS, seed=3))
+    assert [part for _, part, _ in draws] == ["0", "0", "1/0", "1/1", "1/2", "2", "2", "2", "3", "3"]
+    assert sorted(draws[0][2]) == sorted(draws[1][2])
+    assert [len(indices) for _, _, indices in draws[:5]] == [8, 8, 3, 3, 1]
+    assert [len(indices) for _, _, indices in draws[8:]] == [2, 2]
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: type(design).__name__)
+def test_a_second_pass_is_refused(design: Any) -> None:
+    for stop in (0, 1, None):
+        sampler = make_sampler(design)
+        iterator = sampler.draws()
+        for _ in range(design.steps_per_epoch if stop is None else stop):
+            next(iterator)
+        if stop == 0:
+            next(iterator)
+        with pytest.raises(dp.SequenceError, match="each record may be used once"):
+            next(sampler.draws())
+    whole = replace(partition_of(design), made=design.steps_per_epoch)
+    with pytest.raises(dp.SequenceError, match="each record may be used once"):
+        make_sampler(design, resume=whole)
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: type(design).__name__)
+def test_more_draws_than_are_left_are_refused(design: Any) -> None:
+    last = design.steps_per_epoch
+    with pytest.raises(ValueError, match=f"steps must be <= {last}"):
+        make_sampler(design, steps=last + 1)
+    with pytest.raises(ValueError, match=f"steps must be <= {last - 2}"):
+        make_sampler(design, steps=last - 1, resume=replace(partition_of(design), made=2))
+    with pytest.raises(ValueError, match="steps must be"):
+        make_sampler(design, steps=0)
+
+
+@pytest.mark.parametrize("design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__)
+@settings(derandomize=True, max_examples=30)
+@given(stops=st.lists(st.integers(0, 4), max_size=4).map(sorted), seed=st.integers(0, 99))
+def test_resumed_pieces_are_the_whole(design: Any, stops: list[int], seed: int) -> None:
+    whole = drawn(make_sampler(design, seed=seed))
+    sampler, pieces = make_sampler(design, seed=seed), []
+    for stop in stops:
+        for draw, indices in sampler.draws():
+            if len(pieces) == stop:
+                break
+            pieces.append((draw.partition, draw.part, indices.tolist()))
+        sampler = make_sampler(design, resume=replace(sampler.partition, made=len(pieces)))
+    assert pieces + drawn(sampler) == whole
+
+
+def test_resumed_phases_keep_their_records() -> None:
+    whole = drawn(make_sampler(PARTS, seed=4))
+    first = make_sampler(PARTS, seed=4, steps=6)
+    started = drawn(first)
+    rest = drawn(make_sampler(PARTS, resume=replace(first.partition, made=6)))
+    assert [part for _, part, _ in started + rest] == [part for _, part, _ in whole]
+    assert {name for name, _, _ in started + rest} == {name for name, _, _ in whole}
+    together = used(started + rest)
+    assert sum(map(len, together.values())) == len(set().union(*together.values()))
+    members = first.partition.cut[15:19]  # of the Poisson part
+    assert together["2"] <= set(members.tolist())
+
+
+def test_partitions_of_different_cuts_have_different_names() -> None:
+    names = set()
+    made = [make_sampler(design, seed=seed) for design in (*DESIGNS, dp.Disjoint(4, 24)) for seed in range(5)]
+    other = dp.Parts((*PARTS.parts[:3], (dp.Fixed(1, 3), 2)), 24)  # the same cut in other parts
+    made += [make_sampler(other, seed=seed) for seed in range(5)]
+    for sampler in made:
+        names |= {name for name, _, _ in drawn(sampler)}
+    assert len(names) == 25
+
+
+def test_the_name_of_a_resumed_partition_is_the_first_one() -> None:
+    for design in DESIGNS:
+        first = make_sampler(design, seed=1)
+        name = drawn(first)[0][0]
+        assert partition_name(design, replace(first.partition, cut=first.partition.cut.copy(), made=1)) == name
+        again = make_sampler(design, resume=replace(first.partition, cut=first.partition.cut.copy(), made=1))
+        assert {other for other, _, _ in drawn(again)} == {name}
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: type(design).__name__)
+def test_copies_draw_other_partitions_unless_they_are_drawn(design: Any) -> None:
+    sampler = make_sampler(design)
+    for twin in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert drawn(twin)[0][0] != drawn(make_sampler(design))[0][0]
+    drawn(sampler)
+    twin = copy.deepcopy(sampler)
+    with pytest.raises(dp.SequenceError, match="each record may be used once"):
+        next(twin.draws())
+
+
+def test_samplers_are_of_their_designs_and_sizes() -> None:
+    kinds = {dp.Disjoint: DisjointSampler, dp.Assigned: AssignedSampler, dp.Parts: PartsSampler}
+    for design in DESIGNS:
+        assert type(make_sampler(design)) is kinds[type(design)]
+        for other in set(kinds.values()) - {kinds[type(design)]}:
+            with pytest.raises(dp.UnknownSamplerError, match="design must be"):
+                other(design)
+        with pytest.raises(ValueError, match=r"data set.*(size|got)"):
+            make_sampler(design, resume=Partition(np.arange(25), size=25))
+    for design in (dp.Disjoint(5, 24), PARTS):
+        with pytest.raises(dp.UnitError, match="n=24"):
+            make_sampler(design, size=23)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 100])
+def test_assigned_batches_are_drawn_of_any_number_of_records(size: int) -> None:
+    draws = drawn(make_sampler(dp.Assigned(5, 24), size=size))
+    assert [part for _, part, _ in draws] == ["0", "1", "2", "3", "4"]
+    assert sorted(i for _, _, indices in draws for i in indices) == list(range(size))
+
+
+def test_a_record_that_is_removed_moves_no_other_one() -> None:
+    """The keys of a seed are drawn one after another: those of the records before the last stay."""
+    with_it, without = (drawn(make_sampler(dp.Assigned(5, 24), size=size, seed=8)) for size in (24, 23))
+    for (_, _, more), (_, _, less) in zip(with_it, without, strict=True):
+        assert [i for i in more if i != 23] == less
+
+
+# -- statistics: chi-square tests, false-alarm rate 1e-6 each; seeds fixed --------------------------------------------
+
+
+def uniform(observed: np.ndarray) -> float:
+    return float(stats.chisquare(observed.ravel()).pvalue)
+
+
+def test_every_record_is_in_every_part_equally_often() -> None:
+    for design in (dp.Disjoint(6, 24), dp.Assigned(6, 24)):
+        counts = np.zeros((24, 4))
+        for seed in range(1500):
+            for k, (_, _, indices) in enumerate(drawn(make_sampler(design, seed=seed))):
+                counts[indices, k] += 1
+        # rows are independent of each other up to the fixed sizes of Disjoint, which only lower the statistic
+        statistic = ((counts - 375) ** 2 / 375).sum()
+        assert statistic < stats.chi2.isf(FALSE_ALARM, 24 * 3)
+
+
+def test_assigned_records_are_independent_of_each_other() -> None:
+    pairs = np.zeros((4, 4))
+    for seed in range(4000):
+        part = {
+            i: k
+            for k, (_, _, indices) in enumerate(drawn(make_sampler(dp.Assigned(6, 24), seed=seed)))
+            for i in indices
+        }
+        pairs[part[3], part[17]] += 1
+    assert uniform(pairs) > FALSE_ALARM
+
+
+def test_records_of_one_disjoint_batch_are_a_uniform_subset() -> None:
+    subsets = Counter()
+    for seed in range(3000):
+        subsets[frozenset(drawn(make_sampler(dp.Disjoint(2, 6), seed=seed))[1][2])] += 1
+    assert len(subsets) == 15
+    assert uniform(np.array(list(subsets.values()))) > FALSE_ALARM
+    assert np.std(list(subsets.values())) > 2  # not drawn round robin
+
+
+def test_poisson_draws_of_a_phase_have_their_rate() -> None:
+    design = dp.Parts(((dp.Full(4), 1), (dp.Poisson(2, 8), 50)), 12)
+    hits = trials = 0
+    for seed in range(40):
+        for _, part, indices in drawn(make_sampler(design, seed=seed)):
+            hits, trials = hits + (part == "1") * len(indices), trials + (part == "1") * 8
+    assert stats.binomtest(hits, trials, 0.25).pvalue > FALSE_ALARM
