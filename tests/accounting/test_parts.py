@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import Gaussian, Pure, Repeat, Sequential, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    ZERO_OUT,
+    Gaussian,
+    Parallel,
+    Pure,
+    Repeat,
+    Sequential,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.ledger import Ledger
 
 DELTA = 1e-5
@@ -193,3 +202,39 @@ def test_designs_are_values(design: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         design.n = 7
     assert eval(repr(design), vars(dp)) == design  # it enters the digests of checkpoints
+
+
+# -- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_part_within_another_one_adds_nothing() -> None:
+    """What the accountant admits without a look at epsilon leaves the cost bit for bit."""
+    a, b = (Gaussian(sigma, {REPLACE_ONE: 1.0, ZERO_OUT: 1.0}) for sigma in (2.0, 3.0))
+    ledger = Ledger([Parallel({"0": [a, a, b]}, "p"), Parallel({"1": [a]}, "p")])
+    nothing = [Parallel({"1": [a]}, "p"), Parallel({"2": [a, b]}, "p"), Parallel({"1": [a], "2": [b]}, "p")]
+    something = [
+        Parallel({"0": [b]}, "p"),
+        Parallel({"1": [a, a]}, "p"),
+        Parallel({"2": [b, b]}, "p"),
+        Parallel({"2": [a]}, "q"),
+        Parallel({"2": [Gaussian(2.5, {REPLACE_ONE: 1.0})]}, "p"),
+        a,
+        Sequential((Parallel({"1": [a]}, "p"), b)),
+        Sequential(()),
+    ]
+    assert all(ledger.adds_nothing(event) for event in nothing)
+    assert not any(ledger.adds_nothing(event) for event in something)
+    for event in nothing:
+        assert ledger.evaluate(1e-5, REPLACE_ONE, extra=event).epsilon == ledger.epsilon(1e-5, REPLACE_ONE)
+    with pytest.raises(ValueError, match="must be cut in one way"):
+        ledger.adds_nothing(Parallel({"1": [a]}, "p", "keyed", key_public=True))
+
+
+def test_what_was_recorded_past_the_budget_is_not_admitted_as_nothing() -> None:
+    step = Parallel({"0": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p")
+    accountant = dp.Accountant(dp.Budget(1.5, 1e-5))
+    accountant.authorize(step)
+    accountant.authorize(Parallel({"1": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p"))
+    accountant.record(Gaussian(1.0, {REPLACE_ONE: 1.0}))
+    with pytest.raises(dp.BudgetExceeded):
+        accountant.authorize(Parallel({"2": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p"))

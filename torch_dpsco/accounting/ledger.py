@@ -173,6 +173,20 @@ class Ledger:
             counts[simple] = counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
         return changed
 
+    def adds_nothing(self, event: Event, count: int = 1) -> bool:
+        """Returns whether no cost grows by the event: each part that it touches stays within another one.
+
+        The next batch of one pass, for instance. Compares with two parts of the partition only (a pilot may be one).
+        """
+        changed = self._changed(event, count)
+        self._kinds_with(event)  # raises if the partition is cut in another way
+        for place, counts in changed.items():
+            others = [self._counts[other] for other in self._parts.get(place[0], ())[:2] if other != place]
+            # PRIVACY: (test_only_a_part_within_another_one_adds_nothing)
+            if place == _BASE or not any(all(o.get(e, 0) >= k for e, k in counts.items()) for o in others):
+                return False
+        return bool(changed)
+
     def cost(self, adjacency: Adjacency, level: int = 0, extra: Event | None = None, count: int = 1) -> Cost:
         """Returns the composed cost, with `extra` as if it had been recorded `count` more times.
 

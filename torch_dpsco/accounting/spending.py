@@ -232,6 +232,9 @@ class Spending(OpacusFace):
         known, left = self._allowance or (None, 0)
         if known == (event, budget, len(self)) and count <= left:
             return left
+        decided = known is not None and known[1:] == (budget, len(self))  # the ledger as it is was within the budget
+        if decided and budget.mode == "planned" and budget.schedule is None and self.ledger.adds_nothing(event, count):
+            return count
         if planned > count and self._admits(event, planned):
             return planned
         if not self._admits(event, count):

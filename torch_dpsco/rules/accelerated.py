@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.schedule import Phase
 
@@ -36,7 +38,7 @@ class Accelerated(UpdateRule):
         return (k + 1) * super().step_size(lr, k, phase)
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
-        """Moves the inner iterate, into the parameters."""
+        """Moves the inner iterates; the parameters stay until `settle`."""
         for group in groups:
             params = trained(group)
             if k == 0:
@@ -44,19 +46,22 @@ class Accelerated(UpdateRule):
                     state[p].pop("inner", None)
             if params:
                 step = self.step_size(float(group["lr"]), k, phase)
-                inner = [_kept(state, p)["inner"] for p in params]
-                torch._foreach_add_(inner, means(params), alpha=-step)
-                torch._foreach_copy_(params, inner)
+                torch._foreach_add_([_kept(state, p)["inner"] for p in params], means(params), alpha=-step)
+
+    def constrain(
+        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+    ) -> None:
+        """Projects the inner iterates."""
+        prox.apply_([state[p]["inner"] for p in params], steps)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
-        """Takes the projected inner iterate, and leaves the next query."""
+        """Moves the outer iterates, and leaves the next query in the parameters."""
         for group in groups:
-            params = trained(group)
-            if params:
-                outer = [state[p]["outer"] for p in params]
-                torch._foreach_copy_([state[p]["inner"] for p in params], params)
-                torch._foreach_lerp_(outer, params, 2.0 / (k + 2))
-                torch._foreach_lerp_(params, outer, 1.0 - 2.0 / (k + 3))
+            for p in trained(group):
+                kept = state[p]
+                inner, outer = kept["inner"], kept["outer"]
+                outer.lerp_(inner, 2.0 / (k + 2))
+                torch.lerp(outer, inner, 2.0 / (k + 3), out=p)
 
     def answer(self, p: Tensor, state: State) -> Tensor:
         """Returns the outer iterate."""
