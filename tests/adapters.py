@@ -300,9 +300,8 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
     (userlevel.md, section 4): it must not exceed the target whatever the optimizer of the plan believed.
     """
     svt = "torch_dpsco.accounting.analysis.svt"
-    coefficient = resolve("torch_dpsco.theory.user_level", "filter_coefficient")(
-        n_users, plan.score_floor, plan.ramp_end
-    )
+    name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
+    coefficient = resolve("torch_dpsco.theory.user_level", name)(n_users, plan.score_floor, plan.ramp_end)
     mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std
     beta = resolve(svt, "bad_pass_probability")(plan.margin, steps, plan.threshold_scale, plan.query_scale)
     pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)

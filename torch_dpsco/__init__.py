@@ -40,6 +40,7 @@ from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.optim.localized import LocalizedSGD
 from torch_dpsco.optim.pilot import Pilot
+from torch_dpsco.optim.user_level import LocalizedUserSGD, UserClippedSGD, UserFilteredSGD
 from torch_dpsco.problem import Problem
 from torch_dpsco.sampling import (
     DisjointSampler,
@@ -79,6 +80,7 @@ __all__ = [
     "HolderSGD",
     "InfeasibleError",
     "LocalizedSGD",
+    "LocalizedUserSGD",
     "MissingConstantError",
     "NotCertifiedError",
     "Parts",
@@ -100,6 +102,8 @@ __all__ = [
     "Statement",
     "UnitError",
     "UnknownSamplerError",
+    "UserClippedSGD",
+    "UserFilteredSGD",
     "UtilityWarning",
     "attach",
     "audit",

@@ -21,6 +21,8 @@ from torch_dpsco.engine import attach_sound, require_same_parameters, require_so
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.user_base import UserOptimizer
+from torch_dpsco.sampling import PrivateLoader
 
 __all__ = ["fit", "to_device"]
 
@@ -35,6 +37,7 @@ def fit(
     dataset: Dataset[Any],
     loss_fn: _LossFn,
     *,
+    users: Any = None,
     steps: int | None = None,
     delta: float | None = None,
     loss_reduction: str | None = None,
@@ -54,6 +57,7 @@ def fit(
         optimizer: private optimizer on the model's parameters.
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor.
+        users: for optimizers that protect users: the id of the user of each record.
         steps: number of steps; default all that are left of the plan.
         delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
         loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean".
@@ -97,9 +101,18 @@ def fit(
     elif delta is not None:
         check.open_interval(0.0, 1.0, delta=delta)
     left = goal - optimizer.steps
-    loader = optimizer.loader(
-        dataset, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
-    )
+    protects_users = isinstance(optimizer, UserOptimizer)
+    if protects_users != (users is not None):
+        raise ValueError(f"users must {'' if protects_users else 'not '}be given for {type(optimizer).__name__}")
+    loader: PrivateLoader
+    if isinstance(optimizer, UserOptimizer):
+        loader = optimizer.loader(
+            dataset, users, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
+        )
+    else:
+        loader = optimizer.loader(
+            dataset, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
+        )
     if is_attached(model):
         require_sound(model, loss_fn, loader)
     else:
@@ -109,10 +122,13 @@ def fit(
         progress_bar = _Progress(bar, optimizer, delta)
         for batch in loader:
             optimizer.zero_grad()
+            ids = None
+            if protects_users:
+                *batch, ids = batch
             if optimizer.outstanding_rows:  # an empty draw is a step of noise only
                 inputs, targets = to_device(batch, device)
                 loss_fn(model(inputs), targets).backward()
-            if not _made(optimizer):
+            if not _made(optimizer, to_device(ids, device)):
                 break
             progress_bar.show(goal - optimizer.steps)
     return model.eval()
@@ -207,10 +223,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _made(optimizer: PrivateOptimizer) -> bool:
+def _made(optimizer: PrivateOptimizer, users: Tensor | None) -> bool:
     """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
     try:
-        optimizer.step()
+        optimizer.step(users=users)
     except BudgetExceeded:
         if not optimizer.oracle.adaptive or not optimizer.steps:
             raise

@@ -150,3 +150,12 @@ def test_numbers_of_phases_are_fixed() -> None:
     for name in ("batch_size", "adaptive", "ordered", "phases", "events"):
         with pytest.raises((dp.PrivacyError, AttributeError)):
             setattr(oracle, name, 1)
+
+
+def test_phases_of_different_units_are_refused() -> None:
+    from torch_dpsco.oracles.centered import Centered
+
+    users = Centered(Clipped(1.0, 1.0, 5), n_users=5)
+    assert Phased([(users, 2)]).unit == "user"
+    with pytest.raises(ValueError, match="the same unit in each phase"):
+        Phased([(Clipped(1.0, 1.0, 5), 1), (Centered(Clipped(1.0, 1.0, 5), n_users=5), 2)])

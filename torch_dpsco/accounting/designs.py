@@ -20,8 +20,10 @@ from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     REPLACE_ONE,
     ZERO_OUT,
+    AboveThreshold,
     Adjacency,
     Event,
+    Failure,
     Gaussian,
     NonPrivate,
     Parallel,
@@ -37,7 +39,7 @@ from torch_dpsco.errors import AdjacencyError
 __all__ = ["BaseEvent", "Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared"]
 
 # of a query on one given batch; sampling amplifies `Gaussian` alone
-BaseEvent: TypeAlias = SimpleEvent
+BaseEvent: TypeAlias = SimpleEvent | Sequential | Repeat
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,13 @@ def _restricted(base: BaseEvent, adjacencies: tuple[Adjacency, ...]) -> BaseEven
     if isinstance(base, NonPrivate):
         return base
     if isinstance(base, Gaussian):
-        return base.only(*adjacencies)
+        return base.only(*([a for a in adjacencies if a in dict(base.sens)] or adjacencies))
+    if isinstance(base, Sequential):
+        return Sequential(tuple(_restricted(cast(BaseEvent, event), adjacencies) for event in base.events))
+    if isinstance(base, Repeat):
+        return Repeat(_restricted(cast(BaseEvent, base.event), adjacencies), base.n)
+    if isinstance(base, (AboveThreshold, Failure)):  # with a sensitivity per adjacency; for all adjacencies
+        return base
     if isinstance(base, Stated):
         kept = tuple(a for a in base.adjacencies if a in adjacencies)
         return cast(BaseEvent, replace(base, adjacencies=kept))

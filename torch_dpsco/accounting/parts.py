@@ -140,7 +140,8 @@ class Parts(Design):
         for part, ((design, draws), base) in enumerate(zip(self.parts, bases, strict=True)):
             count = min(stop, first + draws) - max(start, first)
             if count > 0:
-                used[str(part)] = (Repeat(_inside(design, base), 1 if isinstance(design, Disjoint) else count),)
+                once = isinstance(design, Disjoint) or isinstance(base, Sequential)  # which is that of a whole phase
+                used[str(part)] = (Repeat(_inside(design, base), 1 if once else count),)
             first += draws
         return Parallel(used, partition) if used else Sequential(())
 

@@ -12,7 +12,7 @@ from decimal import ROUND_CEILING, Context
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
-from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
@@ -162,7 +162,7 @@ class Run:
 
     name: str
     design: Design
-    event: SimpleEvent
+    event: BaseEvent
     steps: int
     planned: int | None
     finalized: bool
@@ -251,7 +251,8 @@ class PrivacyReport:
 
 def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     events = {type(event) for _, _, event, _ in ledger.entries()}
-    lines = [f"one record per {unit}", "noise, rates and number of steps fixed before the run"]
+    whose = "one record per example" if unit == "example" else f"all rows of a {unit} carry its id, and no other does"
+    lines = [whose, "noise, rates and number of steps fixed before the run"]
     if PoissonGaussian in events:
         lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
     if WORGaussian in events:

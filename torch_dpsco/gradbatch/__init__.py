@@ -5,6 +5,7 @@ from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
+from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "FactoredLinear",
     "GradBatch",
     "PassCounter",
+    "Points",
     "Summation",
     "Tape",
     "clear_rows",
     "forget_wrappers",
     "has_rows",
+    "neighbor_counts",
     "plan_summation",
     "require_unwrapped",
     "retire_forwards",

@@ -12,11 +12,13 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.linear import Tape
+from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
 
 __all__ = ["GradBatch", "clear_rows", "has_rows", "retire_forwards"]
 
 _LEAST_NORMAL = 2.0**-126  # of float32
+_TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 
 
 def _tape(p: Tensor) -> Tape | None:
@@ -225,6 +227,75 @@ class GradBatch:
             weights, blocks = weights[index], [block.select(index) for block in blocks]
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
         return self._in_order(sums)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the parameters, in their order."""
+        found = [shape for block in self.blocks for shape in block.shapes]
+        placed = dict(zip(self.order, found, strict=True))
+        return [placed[place] for place in range(len(found))]
+
+    def add_by(self, users: Tensor, sums: Tensor) -> None:
+        """Adds each row to the sum of its user, one row after the other, so that no user's sum depends on others.
+
+        Args:
+            users: (B,) int64 in [0, n_users), the user of each row.
+            sums: (n_users, D) float32 or float64, changed in place; D numbers of all parameters in their order.
+
+        Raises:
+            ValueError: ids of another shape, type or range.
+        """
+        if users.shape != (len(self),) or users.dtype != torch.int64:
+            raise ValueError(f"users must be ({len(self)},) int64, the user of each row (got {users.shape})")
+        if len(self) and not 0 <= int(users.min()) <= int(users.max()) < len(sums):
+            # PRIVACY: a negative id would count from the end (test_ids_out_of_range_are_refused)
+            raise ValueError(f"users must be in [0, {len(sums)})")
+        step = max(1, _TILE_ELEMENTS // max(1, sums.shape[1]))
+        for index in torch.arange(len(self), device=users.device).split(step):
+            rows = self._in_order([part for block in self.blocks for part in block.select(index).dense()])
+            flat = torch.cat([part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows], dim=1)
+            sums.index_add_(0, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale))
+
+    def sum_by(self, users: Tensor, n_users: int) -> GradBatch:
+        """Returns the sums of the rows of each user: a batch of n_users rows, 0 for users without any.
+
+        Args:
+            users: (B,) int64 in [0, n_users), the user of each row.
+            n_users: number of users.
+
+        Raises:
+            ValueError: ids of another shape, type or range.
+
+        Example:
+            >>> rows = GradBatch([DenseBlock(torch.tensor([[1.0], [2.0], [4.0]]))])
+            >>> rows.sum_by(torch.tensor([2, 0, 2]), n_users=3).dense()[0].tolist()
+            [[2.0], [0.0], [5.0]]
+        """
+        none = torch.arange(0, device=users.device)
+        dtypes = {part.dtype for block in self.blocks for part in block.select(none).dense()}
+        sizes = [shape.numel() for shape in self.shapes]
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        sums = torch.zeros(n_users, sum(sizes), dtype=dtype, device=users.device)
+        self.add_by(users, sums)
+        parts = zip(sums.split(sizes, dim=1), self.shapes, strict=True)
+        return GradBatch([DenseBlock(part.reshape(n_users, *shape)) for part, shape in parts])
+
+    def neighbor_counts(self, radii: Sequence[float], center: Sequence[Tensor] | None = None) -> Tensor:
+        """Returns how many rows, itself included, lie within each radius of each row; see `neighbors`.
+
+        Args:
+            radii: each in [1e-60, 1e60].
+            center: public vector that is subtracted from the rows, a tensor per parameter; None for 0.
+
+        Returns:
+            (len(radii), B) int64. Rows that are not finite are their own only neighbor.
+        """
+        dense = self.dense()
+        flat = torch.cat(
+            [part.reshape(len(self), shape.numel()) for part, shape in zip(dense, self.shapes, strict=True)], dim=1
+        )
+        public = None if center is None else torch.cat([part.reshape(-1).double() for part in center])
+        return neighbor_counts(Points(flat, public), radii)
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter, (B, *shape), in the order of the parameters."""

@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.events import Adjacency, Event
+from torch_dpsco.accounting.events import Adjacency, Event, Repeat
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement, make_statement
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
@@ -26,7 +26,7 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
-from torch_dpsco.sampling import Partition, PrivateLoader, make_sampler
+from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, UserLoader, make_sampler
 from torch_dpsco.schedule import Schedule
 
 __all__ = ["Assembly"]
@@ -65,18 +65,21 @@ class Assembly(CommonOptimizer):
         rule.check_schedule(self.schedule)
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
         self.adjacency = checks.agreed_adjacency(adjacency, accountant)
-        # "is None": an empty accountant has length 0 and would count as false
-        self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
-        self.accountant.require_unit("example")
+        if accountant is None:  # not "if accountant": an empty one has length 0 and would count as false
+            accountant = Accountant(adjacency=self.adjacency, unit=oracle.unit)
+        self.accountant = accountant
+        self.accountant.require_unit(oracle.unit)
         if oracle.adaptive:
             self.accountant.require_adaptive()
         checks.require_same_parts(oracle, design, self.schedule)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
+        self._stills = 0  # releases of this phase that were no means
         self._batch = LogicalBatch(self.design)
         self._grad_scale: float | None = None
         self._lrs = [float(group["lr"]) for group in self.param_groups]
-        checks.require_one_step(self.accountant, self.adjacency, design.event(oracle.event(), 1))
+        first = oracle.event() if oracle.sampled else design.event(oracle.event(), 1)
+        checks.require_one_step(self.accountant, self.adjacency, first)
         self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
         oracle.take()
@@ -120,18 +123,9 @@ class Assembly(CommonOptimizer):
             UnitError: the data set does not have the declared number of records although that is public.
             UnknownSamplerError: no sampling was declared.
         """
-        size = checks.number_of_records(dataset)
-        checks.require_universe(self.design, self.adjacency, size)
-        partition = self._batch.partition if resume else None
-        if self.design.one_pass:
-            self._require_continuation(resume, partition)
-            if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone
-                left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
-                steps = max(1, min(left, self.schedule.steps - self._steps))
-        sampler = make_sampler(self.design, size=size, steps=steps, resume=partition)
         loader = PrivateLoader(
             dataset,
-            sampler,
+            self._sampler(checks.number_of_records(dataset), steps, resume),
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -139,6 +133,22 @@ class Assembly(CommonOptimizer):
         )
         self.bind(loader)
         return loader
+
+    def _sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
+        """Returns a sampler of the design for a data set of that many records, or users."""
+        if self.oracle.unit != "example":
+            raise UnitError("users must be given to the loader: this optimizer protects users, loader(dataset, users)")
+        return self._new_sampler(size, steps, resume)
+
+    def _new_sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
+        checks.require_universe(self.design, self.adjacency, size)
+        partition = self._batch.partition if resume else None
+        if self.design.one_pass:
+            self._require_continuation(resume, partition)
+            if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone
+                left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
+                steps = max(1, min(left, self.schedule.steps - self._steps))
+        return make_sampler(self.design, size=size, steps=steps, resume=partition)
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:
@@ -157,6 +167,12 @@ class Assembly(CommonOptimizer):
             UnknownSamplerError: a foreign sampler.
             AdjacencyError: the sampler's design is not this optimizer's.
         """
+        if isinstance(loader, UserLoader) != (self.oracle.unit == "user"):
+            # PRIVACY: rows sampled one by one are not users who are (test_loaders_of_the_other_unit_are_refused)
+            raise UnitError(
+                f"loader must draw {self.oracle.unit}s, whom this optimizer protects (got {type(loader).__name__}): "
+                f"use optimizer.loader"
+            )
         self._batch.bind(loader, self.discard)
         return loader
 
@@ -222,7 +238,8 @@ class Assembly(CommonOptimizer):
             self.finalized,
             self.oracle.assumptions,
         )
-        ahead = self.ahead() if self.design.one_pass and run.planned else run.ahead()
+        exact = self.design.one_pass or self.oracle.per_run or self.oracle.sampled
+        ahead = self.ahead() if exact and run.planned else run.ahead()
         return make_statement(self.accountant.report(delta, ahead=ahead), run)
 
     def ahead(self, steps: int | None = None) -> Event:
@@ -234,6 +251,8 @@ class Assembly(CommonOptimizer):
         if steps is None:
             steps = (self.schedule.steps or self._steps) - self._steps
         bases = self.oracle.events if isinstance(self.oracle, Phased) else [self.oracle.event()]
+        if not self.design.one_pass and (self.oracle.per_run or self.oracle.sampled):
+            return Repeat(bases[0], min(steps, 1) if self.oracle.per_run else steps)
         return self.design.between(self._steps, self._steps + steps, bases, self._batch.partition_name)
 
     def settings(self) -> dict[str, Any]:

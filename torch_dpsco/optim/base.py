@@ -35,6 +35,7 @@ from torch_dpsco.prox import Identity
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import trained
 from torch_dpsco.sampling import Partition
+from torch_dpsco.schedule import Phase
 
 __all__ = ["PrivateOptimizer"]
 
@@ -110,7 +111,10 @@ class PrivateOptimizer(Assembly):
             planned = 1  # the next event is another one
         elif draw.partition:  # that of the next part is; within one all are equal
             planned = self.design.draws_left(draw.index)
-        event = self.design.draw_event(self.oracle.event(), draw)
+        base = self.oracle.event()
+        if self.oracle.per_run:
+            planned = 1
+        event = base if self.oracle.sampled else self.design.draw_event(base, draw)
         self.accountant.authorize(event, planned=planned, adaptive=self.oracle.adaptive)
 
     @property
@@ -151,12 +155,19 @@ class PrivateOptimizer(Assembly):
         return self._batch.close(chunk) if not partial else None
 
     def _apply(self, release: Release) -> None:
-        params, self._halted = self._trained(), release.halted
+        self._halted = release.halted
         index, k = self.schedule.locate(self._steps)
         phase = self.schedule.phases[index]
         self._steps += 1
-        if release.still:
-            return
+        self._stills = (self._stills if k else 0) + release.still
+        if not release.still:
+            self._move(release, phase, k - self._stills)  # rules count the moves of a phase
+        if k + 1 == phase.steps and len(self.schedule.phases) > 1:
+            self._install_answer()
+            self.rule.end_phase(self.param_groups, self.state, phase)
+
+    def _move(self, release: Release, phase: Phase, k: int) -> None:
+        params = self._trained()
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean.to(p.dtype)
         if self.reg:
@@ -169,9 +180,6 @@ class PrivateOptimizer(Assembly):
             steps = [self.rule.step_size(float(g["lr"]), k, phase) for g in self.param_groups for _ in trained(g)]
             self.rule.constrain(self.prox, params, steps, self.state, phase)
         self.rule.settle(self.param_groups, self.state, k)
-        if k + 1 == phase.steps and len(self.schedule.phases) > 1:
-            self._install_answer()
-            self.rule.end_phase(self.param_groups, self.state, phase)
 
     def accumulate(self, *, users: Tensor | None = None) -> None:
         """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
@@ -232,12 +240,13 @@ class PrivateOptimizer(Assembly):
             "phase": phase,
             "k": k,
             "halted": self._halted,
+            "still": self._stills,
             "finalized": self._finalized,
         }
         private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
         partition = None if self._finalized else self._batch.partition
         # PRIVACY: with the keys known, a record less moves all later ones (test_the_keys_of_records_are_confidential)
-        secret = partition is not None and self.adjacency == ADD_REMOVE
+        secret = (partition is not None and self.adjacency == ADD_REMOVE) or self.oracle.confidential
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
         if partition is not None:
             private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
@@ -251,6 +260,12 @@ class PrivateOptimizer(Assembly):
             PrivacyError: the state's ledger would forget events charged here.
         """
         public, private = split_private_state(state_dict, self.settings())
+        if self.oracle.per_run and private["t"] and not private["finalized"] and len(self.accountant):
+            # PRIVACY: one test would answer for two runs (test_a_filtered_run_is_not_continued_twice)
+            raise SequenceError(
+                "a run that is charged as a whole must be continued once, by an optimizer whose accountant is new: the "
+                "run may be going on already; start another one, which is charged again"
+            )
         self.discard()
         self.accountant.load_state_dict(private["ledger"])
         super().load_state_dict(public)
@@ -261,6 +276,7 @@ class PrivateOptimizer(Assembly):
             saved = private["partition"]
             self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
+        self._stills = private["still"]
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)

@@ -4,29 +4,38 @@ from torch_dpsco.oracles.absolute import HolderAbsolute
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.auto import AutoClip
 from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean, HolderClipped, clip_weights, joint_norm
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, median_of_means
 from torch_dpsco.oracles.exact import Exact
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
+from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
+from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 
 __all__ = [
     "AdaptiveClipped",
+    "AdaptiveRadius",
     "AutoClip",
+    "Centered",
     "Clipped",
     "ClippedMean",
     "Coordinatewise",
     "Exact",
+    "Filter",
     "HolderAbsolute",
     "HolderClipped",
     "MeanOracle",
     "Phased",
     "PilotClipped",
+    "PoissonTest",
     "QuantilePilot",
     "Release",
     "ShuffledClipped",
     "ShuffledMedian",
+    "UserFiltered",
+    "UserPoissonFiltered",
     "clip_weights",
     "joint_norm",
     "median_of_means",

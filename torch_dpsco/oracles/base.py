@@ -46,6 +46,10 @@ class MeanOracle(ABC):
     """
 
     adaptive = False  # whether the event of a release depends on what was released before
+    unit = "example"  # whose rows count as one
+    confidential = False  # whether its state holds what must stay secret
+    per_run = False  # whether its event is that of all its releases, charged with the first one
+    sampled = False  # whether its event has the sampling of the design in it already
     assumptions: tuple[str, ...] = ()  # what it takes for granted beside what all oracles do, in sentences
     ordered = False  # whether it looks at the places of rows in their batch, see `Design.ordered`
     _taken = False

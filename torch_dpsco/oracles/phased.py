@@ -42,6 +42,9 @@ class Phased(MeanOracle):
         for oracle, _ in self._phases:
             if not isinstance(oracle, MeanOracle):
                 raise ValueError(f"oracle must be a MeanOracle in each phase (got {oracle!r})")
+        if len({oracle.unit for oracle, _ in self._phases}) > 1:
+            # PRIVACY: figures of different units do not add (test_phases_of_different_units_are_refused)
+            raise ValueError("oracle must protect the same unit in each phase: example or user")
         self._active = self._phases[0][0]
 
     @property
@@ -53,6 +56,31 @@ class Phased(MeanOracle):
     def adaptive(self) -> bool:  # type: ignore[override]
         """Whether an event depends on what was released before."""
         return any(oracle.adaptive for oracle, _ in self._phases)
+
+    @property
+    def unit(self) -> str:  # type: ignore[override]
+        """Whose rows count as one, the same in all phases."""
+        return self._phases[0][0].unit
+
+    @property
+    def confidential(self) -> bool:  # type: ignore[override]
+        """Whether the state of an oracle holds what must stay secret."""
+        return any(oracle.confidential for oracle, _ in self._phases)
+
+    @property
+    def per_run(self) -> bool:  # type: ignore[override]
+        """Whether the event of the phase is that of all its releases."""
+        return self._active.per_run
+
+    @property
+    def sampled(self) -> bool:  # type: ignore[override]
+        """Whether the event of the phase has the sampling in it."""
+        return self._active.sampled
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the oracles take for granted."""
+        return tuple(dict.fromkeys(line for oracle, _ in self._phases for line in oracle.assumptions))
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]

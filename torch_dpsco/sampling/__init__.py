@@ -19,6 +19,7 @@ from torch_dpsco.sampling.samplers import (
     ShuffledSampler,
     poisson_positions,
 )
+from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
     "AssignedSampler",
@@ -36,9 +37,11 @@ __all__ = [
     "PoissonSampler",
     "PrivateLoader",
     "ShuffledSampler",
+    "UserLoader",
     "accept_empty_draws",
     "bounded",
     "make_sampler",
     "partition_name",
     "poisson_positions",
+    "user_ids",
 ]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk
@@ -91,9 +91,13 @@ class PrivateLoader:
         self.collate_fn = _EmptyLikeOne(plain, dataset)
         # a subclass may override __getitem__
         self._gathers = type(dataset) is TensorDataset and plain is default_collate and not num_workers
-        size = len(dataset)  # type: ignore[arg-type]
-        if size != sampler.size:
-            raise UnitError(f"dataset must have {sampler.size} records, as its sampler was made for (got {size})")
+        self._require_size(len(dataset))  # type: ignore[arg-type]
+
+    def _require_size(self, records: int) -> None:
+        if records != self.batch_sampler.size:
+            raise UnitError(
+                f"dataset must have {self.batch_sampler.size} records, as its sampler was made for (got {records})"
+            )
 
     @property
     def design(self) -> Design:
@@ -106,12 +110,15 @@ class PrivateLoader:
 
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
         for draw, indices in self.batch_sampler.draws():
-            size = self.physical_batch_size or max(len(indices), 1)
-            starts = range(0, max(len(indices), 1), size)
-            for start in starts:
-                part = indices[start : start + size]
-                chunks.append(Chunk(draw, len(part), last=start == starts[-1]))
-                yield part
+            yield from self._pieces(draw, indices, chunks)
+
+    def _pieces(self, draw: Draw, indices: _Indices, chunks: deque[Chunk]) -> Iterator[_Indices]:
+        size = self.physical_batch_size or max(len(indices), 1)
+        starts = range(0, max(len(indices), 1), size)
+        for start in starts:
+            part = indices[start : start + size]
+            chunks.append(Chunk(draw, len(part), last=start == starts[-1]))
+            yield part
 
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
         if self._gathers:
@@ -167,6 +174,11 @@ class PhysicalBatches:
 
     def __init__(self, loader: PrivateLoader | DataLoader[Any], physical_batch_size: int) -> None:
         sampler = getattr(loader, "batch_sampler", None)
+        if type(loader) is not PrivateLoader and isinstance(loader, PrivateLoader):
+            raise UnknownSamplerError(
+                f"loader must draw records (got {type(loader).__name__}): use optimizer.loader(..., "
+                f"physical_batch_size=...)"
+            )
         if isinstance(loader, BoundedLoader):
             raise UnknownSamplerError(
                 "loader must be one whose optimizer adds up parts of a draw; this one needs whole batches "

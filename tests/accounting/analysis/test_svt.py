@@ -17,6 +17,7 @@ from torch_dpsco.accounting.analysis.pure import pure_delta
 from torch_dpsco.accounting.analysis.svt import (
     above_threshold_epsilon,
     above_threshold_scales,
+    bad_pass_margin,
     bad_pass_probability,
     concentration_score_sensitivity,
     laplace_difference_tail,
@@ -224,6 +225,29 @@ def test_bad_passes_grow_with_the_steps_and_stay_below_the_union_bound(margin, s
     assert bad_pass_probability(margin + 1, steps, b1, b2) <= one * (1 + 3e-9)
 
 
+@given(st.floats(-14.0, -0.01).map(lambda x: 10**x), st.integers(1, 10**6), scales, scales)
+@settings(max_examples=100)
+def test_the_margin_of_a_failure_is_the_least_that_its_union_bound_admits(failure, steps, b1, b2):
+    """At 40 digits: the tail at the margin fits, and just below it does not (or the margin is 0)."""
+    margin = bad_pass_margin(failure, steps, b1, b2)
+    assert bad_pass_probability(margin, steps, b1, b2) <= failure * (1 + 2e-9)
+
+    def union(m):
+        s, t = mp.mpf(b1), mp.mpf(b2)
+        if s == t:
+            return steps * mp.exp(-m / s) * (mp.mpf(1) / 2 + m / (4 * s))
+        return steps * (t**2 * mp.exp(-m / t) - s**2 * mp.exp(-m / s)) / (2 * (t**2 - s**2))
+
+    with mp.workdps(60):
+        assert union(mp.mpf(margin)) <= failure * (1 + mp.mpf("1e-12"))
+        if margin > 1e-9:
+            assert union(mp.mpf(margin) * (1 - mp.mpf("1e-9"))) > failure * (1 - mp.mpf("1e-12"))
+
+
+def test_no_margin_is_needed_for_a_failure_of_one_half():
+    assert bad_pass_margin(0.5, 1, 1.0, 2.0) <= 1e-11
+
+
 def test_bad_passes_are_not_more_frequent_than_computed():
     """Binomial tail 1e-6 on 200,000 runs of 50 queries, all 12 below the threshold."""
     rng = np.random.default_rng(11)
@@ -285,6 +309,9 @@ def test_a_run_that_exceeds_the_budget_alone_is_infeasible_and_the_least_delta_i
         (lambda: laplace_difference_tail(math.nan, 1.0, 1.0), "margin must be finite"),
         (lambda: laplace_difference_tail(1.0, 0.0, 1.0), "threshold_scale must be > 0"),
         (lambda: bad_pass_probability(1.0, 0, 1.0, 1.0), "steps must be an integer >= 1"),
+        (lambda: bad_pass_margin(0.0, 1, 1.0, 1.0), "failure must be in"),
+        (lambda: bad_pass_margin(0.1, 0, 1.0, 1.0), "steps must be an integer >= 1"),
+        (lambda: bad_pass_margin(0.1, 1, 0.0, 1.0), "threshold_scale must be > 0"),
         (lambda: sequence_probability(1.0, 1.0, -1, 1.0, 1.0), "passes must be an integer >= 0"),
         (lambda: svt_gaussian_delta(-1.0, 1.0, 1.0), "epsilon must be >= 0"),
         (lambda: svt_gaussian_mu(1.0, 0.0, 1.0), "delta must be in"),

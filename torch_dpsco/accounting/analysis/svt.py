@@ -33,6 +33,7 @@ __all__ = [
     "AboveThresholdScales",
     "above_threshold_epsilon",
     "above_threshold_scales",
+    "bad_pass_margin",
     "bad_pass_probability",
     "concentration_score_sensitivity",
     "laplace_difference_tail",
@@ -216,6 +217,31 @@ def bad_pass_probability(margin: float, steps: int, threshold_scale: float, quer
     union = steps * laplace_difference_tail(margin, threshold, query)
     # PRIVACY: 1e-9 exceeds the quadrature error (test_bad_pass_probability_is_not_below_its_integral)
     return min(1.0, integral * (1 + 1e-9), union * (1 + 1e-9))
+
+
+def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_scale: float) -> float:
+    """Returns the least margin >= 0 with steps * laplace_difference_tail(margin) <= failure, rounded up.
+
+    Args:
+        failure: bound on `bad_pass_probability`, in (0, 1).
+        steps: T >= 1.
+        threshold_scale: b1 > 0.
+        query_scale: b2 > 0.
+
+    Source: userlevel spec, section 4.5: the union form costs next to nothing unless b1 is well above b2.
+
+    Example:
+        >>> round(bad_pass_margin(failure=0.01, steps=100, threshold_scale=4.0, query_scale=8.0), 3)
+        70.439
+    """
+    failure, steps = _validate.open_interval(0.0, 1.0, failure=failure), _validate.positive_count(steps=steps)
+    low, high = 0.0, threshold_scale + query_scale
+    while steps * laplace_difference_tail(high, threshold_scale, query_scale) > failure:
+        low, high = high, 2 * high
+    while low < (middle := (low + high) / 2) < high and high - low > 1e-12 * high:
+        fits = steps * laplace_difference_tail(middle, threshold_scale, query_scale) <= failure
+        low, high = (low, middle) if fits else (middle, high)
+    return high
 
 
 def sequence_probability(

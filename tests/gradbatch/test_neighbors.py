@@ -1,0 +1,246 @@
+"""Neighbor counts: exact functions of pairs of rows, whatever the tiles; sums of rows by user."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, Points, neighbor_counts, neighbors
+
+UNIT = Fraction(1, 2**53)
+
+
+def counts(rows, *radii, center=None):
+    return neighbor_counts(Points(rows, center), radii)
+
+
+def exact_counts(rows, radius: Fraction):
+    """The definition in rational arithmetic; rows that are not finite are on their own."""
+    table = [[Fraction(v) for v in row] if all(map(math.isfinite, row)) else None for row in rows.double().tolist()]
+
+    def near(first, second):
+        return sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) <= radius**2
+
+    return [
+        1 if first is None else sum(second is not None and near(first, second) for second in table) for first in table
+    ]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(neighbors, "_TILE", 4)
+    monkeypatch.setattr(neighbors, "_WIDTH", 3)
+    monkeypatch.setattr(neighbors, "_PAIRS", 2)
+
+
+lattice = st.integers(-6, 6).map(float)
+special = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -3e38, 0.0])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 11), st.integers(1, 7), st.sampled_from([1, 3, 5, 13]), st.integers(-40, 40), st.data())
+def test_ties_at_the_radius_count_as_in_exact_arithmetic(n, dim, radius, power, data):
+    # integers times a power of 2: squares and sums are exact, and many distances are the radius itself
+    value = st.one_of(lattice.map(lambda v: math.ldexp(v, power)), lattice.map(lambda v: math.ldexp(v, power)), special)
+    table = data.draw(st.lists(st.lists(value, min_size=dim, max_size=dim), min_size=n, max_size=n))
+    rows = torch.tensor(table, dtype=torch.float64)
+    rows[rows.abs() > 1e60] = math.inf
+    tau = math.ldexp(float(radius), power)
+    for tile in (1024, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(neighbors, "_TILE", tile)
+            patch.setattr(neighbors, "_WIDTH", tile)
+            assert counts(rows, tau)[0].tolist() == exact_counts(rows, Fraction(tau))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 6), st.floats(0, 1e3), st.integers(0, 2**31))
+def test_counts_are_those_of_the_radius_up_to_rounding_of_the_sum(n, dim, offset, seed):
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(n, dim, dtype=torch.float64, generator=generator)
+    # all about at the radius from the first, where a Gram matrix of float64 cannot tell
+    rows = offset + directions / torch.linalg.vector_norm(directions, dim=1, keepdim=True)
+    rows[0] = offset
+    found = counts(rows, 1.0)[0].tolist()
+    slack = (dim + 7) * UNIT
+    low, high = exact_counts(rows, 1 - slack), exact_counts(rows, 1 + slack)
+    assert all(a <= b <= c for a, b, c in zip(low, found, high, strict=True))
+
+
+def tied(n, dim, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(n, dim, dtype=torch.float64, generator=generator)
+    rows = 700.0 + directions / torch.linalg.vector_norm(directions, dim=1, keepdim=True)
+    rows[: n // 5] = 700.0
+    return rows
+
+
+def test_counts_do_not_depend_on_the_places_of_rows(small_tiles):
+    rows = tied(40, 5)
+    expected = counts(rows, 1.0, 2.0)
+    for seed in range(20):
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(counts(rows[order], 1.0, 2.0), expected[:, order])
+
+
+def test_counts_do_not_depend_on_tiles():
+    rows = tied(60, 7)
+    whole = counts(rows, 1.0, 2.0)
+    assert len(set(whole[0].tolist())) > 5  # rounding decides many of these ties
+    for tile, width, pairs in ((1, 1, 1), (7, 2, 3), (59, 7, 100), (64, 5, 8)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(neighbors, "_TILE", tile)
+            patch.setattr(neighbors, "_PAIRS", pairs)
+            assert torch.equal(counts(rows, 1.0, 2.0), whole)
+            patch.setattr(neighbors, "_WIDTH", width)
+            again = counts(rows, 1.0, 2.0)
+            patch.setattr(neighbors, "_TILE", 1024)
+            assert torch.equal(counts(rows, 1.0, 2.0), again)
+
+
+def test_ties_are_decided_by_the_two_rows_alone():
+    def verdicts_agree():
+        rows = tied(30, 6)
+        whole = counts(rows, 1.0)[0]
+        pairs = sum(counts(rows[[j, k]], 1.0)[0] - 1 for j in range(30) for k in range(j)).sum()
+        return int(whole.sum()) - 30 == int(pairs)
+
+    assert verdicts_agree()
+    with pytest.MonkeyPatch.context() as patch:  # without it, the Gram matrix is at the mercy of its rounding
+        patch.setattr(neighbors._Counter, "_decide", lambda *args: None)
+        assert not verdicts_agree()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0, 0.5, 700.0])
+def test_replacing_or_removing_a_row_moves_other_counts_by_at_most_one(value):
+    rows = tied(25, 4)
+    other = rows.clone()
+    other[3] = value
+    before, after = counts(rows, 1.0)[0], counts(other, 1.0)[0]
+    others = torch.arange(25) != 3
+    assert (before - after)[others].abs().max() <= 1
+    alone = counts(rows[others], 1.0)[0]
+    assert set((before[others] - alone).tolist()) <= {0, 1}
+
+
+def test_rows_that_are_not_finite_are_their_own_only_neighbor():
+    rows = torch.tensor([[0.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [math.inf, 0.0], [0.0, 1.0], [1e200, 1e200]])
+    for dtype in (torch.float32, torch.float64):
+        assert counts(rows.to(dtype), 1.0).tolist() == [[2, 1, 1, 1, 2, 1]]
+    assert counts(torch.zeros(0, 3), 1.0).shape == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_public_center_is_taken_off_before_the_products(dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = (100.0 + torch.randn(50, 8, generator=generator)).to(dtype)
+    center = torch.full((8,), 100.0, dtype=torch.float64)
+    assert counts(rows, 3.0, center=center)[0].tolist() == exact_counts(rows, Fraction(3))
+    batch = GradBatch([DenseBlock(rows[:, :6].reshape(50, 2, 3)), DenseBlock(rows[:, 6:])])
+    found = batch.neighbor_counts([3.0, 4.0], [torch.full((2, 3), 100.0), torch.full((2,), 100.0)])
+    assert torch.equal(found, counts(rows, 3.0, 4.0, center=center))
+    assert found[1].tolist() == exact_counts(rows, Fraction(4))
+
+
+def test_several_radii_agree_with_one_at_a_time(small_tiles):
+    rows = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
+    together = counts(rows, 0.5, 3.0, 1.5)
+    assert torch.equal(together, torch.cat([counts(rows, r) for r in (0.5, 3.0, 1.5)]))
+
+
+def test_subnormal_and_huge_distances_are_compared_without_overflow():
+    rows = torch.tensor([[0.0], [5e-324], [1e-160], [3e38], [-3e38], [1e69]], dtype=torch.float64)
+    assert counts(rows, 1e-60, 1e39).tolist() == [[3, 3, 3, 1, 1, 1], [5, 5, 5, 5, 5, 1]]
+    assert counts(torch.full((3, 5), 1e-200, dtype=torch.float64), 1e60).tolist() == [[3, 3, 3]]
+
+
+@pytest.mark.parametrize("radius", [0.0, -1.0, math.inf, math.nan, 1e-70])
+def test_radii_out_of_range_are_refused(radius):
+    with pytest.raises(ValueError, match="radii must be in"):
+        counts(torch.zeros(2, 1), radius)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor._base is None:
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("dim", [3, 2000])
+def test_memory_is_that_of_tiles_and_not_of_pairs_or_rows(dim):
+    rows = torch.randn(2500, dim, generator=torch.Generator().manual_seed(0)) + 1
+    rows[:50] = rows[0]
+    spy = LargestTensor()
+    with spy:
+        neighbor_counts(Points(rows), [1.0, 2.0])
+    assert spy.numel <= 2 * 1024 * 1026
+
+
+# -- sums by user -----------------------------------------------------------------------------------------------------
+
+
+def batch_of(rows):
+    return GradBatch([DenseBlock(rows)])
+
+
+def test_sums_by_user_are_those_of_a_loop():
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(20, 2, 3, generator=generator), torch.randn(20, 5, generator=generator)
+    users = torch.randint(7, (20,), generator=generator)
+    sums = GradBatch([DenseBlock(first), DenseBlock(second)], order=[1, 0]).sum_by(users, 8)
+    assert (len(sums), sums.shapes) == (8, [second.shape[1:], first.shape[1:]])
+    for part, rows in zip(sums.dense(), (second, first), strict=True):
+        for user in range(8):
+            torch.testing.assert_close(part[user], rows[users == user].sum(0))
+
+
+def test_sums_of_factored_rows_are_those_of_dense_ones():
+    generator = torch.Generator().manual_seed(0)
+    block = FactoredBlock(torch.randn(9, 4, generator=generator), torch.randn(9, 3, generator=generator))
+    users = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 0])
+    factored, dense = (
+        g.sum_by(users, 3).dense() for g in (GradBatch([block]), GradBatch(list(map(DenseBlock, block.dense()))))
+    )
+    for one, other in zip(factored, dense, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_are_taken_in_float32_at_least_and_unscaled(dtype):
+    rows = torch.full((3000, 1), 3.0).to(dtype)
+    sums = batch_of(rows).unscaled(4.0).sum_by(torch.zeros(3000, dtype=torch.int64), 1).dense()[0]
+    assert sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert sums.item() == 2250.0
+
+
+def test_the_sum_of_a_user_depends_on_no_other_rows():
+    rows = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
+    users = torch.randint(3, (300,), generator=torch.Generator().manual_seed(1))
+    expected = batch_of(rows).sum_by(users, 3).dense()[0][1]
+    other = torch.where((users == 1)[:, None], rows, torch.tensor([math.nan, math.inf, 1e38]))
+    alone = users == 1
+    assert torch.equal(batch_of(other).sum_by(users, 3).dense()[0][1], expected)
+    assert torch.equal(batch_of(rows[alone]).sum_by(users[alone], 3).dense()[0][1], expected)
+
+
+@pytest.mark.parametrize(
+    "users", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0]), torch.tensor([0, 1], dtype=torch.int32)]
+)
+def test_ids_out_of_range_are_refused(users):
+    with pytest.raises(ValueError, match="users must be"):
+        batch_of(torch.ones(2, 1)).sum_by(users, 3)

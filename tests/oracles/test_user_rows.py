@@ -1,0 +1,82 @@
+"""Means of users: collected in any pieces, by own rows alone, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.oracles.user_rows import UserRows
+
+
+def opened(n_users=6, expected=6, dim=2, dtype=torch.float32):
+    rows = UserRows(n_users, expected)
+    rows.open([torch.zeros(dim, dtype=dtype)])
+    return rows
+
+
+def add(users, rows, ids):
+    users.add(GradBatch([DenseBlock(rows)]), torch.tensor(ids))
+
+
+def test_means_are_those_of_own_rows_in_order_of_appearance():
+    users = opened()
+    add(users, torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), [4, 0, 4])
+    add(users, torch.tensor([[0.0, 1.0]]), [4])
+    means, counts = users.take()
+    assert counts.tolist() == [1, 3]
+    torch.testing.assert_close(means, torch.tensor([[3.0, 4.0], [2.0, 1.0]]))
+
+
+def test_memory_grows_with_users_beyond_those_expected():
+    users, rows = opened(n_users=1000, expected=2), torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    ids = [997, 3, 3, 0, *range(100, 136)]
+    for k in range(0, 40, 3):
+        add(users, rows[k : k + 3], ids[k : k + 3])
+    means, counts = users.take()
+    assert (len(means), sorted(counts.tolist())) == (39, [1] * 38 + [2])
+    torch.testing.assert_close(means.sum(0), rows.sum(0) - (rows[1] + rows[2]) / 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+def test_the_mean_of_a_user_is_the_same_to_the_last_bit_whatever_others_hold(value):
+    rows = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
+    ids = [0] * 10 + [1] * 20
+    plain, spoiled = opened(), opened()
+    add(plain, rows, ids)
+    other = rows.clone()
+    other[:10] = value
+    for k in range(30):
+        add(spoiled, other[k : k + 1], ids[k : k + 1])
+    assert torch.equal(plain.take()[0][1], spoiled.take()[0][1])
+
+
+def test_a_batch_that_was_discarded_or_taken_is_forgotten():
+    users = opened()
+    for forget in (users.discard, users.take, lambda: users.open([torch.zeros(2)])):
+        add(users, torch.ones(1, 2), [3])
+        forget()
+        assert [len(part) for part in users.take()] == [0, 0]
+
+
+def test_rows_without_ids_are_refused():
+    with pytest.raises(SequenceError, match="users must be given"):
+        opened().add(GradBatch([DenseBlock(torch.ones(1, 2))]), None)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([6]), torch.tensor([-1]), torch.tensor([0, 1]), torch.tensor([0.0])])
+def test_ids_out_of_range_are_refused(ids):
+    users = opened()
+    with pytest.raises(ValueError, match="users must be"):
+        users.add(GradBatch([DenseBlock(torch.ones(1, 2))]), ids)
+    assert len(users.take()[0]) == 0
+
+
+def test_rows_of_another_shape_and_unopened_batches_are_refused():
+    with pytest.raises(ValueError, match="those of the query"):
+        add(opened(), torch.ones(1, 3), [0])
+    with pytest.raises(SequenceError, match="no logical batch"):
+        UserRows(3, 3).add(GradBatch([DenseBlock(torch.ones(1, 2))]), torch.tensor([0]))

@@ -1,0 +1,40 @@
+"""Users' means as rows, and what oracles without noise release for them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
+
+
+def observe(oracle, rows, users=None, splits=()):
+    """Opens a batch and shows (B, D) rows of users; by default one row each."""
+    users = torch.arange(len(rows)) if users is None else users
+    oracle.open([torch.zeros(rows.shape[1], dtype=torch.float64)])
+    for part, ids in zip(rows.tensor_split(splits), users.tensor_split(splits), strict=True):
+        oracle.observe(GradBatch([DenseBlock(part)]), users=ids)
+
+
+def released(oracle, rows, users=None, splits=()):
+    observe(oracle, rows, users, splits)
+    return oracle.release(torch.Generator().manual_seed(0))
+
+
+def certain(filter, tau=1.0, *, threshold=None, steps=1, noise_std=0.0, **others):
+    """A filter whose test is (almost) free of noise; its threshold is just above H."""
+    level = filter.score_floor + 1e-6 if threshold is None else threshold
+    return UserFiltered(
+        filter, tau, noise_std, steps=steps, threshold=level, threshold_scale=1e-12, query_scale=1e-12, **others
+    )
+
+
+def same(n, floor=None, end=None):
+    return Filter(n, n - 1 if floor is None else floor, 3 * n // 4 if end is None else end)
+
+
+def two(n, floor=None, end=None):
+    floor = n - 2 if floor is None else floor
+    return Filter(n, floor, math.ceil(floor) - 1 if end is None else end, kind="two")

@@ -1,0 +1,232 @@
+"""How many rows lie within a radius of each row: exact counts, tiled, without an n x n matrix.
+
+Two rows are neighbors if the sum of the squares of their differences, in float64 and in one fixed order, is at most the
+square of the radius. That is a function of these two rows alone: not of their places, of the other rows, of tiles,
+threads or BLAS. So replacing one row changes each other count by at most 1, and adding a row likewise. With D columns
+and u = 2^-53, neighbors are at distance <= r (1 + (D + 7) u), and rows at distance <= r (1 - (D + 7) u) are neighbors.
+
+Almost all pairs are decided without that sum, by one matrix product per tile: with h = |y|^2 / 2 the entry
+
+    (-y_j, h_j, 1) . (y_k, 1, h_k - r^2 / 2) = (|y_j - y_k|^2 - r^2) / 2
+
+has an absolute error below m = 4 (D + 8) u (h_j + h_k + r^2), in any order of summation, and where it exceeds m its
+sign also agrees with the sum above. Entries are clamped to [-M, M], M >= 2 m a power of 2. If their squares add up to
+M^2 times their number as computed, no square misses more than 2^-12 M^2, so that all entries are certain, and row sums
+count the neighbors. Else entries inside of +-M are decided by the sum itself.
+
+Source: userlevel spec, section 9; perf spec, section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+
+__all__ = ["Points", "neighbor_counts"]
+
+_TILE, _WIDTH = 1024, 1024  # rows and columns of a tile
+_PAIRS = 256  # that are decided at once by the sum of squares
+_ROW_ELEMENTS = 2**20  # numbers in a tile of whole rows
+_UNIT = 2.0**-53
+_REACH = 1e70  # longer rows count as not finite: fourth powers must not overflow
+_RADII = (1e-60, 1e60)  # fourth powers neither overflow nor underflow
+
+
+@dataclass(frozen=True)
+class Points:
+    """Rows minus a public vector, in float64, read one tile at a time.
+
+    Args:
+        rows: (n, D) floating.
+        center: (D,) float64, public; None for 0.
+    """
+
+    rows: Tensor
+    center: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Number of columns."""
+        return self.rows.shape[1]
+
+    def read_into(self, tile: Tensor, index: Tensor | slice, columns: slice) -> Tensor:
+        """Writes some rows and columns into a float64 tile, and returns it."""
+        tile.copy_(self.rows[index, columns])
+        return tile if self.center is None else tile.sub_(self.center[columns])
+
+    def read(self, index: Tensor | slice, columns: slice = slice(None)) -> Tensor:
+        """Returns a fresh float64 tile of some rows and columns."""
+        part = self.rows[index, columns]
+        return self.read_into(part.new_empty(part.shape, dtype=torch.float64), index, columns)
+
+    def columns(self) -> list[slice]:
+        """Returns the ranges of columns that are read at once."""
+        return [slice(start, min(start + _WIDTH, self.dim)) for start in range(0, self.dim, _WIDTH)]
+
+    def tiles(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (index, whole rows) for parts of an index."""
+        for part in index.split(self.tile_rows):
+            yield part, self.read(part)
+
+    @property
+    def tile_rows(self) -> int:
+        """Number of whole rows that are read at once."""
+        return max(1, min(_TILE, _ROW_ELEMENTS // max(self.dim, 1)))
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Squared norms of the rows: (n,) float64, each a function of its own row to the last bit."""
+        out = self.rows.new_zeros(len(self), dtype=torch.float64)
+        for start in range(0, len(self), _PAIRS):
+            span = slice(start, min(start + _PAIRS, len(self)))
+            for columns in self.columns():
+                out[span] += _fold(self.read(span, columns).square_())
+        return out
+
+    def squares(self, first: Tensor, second: Tensor) -> Tensor:
+        """Returns squared distances of pairs of rows: (P,) float64, each a function of its two rows to the last bit."""
+        out = self.rows.new_zeros(len(first), dtype=torch.float64)
+        for start in range(0, len(first), _PAIRS):
+            span = slice(start, start + _PAIRS)
+            for columns in self.columns():
+                differences = self.read(first[span], columns).sub_(self.read(second[span], columns))
+                out[span] += _fold(differences.square_())
+        return out
+
+    def within(self, reach: float) -> Tensor:
+        """Returns which rows are finite and at most about `reach` from the center: (n,) bool, each by its own row."""
+        # PRIVACY: NaN compares as False (test_rows_that_are_not_finite_are_their_own_only_neighbor)
+        return self.norms <= reach * reach
+
+
+def _fold(tile: Tensor) -> Tensor:
+    """Returns the sums of the rows of a tile, which is overwritten, by additions in an order that D alone fixes."""
+    width = tile.shape[1]
+    while width > 1:
+        # PRIVACY: elementwise additions round the same wherever a row stands; a reduction need not
+        # (test_counts_do_not_depend_on_the_places_of_rows)
+        half = (width + 1) // 2
+        tile[:, : width - half] += tile[:, half:width]
+        width = half
+    return tile[:, 0] if tile.shape[1] else tile.new_zeros(len(tile))
+
+
+def neighbor_counts(points: Points, radii: Sequence[float], among: Tensor | None = None) -> Tensor:
+    """Returns how many points, itself included, lie within each radius of each point: (len(radii), n) int64.
+
+    Args:
+        points: n rows in D columns.
+        radii: each in [1e-60, 1e60].
+        among: (n,) bool, points that can have neighbors; others count themselves only. Default: the finite ones.
+
+    Guarantee:
+        Exact in the sense of the module: the indicator of a pair is a function of its two rows. Memory: tiles of 1024 x
+        1024 float64, whatever n and D.
+
+    Source: userlevel spec, section 9.
+
+    Example:
+        >>> neighbor_counts(Points(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]])), [1.0]).tolist()
+        [[2, 3, 2, 1]]
+    """
+    checked = [check.between(*_RADII, radii=radius) for radius in radii]
+    counts = torch.ones(len(checked), len(points), dtype=torch.int64, device=points.rows.device)
+    # PRIVACY: those left out count themselves, not 0 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
+    finite = points.within(_REACH)
+    index = (finite if among is None else among & finite).nonzero().squeeze(1)
+    if len(index):
+        counts[:, index] = _Counter(points, index, checked).run()
+    return counts
+
+
+class _Counter:
+    """Loops over pairs of tiles of the points of an index, each pair once."""
+
+    def __init__(self, points: Points, index: Tensor, radii: Sequence[float]) -> None:
+        self._points, self._index = points, index
+        self._squares = [radius * radius for radius in radii]
+        self._half = points.norms[index] / 2
+        self._whole = bool(len(index) == len(points))
+        self._columns = points.columns() or [slice(0, 0)]
+        rows = min(_TILE, len(index))
+        self._ones = self._half.new_ones(rows)
+        # for all tiles: fresh memory costs as much as the arithmetic on a small one
+        self._buffers = self._half.new_empty(2 if len(radii) > 1 else 1, rows * rows)
+        self._tiles = self._half.new_empty(2, rows * (self._columns[0].stop + 2))
+        self.counts = torch.zeros(len(radii), len(index), dtype=torch.int64, device=index.device)
+
+    def run(self) -> Tensor:
+        """Returns the counts of the points of the index."""
+        starts = range(0, len(self._index), _TILE)
+        spans = [slice(start, min(start + _TILE, len(self._index))) for start in starts]
+        for i, rows in enumerate(spans):
+            kept = self._left(rows, 0) if len(self._columns) == 1 else None
+            for others in spans[i:]:
+                self._pair(rows, others, kept)
+        return self.counts
+
+    def _tile(self, which: int, span: slice, k: int) -> Tensor:
+        """Returns rows of the index in the k-th range of columns; the first one has room for two columns more."""
+        columns, rows = self._columns[k], span.stop - span.start
+        index = span if self._whole else self._index[span]  # no gather where all points are in it
+        width, more = columns.stop - columns.start, 2 if k == 0 else 0
+        tile = self._tiles[which, : rows * (width + more)].view(rows, width + more)
+        self._points.read_into(tile[:, :width], index, columns)
+        return tile
+
+    def _left(self, span: slice, k: int) -> Tensor:
+        tile = self._tile(0, span, k)
+        if k == 0:
+            tile[:, -2], tile[:, -1] = -self._half[span], -1.0
+        return tile.neg_()
+
+    def _right(self, span: slice, k: int) -> Tensor:
+        tile = self._tile(1, span, k)
+        if k == 0:
+            tile[:, -2], tile[:, -1] = 1.0, self._half[span] - self._squares[-1] / 2
+        return tile
+
+    def _pair(self, rows: slice, others: slice, kept: Tensor | None) -> None:
+        m, n = rows.stop - rows.start, others.stop - others.start
+        entries, *spare = (buffer[: m * n].view(m, n) for buffer in self._buffers)
+        for k in range(len(self._columns)):
+            left = self._left(rows, k) if kept is None else kept
+            entries.addmm_(left, self._right(others, k).t(), beta=1 if k else 0)
+        largest = float(self._half[rows].max() + self._half[others].max()) + max(self._squares)
+        # a power of 2: sums of entries +-unit are exact
+        unit = 2.0 ** math.ceil(math.log2(8 * (self._points.dim + 8) * _UNIT * largest))
+        for which, square in enumerate(self._squares[:-1]):
+            torch.add(entries, (self._squares[-1] - square) / 2, out=spare[0])
+            self._add(which, rows, others, spare[0], unit)
+        self._add(-1, rows, others, entries, unit)
+
+    def _add(self, which: int, rows: slice, others: slice, entries: Tensor, unit: float) -> None:
+        """Counts the negative ones of entries, which are overwritten."""
+        flat = entries.clamp_(-unit, unit).view(-1)
+        if float(torch.dot(flat, flat)) != flat.numel() * unit * unit:
+            self._decide(entries, rows, others, self._squares[which], unit)
+        counts, (m, n) = self.counts[which], entries.shape
+        counts[rows] += ((n - torch.mv(entries, self._ones[:n]) / unit) / 2).round_().long()
+        if rows != others:
+            counts[others] += ((m - torch.mv(entries.t(), self._ones[:m]) / unit) / 2).round_().long()
+
+    def _decide(self, entries: Tensor, rows: slice, others: slice, square: float, unit: float) -> None:
+        """Replaces entries that are not certain by the verdict of the sum of squares."""
+        first, second = self._index[rows], self._index[others]
+        step = max(1, _PAIRS * _PAIRS // entries.shape[1])
+        for start in range(0, len(entries), step):
+            part = entries[start : start + step]
+            j, k = (part.abs() < unit).nonzero(as_tuple=True)
+            # PRIVACY: by the two rows alone (test_ties_are_decided_by_the_two_rows_alone)
+            near = self._points.squares(first[start + j], second[k]) <= square
+            part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
