@@ -44,3 +44,14 @@ def test_an_undefined_adjacency_names_the_way_out():
             design=dp.Fixed(1, 10),
             adjacency="add_remove",
         )
+
+
+def test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them():
+    """In a sampled or assigned batch one record more moves all rows after it to other groups."""
+    for design in (dp.Poisson(6, 24), dp.Fixed(6, 24), dp.Assigned(6, 24)):
+        oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
+        with pytest.raises(dp.AdjacencyError, match="design must keep the places of rows for Coordinatewise"):
+            dp.AcceleratedSGD(torch.nn.Linear(2, 1).parameters(), 0.1, oracle=oracle, design=design)
+    for design in (dp.Disjoint(6, 24), dp.Shuffled(6, 24)):
+        oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
+        assert dp.AcceleratedSGD(torch.nn.Linear(2, 1).parameters(), 0.1, oracle=oracle, design=design).oracle is oracle

@@ -212,7 +212,7 @@ MUTATIONS = {
         "noise_std",
         property(lambda o: 0.5 * o.noise_multiplier * o.sensitivity("zero_out")),
     ),
-    "no projection": (dp.PrivateOptimizer, "_apply_prox", lambda self, lr=None: None),
+    "no projection": (dp.rules.UpdateRule, "constrain", lambda *args: None),
     "other weights": (AVERAGE_POWERS, "uniform", 1.0),
 }
 

@@ -80,6 +80,8 @@ class Assembly(CommonOptimizer):
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         first = oracle.event() if oracle.sampled else design.event(oracle.event(), 1)
         checks.require_one_step(self.accountant, self.adjacency, first)
+        if isinstance(design, Parts) and not oracle.adaptive:  # a later phase may cost more than the first
+            checks.require_one_step(self.accountant, self.adjacency, self.ahead(), "the planned phases")
         self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
         oracle.take()

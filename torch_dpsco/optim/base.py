@@ -245,7 +245,8 @@ class PrivateOptimizer(Assembly):
         }
         private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
         partition = None if self._finalized else self._batch.partition
-        # PRIVACY: with the keys known, a record less moves all later ones (test_the_keys_of_records_are_confidential)
+        # PRIVACY: with the keys known, a record less moves all later ones
+        # (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
         secret = (partition is not None and self.adjacency == ADD_REMOVE) or self.oracle.confidential
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
         if partition is not None:

@@ -87,8 +87,10 @@ def declared(design: Design | None, n: int | None, batch_size: int) -> Design:
     return Undeclared(batch_size)
 
 
-def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) -> None:
-    """Checks that a step has a guarantee and fits the budget.
+def require_one_step(
+    accountant: Accountant, adjacency: Adjacency, step: Event, what: str = "one step with this noise"
+) -> None:
+    """Checks that a step (or `what` is said) has a guarantee and fits the budget.
 
     Raises:
         AdjacencyError: the step has no guarantee under this adjacency.
@@ -105,7 +107,7 @@ def require_one_step(accountant: Accountant, adjacency: Adjacency, step: Event) 
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     raise InfeasibleError(
-        f"epsilon must be >= {rounded_up(needed, 6)} for one step with this noise at delta={budget.delta:g} "
+        f"epsilon must be >= {rounded_up(needed, 6)} for {what} at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
     )
 

@@ -111,7 +111,7 @@ class UserFilteredSGD(UserOptimizer):
     def _install_answer(self) -> None:
         if self.halted and self._on_halt == "initial":
             for p in self._trained():
-                p.copy_(self.state[p]["initial"])
+                p.copy_(self.state[p].get("initial", p))  # one unfrozen since has not moved
             return
         super()._install_answer()
 
