@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.user_level import LocalizedUserPlan, UserFilterPlan, UserPhase, calibrate_filter
 
 N, BATCH, STEPS, DIM = 24, 6, 4, 3
 LOSS = dp.losses.Logistic()
@@ -229,6 +231,37 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
     )
 
 
+def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    return dp.UserClippedSGD(
+        params,
+        s.lr,
+        clip=1.5 * s.scale,
+        noise_multiplier=s.noise,
+        batch_size=s.batch,
+        n_users=N,
+        steps=s.steps,
+        accountant=s.accountant,
+        generator=s.generator,
+    )
+
+
+@lru_cache
+def _filter_plan() -> UserFilterPlan:
+    return calibrate_filter(n_users=200, steps=STEPS, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=200)
+
+
+def _user_filtered(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    return dp.UserFilteredSGD(params, s.lr, plan=_filter_plan(), accountant=s.accountant, generator=s.generator)
+
+
+def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    phase = UserPhase(
+        index=1, plan=_filter_plan(), lr=s.lr, start_radius=1.0, smoothing_radius=0.0, uncapped_steps=STEPS, bound=None
+    )
+    schedule = LocalizedUserPlan(phases=(phase,), n_users=200)
+    return dp.LocalizedUserSGD(params, schedule=schedule, accountant=s.accountant, generator=s.generator)
+
+
 def _momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -280,3 +313,9 @@ ROWS = [
 # Phases know the batch of each step: the contract's loaders, which start anew, are refused. What the contract says is
 # tested in tests/optim/test_localized.py.
 PHASED = [Row("localized", _localized, REPLACE, _fixed_clip, exact=False, poisson=False)]
+# Steps need the users of rows: what the contract says is tested in tests/optim/test_user_*.py, test_localized_user.py.
+USERS = [
+    Row("user-clipped", _user_clipped, REPLACE, _fixed_clip),
+    Row("user-filtered", _user_filtered, REPLACE, _fixed_clip, exact=False, poisson=False),
+    Row("localized-user", _localized_user, REPLACE, _fixed_clip, exact=False, poisson=False),
+]

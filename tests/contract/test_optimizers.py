@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
-from tests.contract.registry import PHASED, ROWS, STEPS, N, Row, Run, attached, records, same, zeros
+from tests.contract.registry import PHASED, ROWS, STEPS, USERS, N, Row, Run, attached, records, same, zeros
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.accounting.ledger import Ledger
 
@@ -45,7 +45,7 @@ def snapshot(run: Run) -> tuple[list[torch.Tensor], str, int]:
 
 def test_every_public_optimizer_has_a_row() -> None:
     public = {v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)}
-    assert public == {type(row.make().opt) for row in (*ROWS, *PHASED)}
+    assert public == {type(row.make().opt) for row in (*ROWS, *PHASED, *USERS)}
 
 
 # -- the mechanism ----------------------------------------------------------------------------------------------------

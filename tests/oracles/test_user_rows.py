@@ -9,6 +9,7 @@ import torch
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
 from torch_dpsco.oracles.user_rows import UserRows
 
 
@@ -80,3 +81,17 @@ def test_rows_of_another_shape_and_unopened_batches_are_refused():
         add(opened(), torch.ones(1, 3), [0])
     with pytest.raises(SequenceError, match="no logical batch"):
         UserRows(3, 3).add(GradBatch([DenseBlock(torch.ones(1, 2))]), torch.tensor([0]))
+
+
+def test_more_users_than_the_filter_is_for_are_refused():
+    """A phase on some of the users takes their ids as they are, and never more of them than its bounds are for."""
+    chosen = Filter(n_users=8, score_floor=7.0, ramp_end=6)
+    for users in (8, 9):
+        oracle = UserFiltered(chosen, 1.0, 0.0, steps=1, threshold=7.2, threshold_scale=0.01, query_scale=0.01, ids=20)
+        oracle.open([torch.zeros(1)])
+        oracle.observe(GradBatch([DenseBlock(torch.zeros(users, 1))]), users=torch.arange(users) + 11)
+        if users == 8:
+            assert not oracle.release(torch.Generator().manual_seed(0)).halted
+        else:
+            with pytest.raises(SequenceError, match="users must be at most 8 in a step"):
+                oracle.release(torch.Generator().manual_seed(0))

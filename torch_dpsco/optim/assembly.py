@@ -170,7 +170,8 @@ class Assembly(CommonOptimizer):
             AdjacencyError: the sampler's design is not this optimizer's.
         """
         if isinstance(loader, UserLoader) != (self.oracle.unit == "user"):
-            # PRIVACY: rows sampled one by one are not users who are (test_loaders_of_the_other_unit_are_refused)
+            # PRIVACY: rows sampled one by one are not users who are
+            # (test_only_loaders_of_users_are_bound_to_an_optimizer_that_protects_users)
             raise UnitError(
                 f"loader must draw {self.oracle.unit}s, whom this optimizer protects (got {type(loader).__name__}): "
                 f"use optimizer.loader"

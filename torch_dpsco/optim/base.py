@@ -262,7 +262,8 @@ class PrivateOptimizer(Assembly):
         """
         public, private = split_private_state(state_dict, self.settings())
         if self.oracle.per_run and private["t"] and not private["finalized"] and len(self.accountant):
-            # PRIVACY: one test would answer for two runs (test_a_filtered_run_is_not_continued_twice)
+            # PRIVACY: one test would answer for two runs
+            # (test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused)
             raise SequenceError(
                 "a run that is charged as a whole must be continued once, by an optimizer whose accountant is new: the "
                 "run may be going on already; start another one, which is charged again"

@@ -1,0 +1,403 @@
+"""UserClippedSGD: what one whole person can move, what is charged for it, and its forms of clipping."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch_dpsco as dp
+from tests.optim import user_runs as runs
+from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.oracles import AdaptiveClipped, Clipped
+
+# Seeds warn in every test here.
+pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
+ADJACENCIES = ("add_remove", "zero_out", "replace_one")
+HUGE = [1e300, -1e300, 1e30, math.inf, math.nan, 0.0, 1.0, -1.0]
+
+
+def clip(rows: np.ndarray, bound: float) -> np.ndarray:
+    """Returns rows scaled to length at most bound."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows * np.minimum(1.0, bound / np.maximum(norms, 1e-300))
+
+
+# -- the mechanism ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_the_clipped_mean_of_users_means() -> None:
+    data, ids = runs.agreeing(20, rows=6, dim=3)
+    run = runs.clipped(20, dim=3, clip=0.9, lr=0.5, steps=3).train(data, ids, physical_batch_size=11)
+    mean = clip(runs.user_means(data, ids, 20), 0.9).sum(axis=0) / 20
+    torch.testing.assert_close(run.weights, torch.tensor(3 * 0.5 * mean), rtol=0, atol=1e-6)
+
+
+def test_gradients_are_taken_at_the_current_iterate() -> None:
+    """Literal gradient descent on users' means for the squared loss, where gradients change from step to step."""
+    data, ids = runs.agreeing(15, rows=4, dim=3)
+    targets = np.random.default_rng(0).normal(size=(len(ids), 1))
+    data = runs.dataset(data.tensors[0], targets)
+    run = runs.clipped(15, dim=3, clip=0.6, lr=0.3, steps=5, loss=runs.squared_loss, average="uniform", reg=0.1)
+    run.train(data, ids)
+    x, w, iterates = data.tensors[0].numpy(), np.zeros(3), []
+    for _ in range(5):
+        iterates.append(w)
+        rows = (x @ w[:, None] - targets) * x
+        means = np.stack([rows[ids.numpy() == user].mean(axis=0) for user in range(15)])
+        w = w - 0.3 * (clip(means, 0.6).sum(axis=0) / 15 + 0.1 * w)
+    torch.testing.assert_close(run.weights, torch.tensor(w), rtol=0, atol=1e-6)
+    torch.testing.assert_close(run.answer(), torch.tensor(np.mean(iterates, axis=0)), rtol=0, atol=1e-6)
+
+
+def person(data: st.DataObject) -> np.ndarray:
+    """Draws all rows of a user: none, a few, or many, some of them enormous or not numbers."""
+    count = data.draw(st.sampled_from([0, 1, 2, 7]))
+    values = data.draw(st.lists(st.sampled_from(HUGE), min_size=2 * count, max_size=2 * count))
+    return np.array(values).reshape(count, 2)
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), center=st.booleans(), chunk=st.sampled_from([None, 3]))
+def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
+    data: st.DataObject, center: bool, chunk: int | None
+) -> None:
+    others = [np.ones((2, 2)), -3 * np.ones((1, 2)), np.zeros((0, 2)), np.array([[0.1, 0.0]])]
+    ends = []
+    for mine in (person(data), person(data)):
+        people = [mine, *others]
+        ids = np.repeat(np.arange(5), [len(rows) for rows in people])
+        own = [torch.tensor([[0.3, -0.4]], dtype=torch.float64)] if center else None
+        run = runs.clipped(5, clip=0.7, center=own)
+        run.train(runs.dataset(np.concatenate(people)), ids, physical_batch_size=chunk)
+        ends.append((run.weights, run.opt.oracle.sensitivity("replace_one")))
+    (one, bound), (other, _) = ends
+    assert bool(torch.isfinite(one).all())
+    assert bound == pytest.approx(2 * 0.7 / 5, rel=1e-3)
+    assert float((one - other).norm()) <= bound + 1e-12
+
+
+def test_the_sensitivity_is_reached_by_a_user_who_turns_round() -> None:
+    ends = []
+    for sign, count in ((1.0, 1), (-1.0, 50)):
+        rows = np.concatenate([sign * 1e6 * np.tile([[1.0, 0.0]], (count, 1)), np.zeros((4, 2))])
+        ids = np.repeat(np.arange(5), [count, 1, 1, 1, 1])
+        run = runs.clipped(5, clip=0.7).train(runs.dataset(rows), ids)
+        ends.append(run.weights)
+    bound = run.opt.oracle.sensitivity("replace_one")
+    assert 0.999 * bound <= float((ends[0] - ends[1]).norm()) <= bound
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed"])
+def test_in_batches_too_a_user_moves_the_mean_by_at_most_the_sensitivity(kind: str) -> None:
+    largest = 0.0
+    for seed, rows in itertools.product(range(4), (0, 1, 9)):
+        ends = []
+        for sign, count in ((1.0, 3), (-1.0, rows)):
+            mine = sign * 1e9 * np.tile([[0.6, 0.8]], (count, 1))
+            ids = np.repeat(np.arange(8), [count, *[2] * 7])
+            run = runs.clipped(8, clip=0.5, batch_size=4, sampling=kind, adjacency="replace_one")
+            run.train(runs.dataset(np.concatenate([mine, np.ones((14, 2))])), ids, seed=seed, steps=1)
+            ends.append(run.weights)
+        moved = float((ends[0] - ends[1]).norm())
+        largest = max(largest, moved)
+        assert moved <= run.opt.oracle.sensitivity("replace_one") + 1e-12
+    assert largest >= 0.99 * 2 * 0.5 / 4
+
+
+def test_users_with_too_few_rows_contribute_nothing() -> None:
+    rows = runs.dataset([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]])
+    run = runs.clipped(2, clip=10.0, min_items=2).train(rows, [0, 0, 1])
+    assert run.weights.tolist() == pytest.approx([0.5, 0.0], abs=1e-6)
+
+
+def test_a_user_with_many_rows_counts_as_one_user() -> None:
+    few = runs.clipped(2, clip=10.0).train(runs.dataset([[1.0, 0.0], [0.0, 1.0]]), [0, 1])
+    many = runs.clipped(2, clip=10.0).train(runs.dataset([[1.0, 0.0]] * 99 + [[0.0, 1.0]]), [0] * 99 + [1])
+    torch.testing.assert_close(few.weights, many.weights, rtol=0, atol=1e-9)
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_public_center_keeps_users_near_it_whole() -> None:
+    data, ids = runs.agreeing(20, rows=3)
+    center = [torch.tensor([[-1.0, 0.0]], dtype=torch.float64)]  # of gradients, which are -x
+    near = runs.clipped(20, clip=0.25, center=center).train(data, ids)
+    mean = runs.user_means(data, ids, 20).mean(axis=0)
+    torch.testing.assert_close(near.weights, torch.tensor(mean), rtol=0, atol=1e-6)
+    far = runs.clipped(20, clip=0.25).train(data, ids)
+    assert float(far.weights.norm()) <= 0.25
+
+
+def test_a_center_that_follows_releases_removes_the_bias() -> None:
+    data, ids = runs.agreeing(20, rows=3)
+    run = runs.clipped(20, clip=0.5, center_decay=0.0, lr=1.0, steps=6)
+    mean, w, steps = torch.tensor(runs.user_means(data, ids, 20).mean(axis=0)), torch.zeros(2, dtype=torch.float64), []
+    for batch in run.loader(data, ids):
+        run.step(batch)
+        steps.append(run.weights - w)
+        w = run.weights
+    assert float(steps[0].norm()) <= 0.5 + 1e-9
+    torch.testing.assert_close(steps[-1], mean, rtol=0, atol=1e-6)
+    run = runs.clipped(20, clip=0.5, center_decay=0.0, steps=6)
+    assert run.opt.oracle.center is None
+
+
+def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
+    data, ids = runs.agreeing(40, rows=3)
+    clipping = AdaptiveClipped(0.01, 2.0, 40, count_noise=2.0)
+    accountant = dp.Accountant(runs.budget(epsilon=20.0))
+    run = runs.clipped(40, clipping=clipping, steps=8, accountant=accountant)
+    run.train(data, ids)
+    assert run.opt.steps == len(run.opt.accountant) == 8
+    assert run.opt.metrics["clip"] > 0.01 * 1.5
+    plain = runs.clipped(40, clip=1.0, noise_multiplier=2.0, steps=8).train(data, ids)
+    # one vote of +-1/2 per user beside the mean, at its own noise
+    both = (2.0**-2 + (2 * 2.0) ** -2) ** -0.5
+    assert run.epsilon() == pytest.approx(
+        Ledger([dp.Full(40).event(Clipped(1.0, both, 40).event(), 8)]).epsilon(runs.DELTA, "replace_one")
+    )
+    assert run.epsilon() > plain.epsilon()
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampling", "batch_size", "adjacency"),
+    [
+        (kind, size, adjacency)
+        for kind, size, adjacency in itertools.product(("poisson", "fixed"), (8, 40), ADJACENCIES)
+        if not (kind == "fixed" and size == 8 and adjacency == "add_remove")
+    ],
+)
+def test_each_step_costs_what_a_step_on_users_costs(sampling: str, batch_size: int, adjacency: str) -> None:
+    run = runs.clipped(40, noise_multiplier=2.0, batch_size=batch_size, sampling=sampling, adjacency=adjacency, steps=5)
+    data, ids = runs.agreeing(40, rows=4)
+    design = {"poisson": dp.Poisson, "fixed": dp.Fixed}[sampling](8, 40) if batch_size == 8 else dp.Full(40)
+    for k, batch in enumerate(run.loader(data, ids), start=1):
+        run.step(batch)
+        expected = Ledger([design.event(Clipped(1.0, 2.0, batch_size).event(), k)])
+        assert run.epsilon() == pytest.approx(expected.epsilon(runs.DELTA, adjacency))
+    spent = run.opt.privacy_spent(runs.DELTA)
+    assert (spent.unit, spent.adjacency) == ("user", adjacency)
+
+
+def test_fixed_batches_have_no_guarantee_under_add_remove() -> None:
+    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+        runs.clipped(40, noise_multiplier=2.0, batch_size=8, sampling="fixed", adjacency="add_remove")
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str) -> None:
+    layer = runs.model()
+    opt = dp.UserClippedSGD.calibrated(
+        layer.parameters(), n_users=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6
+    )
+    run = runs.Run(layer, opt).train(*runs.agreeing(40, rows=4))
+    assert 0.97 * runs.EPSILON <= run.epsilon() <= runs.EPSILON
+    assert opt.oracle.event().sigma == pytest.approx(
+        calibrate_noise(runs.EPSILON, runs.DELTA, design=dp.Poisson(8, 40), steps=6, adjacency=adjacency)
+    )
+    with pytest.raises(dp.SequenceError, match="all 6 planned steps"):
+        run.train(*runs.agreeing(40))
+
+
+def test_the_budget_refuses_a_step_too_many() -> None:
+    layer = runs.model()
+    one = runs.clipped(40, noise_multiplier=2.0).train(*runs.agreeing(40)).epsilon()
+    accountant = dp.Accountant(runs.budget(epsilon=1.01 * one))
+    opt = dp.UserClippedSGD(
+        layer.parameters(), 1.0, clip=1.0, noise_multiplier=2.0, batch_size=40, n_users=40, accountant=accountant
+    )
+    run = runs.Run(layer, opt)
+    data, ids = runs.agreeing(40)
+    run.train(data, ids, steps=1)
+    before = run.weights
+    with pytest.raises(dp.BudgetExceeded):
+        run.train(data, ids, steps=1)
+    assert run.weights.equal(before)
+    assert (opt.steps, len(accountant)) == (1, 1)
+
+
+def test_figures_of_examples_and_of_users_never_mix() -> None:
+    examples = dp.Accountant(dp.Budget(1.0, 1e-3))
+    with pytest.raises(dp.UnitError, match="unit"):
+        runs.clipped(10, noise_multiplier=9.0, accountant=examples)
+    with pytest.raises(dp.UnitError, match="unit"):
+        runs.clipped(10, noise_multiplier=9.0, accountant=dp.Accountant())
+    layer = runs.model()
+    with pytest.raises(dp.UnitError, match="budget must be of unit 'user'"):
+        dp.UserClippedSGD.calibrated(layer.parameters(), n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
+    people = dp.Accountant(unit="user")
+    with pytest.raises(dp.UnitError, match="unit"):
+        dp.ClippedSGD(
+            layer.parameters(), 1.0, clip=1.0, noise_multiplier=9.0, batch_size=5, design=dp.Disjoint(5, 10),
+            accountant=people,
+        )  # fmt: skip
+    assert runs.clipped(10, noise_multiplier=9.0, accountant=people).opt.accountant is people
+    assert len(examples) == len(people) == 0
+
+
+# -- copies, checkpoints, reports -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_goes_on_where_it_was_with_the_center_it_had() -> None:
+    data, ids = runs.agreeing(20, rows=3)
+
+    def make() -> runs.Run:
+        return runs.clipped(20, clip=0.5, center_decay=0.5, steps=4)
+
+    whole, first = make().train(data, ids), make()
+    for batch in itertools.islice(first.loader(data, ids), 2):
+        first.step(batch)
+    second = make().load(first.saved())
+    assert second.opt.steps == 2
+    second.train(data, ids)
+    assert second.weights.equal(whole.weights)
+    assert second.ledger() == whole.ledger()
+
+
+def test_a_checkpoint_of_other_users_or_clips_is_refused() -> None:
+    saved = runs.clipped(20).saved()
+    with pytest.raises(ValueError, match="design"):
+        runs.clipped(21, batch_size=21).load(saved)
+    with pytest.raises(ValueError, match="clip"):
+        runs.clipped(20, clip=2.0).load(saved)
+    with pytest.raises(ValueError, match="min_items"):
+        runs.clipped(20, min_items=2).load(saved)
+
+
+def test_a_copy_shares_the_ledger_and_draws_noise_of_its_own() -> None:
+    data, ids = runs.agreeing(20, rows=3)
+    run = runs.clipped(20, noise_multiplier=1.0, steps=4)
+    other = run.copy()
+    run.train(data, ids, steps=2)
+    other.train(data, ids, steps=2)
+    assert other.opt.accountant is run.opt.accountant
+    assert len(run.opt.accountant) == 4
+    assert not run.weights.equal(other.weights)
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) -> None:
+    run = runs.clipped(40, noise_multiplier=2.0, batch_size=8, adjacency=adjacency, steps=2)
+    texts = [str(run.opt.report(1e-3))]
+    for batch in run.loader(*runs.agreeing(40, rows=2)):
+        run.step(batch)
+        texts.append(str(run.opt.report(1e-3)))
+    run.opt.finalize()
+    texts.append(str(run.opt.report(1e-3)))
+    for text in texts:
+        assert f"for one user ({adjacency})" in text
+        assert "each batch takes each user with probability 0.2 (8/40)" in text
+        assert "All rows of a user carry its id" in text
+        assert ("The number of users is taken to be public" in " ".join(text.split())) == (adjacency != "add_remove")
+    assert "2 steps made of 2 planned; finalized" in texts[-1]
+
+
+# -- fit --------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_makes_the_planned_steps_on_users() -> None:
+    layer = runs.Shifts(2)
+    opt = dp.UserClippedSGD.calibrated(
+        layer.parameters(), n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6
+    )
+    data, ids = runs.agreeing(40, rows=4)
+    dp.fit(layer, opt, data, runs.squared_loss, users=ids, steps=2, physical_batch_size=3, progress=False)
+    assert opt.finalized
+    assert opt.steps == 2
+    assert not layer.training
+
+
+def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
+    data, ids = runs.agreeing(40)
+    run = runs.clipped(40, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="users must be given for UserClippedSGD"):
+        dp.fit(run.model, run.opt, data, runs.squared_loss, progress=False)
+    layer = runs.model()
+    opt = dp.ClippedSGD(
+        layer.parameters(), 1.0, clip=1.0, noise_multiplier=9.0, batch_size=40, design=dp.Full(40), steps=1
+    )
+    with pytest.raises(ValueError, match="users must not be given for ClippedSGD"):
+        dp.fit(layer, opt, data, runs.squared_loss, users=ids, progress=False)
+    with pytest.raises(dp.UnitError, match="one integer id per record"):
+        dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids[:3], progress=False)
+    assert len(run.opt.accountant) == len(opt.accountant) == 0
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "lr": ({"lr": 0.0}, "lr must be"),
+    "clip-zero": ({"clip": 0.0}, "clip must be"),
+    "clip-nan": ({"clip": math.nan}, "clip must be"),
+    "noise": ({"noise_multiplier": -1.0}, "noise_multiplier must be"),
+    "batch-size": ({"batch_size": 11}, "batch_size must be"),
+    "batch-size-zero": ({"batch_size": 0}, "batch_size must be"),
+    "sampling": ({"sampling": "shuffled", "batch_size": 5}, "sampling must be"),
+    "steps": ({"steps": 0}, "steps must be"),
+    "no-clip": ({"clip": None}, "clip, noise_multiplier and batch_size must be given"),
+    "both": ({"clipping": Clipped(1.0, 1.0, 10), "clip": 1.0}, "must not be given beside clipping"),
+    "clipping": ({"clipping": "adaptive"}, "clipping must be"),
+    "center-nan": ({"center": [torch.tensor([math.nan, 0.0])]}, "center must be finite"),
+    "center-decay": ({"center_decay": 1.0}, r"decay must be in \[0, 1\)"),
+    "min-items": ({"min_items": 0}, "min_items must be"),
+    "adjacency": ({"adjacency": "neighbors"}, "adjacency must be"),
+    "average": ({"average": "median"}, "average must be"),
+    "average-and-rule": ({"average": "uniform", "rule": dp.rules.SGD()}, "average must be given to the rule"),
+    "reg": ({"reg": -1.0}, "reg must be"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_every_bad_input_is_refused_by_name(name: str) -> None:
+    changes, message = BAD[name]
+    with pytest.raises((ValueError, dp.PrivacyError), match=message):
+        runs.clipped(10, **changes)
+
+
+@pytest.mark.parametrize("n_users", [0, -3, 2.5, "10", None], ids=["zero", "negative", "half", "text", "none"])
+def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> None:
+    layer = runs.model()
+    with pytest.raises(ValueError, match="n_users must be"):
+        dp.UserClippedSGD(layer.parameters(), 1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n_users=n_users)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 3, "epochs": 2.0}, "must not be given both"),
+        ({"epochs": 0}, "epochs must be"),
+        ({"clip": -1.0}, "clip"),
+    ],
+    ids=["steps-and-epochs", "epochs", "clip"],
+)
+def test_a_bad_calibration_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    layer = runs.model()
+    arguments = {"n_users": 40, "budget": runs.budget(), "clip": 1.0, "lr": 0.1, "batch_size": 8, **changes}
+    with pytest.raises(ValueError, match=message):
+        dp.UserClippedSGD.calibrated(layer.parameters(), **arguments)
+
+
+def test_a_center_of_another_size_is_refused_before_anything_is_charged() -> None:
+    run = runs.clipped(10, center=[torch.zeros(3)])
+    with pytest.raises(ValueError, match="center must have 2 numbers"):
+        run.train(*runs.agreeing(10))
+    assert len(run.opt.accountant) == 0
+
+
+def test_an_oracle_serves_one_optimizer() -> None:
+    clipping = Clipped(1.0, 1.0, 10)
+    runs.clipped(10, clipping=clipping)
+    with pytest.raises(dp.SequenceError, match="another optimizer's"):
+        runs.clipped(10, clipping=clipping)

@@ -1,0 +1,585 @@
+"""UserFilteredSGD: the filter in real runs, its one charge, its halt, and what a copy or a checkpoint may do."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch_dpsco as dp
+from tests.optim import user_runs as runs
+from tests.reference import user_level_literal as literal
+from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
+from torch_dpsco.oracles.user_filtered import filtered_mean
+from torch_dpsco.theory.user_level import best_ramp_end
+
+# Seeds warn in every test here.
+pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
+
+
+def kinds(run: runs.Run) -> dict[type, int]:
+    """Returns how often each type of event is in the ledger."""
+    found: dict[type, int] = {}
+    for _, _, event, count in run.opt.accountant.ledger.entries():
+        found[type(event)] = found.get(type(event), 0) + count
+    return found
+
+
+def private(plan: Any = None, adjacency: str = "replace_one", **more: Any) -> runs.Run:
+    """A run with noise, whose budget is exactly that of its plan."""
+    plan = runs.plan() if plan is None else plan
+    return runs.filtered(plan, accountant=dp.Accountant(runs.budget(adjacency)), **more)
+
+
+# -- the mechanism ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_the_filtered_mean_of_users_means() -> None:
+    data, ids = runs.agreeing(40, rows=5, dim=3)
+    means = runs.user_means(data, ids, 40)
+    rows = data.tensors[0].clone()
+    rows[ids == 7] = 100.0  # far from all others
+    plan = runs.quiet(40, floor=36)
+    run = runs.filtered(plan, dim=3, lr=0.5, average="last").train(runs.dataset(rows), ids, physical_batch_size=13)
+    kept = np.delete(means, 7, axis=0)
+    torch.testing.assert_close(run.weights, torch.tensor(1.5 * kept.mean(axis=0)), rtol=0, atol=1e-9)
+    assert not run.opt.halted
+
+
+def test_without_outliers_the_run_is_algorithm_3_of_the_paper() -> None:
+    """With all users near each other all weights are 1 in both filters; uniform average, projection on a ball."""
+    data, ids = runs.agreeing(30, rows=4, dim=3)
+    targets = np.random.default_rng(1).normal(1.0, size=(len(ids), 1))
+    data = runs.dataset(data.tensors[0], targets)
+    x, start, users = data.tensors[0].numpy(), np.array([0.05, -0.05, 0.02]), ids.numpy()
+
+    def query(theta: np.ndarray, user: int) -> np.ndarray:
+        mine = x[users == user]
+        return ((mine @ theta[:, None] - targets[users == user]) * mine).mean(axis=0)
+
+    expected = literal.algorithm_3(query, range(30), start, 6, 0.4, literal.OutlierRemoval(30, 5.0), literal.ball(0.3))
+    ball = dp.prox.Ball(0.3)
+    for kind in ("same", "two"):
+        plan = runs.quiet(30, steps=6, kind=kind, tau=5.0, floor=29)
+        run = runs.filtered(plan, dim=3, lr=0.4, loss=runs.squared_loss, start=start.tolist(), prox=ball)
+        run.train(data, ids)
+        torch.testing.assert_close(run.answer(), torch.tensor(expected), rtol=0, atol=1e-7)
+        assert float(run.weights.norm()) == pytest.approx(0.3)  # the projection was needed
+
+
+def test_the_first_query_below_the_threshold_halts_as_in_the_paper() -> None:
+    """Users part once w moves: the score falls, and the literal run halts at the same step."""
+    n, lr, tau = 60, 0.5, 1.0
+    x = np.where(np.arange(n)[:, None] % 2 == 0, [[1.0, 0.0]], [[1.0, 0.3]])
+    targets = np.where(np.arange(n)[:, None] % 2 == 0, [[1.0]], [[1.1]])
+
+    def query(theta: np.ndarray, user: int) -> np.ndarray:
+        return (x[user] @ theta - targets[user]) * x[user] * (1 + 10 * abs(theta[0]))
+
+    oracle = literal.OutlierRemoval(n, tau)
+    theta, answered = np.zeros(2), 0
+    while answered < 10 and (g := oracle.answer(np.stack([query(theta, j) for j in range(n)]))) is not None:
+        theta, answered = theta - lr * g, answered + 1
+
+    def loss(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        scale = 1 + 10 * run.weights[0].abs()  # a public number
+        return scale * 0.5 * (outputs - wanted).square().mean()
+
+    plan = runs.quiet(n, steps=10, kind="two", floor=0.8 * n, end=45, tau=tau)
+    run = runs.filtered(plan, lr=lr, loss=loss, average="last")
+    halts = []
+    for batch in run.loader(runs.dataset(x, targets), torch.arange(n)):
+        run.step(batch)
+        halts.append(run.opt.halted)
+    assert 0 < answered < 10
+    assert halts.index(True) == answered
+    torch.testing.assert_close(run.weights, torch.tensor(theta), rtol=0, atol=1e-9)
+
+
+# -- sensitivity ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["same", "two"]), n=st.sampled_from([12, 16, 20]))
+def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
+    data: st.DataObject, kind: str, n: int
+) -> None:
+    """Both runs pass, and one of the two scores is at least H: then the bound must hold, whatever the rows."""
+    places = st.sampled_from([0.0, 0.5, 1.0, 1.0 + 1e-9, -0.5, -1.0, 2.0, 3.0, math.nan, 1e200])
+    spread = data.draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.9, 3.0]), min_size=n - 1, max_size=n - 1))
+    others = [np.array([[0.0, x]] * (1 + k % 3)) for k, x in enumerate(spread)]
+    floor = n - data.draw(st.sampled_from([1.0, 2.0]))
+    plan = runs.quiet(
+        n, steps=1, kind=kind, floor=floor, end=best_ramp_end(n, floor).ramp_end if kind == "same" else n - 3
+    )
+    object.__setattr__(plan, "threshold", floor + 1e-6)
+    ends, scores = [], []
+    for _ in range(2):
+        count = data.draw(st.sampled_from([0, 1, 4]))
+        mine = np.array([[0.0, data.draw(places)] for _ in range(count)]).reshape(count, 2)
+        people = [mine, *others]
+        ids = np.repeat(np.arange(n), [len(rows) for rows in people])
+        run = runs.filtered(plan, average="last").train(runs.dataset(np.concatenate(people)), ids)
+        ends.append(run)
+        scores.append(run.opt.halted)
+    if any(scores):
+        return  # the test protects this pair, not the filter
+    moved = float((ends[0].weights - ends[1].weights).norm())
+    assert math.isfinite(moved)
+    assert moved <= ends[0].opt.oracle.sensitivity("replace_one")
+
+
+def test_a_user_who_jumps_between_the_ends_reaches_nearly_the_bound() -> None:
+    """Thirds at -1/2, 0, 1/2; one user from -2 to 2, with another number of rows, keeps weight 1."""
+    n = 301
+    others = np.repeat([[-0.5], [0.0], [0.5]], 100, axis=0)
+    ends = []
+    for place, count in ((-2.0, 1), (2.0, 40)):
+        rows = np.concatenate([np.full((count, 1), place), others])
+        ids = np.concatenate([np.zeros(count, dtype=int), np.arange(1, n)])
+        plan = runs.quiet(n, steps=1, kind="two", floor=n - 2.5, end=200)
+        run = runs.filtered(plan, dim=1, average="last").train(runs.dataset(rows), ids)
+        assert not run.opt.halted
+        ends.append(run.weights)
+    moved, bound = float((ends[0] - ends[1]).norm()), run.opt.oracle.sensitivity("replace_one")
+    assert moved == pytest.approx(4 / n, rel=1e-6)
+    assert 0.85 * bound <= moved <= bound
+
+
+def test_isolated_users_count_themselves_in_a_run() -> None:
+    """No rows, too few, not a number, too far: each leaves the mean of the others as it is."""
+    data, ids = runs.agreeing(40)
+    rows, users = data.tensors[0], ids
+    rows = torch.cat([rows, rows]).clone()
+    users = torch.cat([users, users])
+    bad = torch.stack([users == 1, users == 2]).any(0)
+    rows[users == 1], rows[users == 2] = math.nan, 1e9
+    kept = (users != 0) & ~((users == 3) & (torch.arange(80) >= 40))
+    plan = runs.quiet(40, steps=1, floor=32)
+    run = runs.filtered(plan, average="last", min_items=2, reach=100.0).train(runs.dataset(rows[kept]), users[kept])
+    good = ~bad & (users != 0) & (users != 3)
+    torch.testing.assert_close(run.weights, rows[good].mean(dim=0), rtol=0, atol=1e-9)
+    assert not run.opt.halted
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_is_charged_once_when_it_opens() -> None:
+    run = private()
+    assert len(run.opt.accountant) == 0
+    digests = []
+    for batch in run.loader(*runs.agreeing(200)):
+        run.step(batch)
+        digests.append(run.ledger())
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
+    assert kinds(run) == {AboveThreshold: 1, Gaussian: 4, Failure: 1}
+
+
+@pytest.mark.parametrize("filter", ["same", "two", "best"])
+def test_the_spent_epsilon_is_within_the_plans_at_each_point(filter: str) -> None:
+    plan = runs.plan(300, 5, filter=filter)
+    run = private(plan)
+    for batch in run.loader(*runs.agreeing(300)):
+        run.step(batch)
+        assert 0.9 * plan.epsilon <= run.epsilon() <= plan.epsilon
+        spent = run.opt.privacy_spent()
+        assert (spent.unit, spent.adjacency) == ("user", "replace_one")
+    assert run.opt.steps == 5
+    run.opt.finalize()
+    assert run.epsilon() <= plan.epsilon
+
+
+def test_the_charge_is_that_of_the_plans_numbers() -> None:
+    plan = runs.plan()
+    run = private(plan)
+    run.train(*runs.agreeing(200))
+    events = {type(event): event for _, _, event, _ in run.opt.accountant.ledger.entries()}
+    test, mean, failure = events[AboveThreshold], events[Gaussian], events[Failure]
+    assert (test.b_threshold, test.b_query) == (plan.threshold_scale, plan.query_scale)
+    assert dict(test.sens)["replace_one"] >= plan.score_sensitivity * (1 - 1e-15)
+    assert mean.sigma / dict(mean.sens)["replace_one"] == pytest.approx(plan.noise_std / plan.sensitivity, rel=1e-9)
+    assert (failure.kind, failure.probability) == ("transcript", pytest.approx(plan.failure, rel=1e-6))
+    assert run.opt.metrics["noise_std"] >= plan.noise_std
+
+
+def test_nothing_is_known_under_add_remove() -> None:
+    run = private()
+    run.train(*runs.agreeing(200))
+    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+        run.opt.accountant.get_epsilon(runs.DELTA, adjacency="add_remove")
+    with pytest.raises(dp.AdjacencyError, match="replace_one"):
+        private(adjacency="add_remove")
+
+
+def test_a_budget_below_the_plan_is_refused_before_anything_is_spent() -> None:
+    plan = runs.plan()
+    accountant = dp.Accountant(runs.budget(epsilon=0.9 * plan.epsilon))
+    with pytest.raises(dp.InfeasibleError, match="epsilon must be >="):
+        runs.filtered(plan, accountant=accountant)
+    assert len(accountant) == 0
+
+
+def test_a_second_run_on_the_same_budget_is_refused() -> None:
+    run = private()
+    run.train(*runs.agreeing(200))
+    with pytest.raises(dp.InfeasibleError, match="epsilon must be >="):
+        runs.filtered(runs.plan(), accountant=run.opt.accountant)
+
+
+@pytest.mark.parametrize("given", [dp.Accountant(), dp.Accountant(dp.Budget(99.0, 1e-3))], ids=["free", "budget"])
+def test_accountants_of_examples_are_refused(given: dp.Accountant) -> None:
+    with pytest.raises(dp.UnitError, match="unit"):
+        runs.filtered(runs.plan(), accountant=given)
+    assert len(given) == 0
+
+
+def test_users_of_one_ledger_add_up_over_optimizers_of_any_kind() -> None:
+    accountant = dp.Accountant(unit="user")
+    runs.filtered(runs.plan(), accountant=accountant).train(*runs.agreeing(200))
+    alone = accountant.get_epsilon(runs.DELTA)
+    runs.clipped(200, noise_multiplier=3.0, accountant=accountant).train(*runs.agreeing(200))
+    both = accountant.get_epsilon(runs.DELTA)
+    assert both > alone
+    with pytest.raises(dp.AdjacencyError):
+        accountant.get_epsilon(runs.DELTA, adjacency="add_remove")
+
+
+# -- halting ----------------------------------------------------------------------------------------------------------
+
+
+def halting(on_halt: str, steps: int = 6) -> tuple[runs.Run, Any, torch.Tensor]:
+    """Returns a run that makes two steps on users who agree and then sees them part, with its second data set."""
+    run = runs.filtered(runs.quiet(30, steps=steps, floor=29), lr=0.5, on_halt=on_halt, start=[0.1, 0.2])
+    data, ids = runs.agreeing(30)
+    for batch in itertools.islice(run.loader(data, ids), 2):
+        run.step(batch)
+    return run, *runs.scattered(30)
+
+
+@pytest.mark.parametrize("on_halt", ["keep", "initial"])
+def test_after_a_halt_the_answer_is_the_average_so_far_or_the_start(on_halt: str) -> None:
+    run, far, ids = halting(on_halt)
+    before, query = run.answer(), run.weights
+    assert not before.equal(torch.tensor([0.1, 0.2], dtype=torch.float64))
+    run.train(far, ids)
+    assert (run.opt.halted, run.opt.steps) == (True, 6)
+    run.opt.finalize()
+    start = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    expected = before if on_halt == "keep" else start
+    torch.testing.assert_close(run.weights, expected, rtol=0, atol=1e-7 if on_halt == "initial" else 0)
+    assert not query.equal(expected)
+
+
+def test_after_a_halt_steps_read_nothing_and_charge_nothing() -> None:
+    run, far, ids = halting("keep")
+    charged, agreed = run.ledger(), runs.agreeing(30)
+    batches = iter(run.loader(far, ids))
+    run.step(next(batches))
+    assert run.opt.halted
+    still = (run.weights, run.answer())
+    for data, users in ((far, ids), agreed):
+        for batch in itertools.islice(run.loader(data, users), 1):
+            run.opt.zero_grad()
+            runs.linear_loss(run.model(batch[0]), batch[1]).backward()
+            run.opt.step(users=torch.full((len(batch[0]),), 10**9))  # ids that nobody looks at
+    assert run.opt.steps == 5
+    assert run.weights.equal(still[0])
+    assert run.answer().equal(still[1])
+    assert run.ledger() == charged
+
+
+def test_a_run_that_halts_at_its_first_step_costs_as_much_as_a_whole_one() -> None:
+    whole, short = private(), private()
+    whole.train(*runs.agreeing(200))
+    short.train(*runs.scattered(200))
+    assert (short.opt.halted, whole.opt.halted) == (True, False)
+    assert short.epsilon() == whole.epsilon()
+    short.opt.finalize()
+    assert short.weights.tolist() == [0.0, 0.0]
+
+
+def test_a_run_without_any_rows_halts_and_is_charged() -> None:
+    run = private()
+    run.train(runs.dataset(np.ones((0, 2))), torch.arange(0))
+    assert (run.opt.halted, run.opt.steps) == (True, 4)
+    assert kinds(run)[Gaussian] == 4
+
+
+@pytest.mark.parametrize("agree", [True, False], ids=["agree", "part"])
+def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
+    data, ids = runs.agreeing(200, rows=3) if agree else runs.scattered(200)
+    layer = runs.Shifts(2)
+    opt = dp.UserFilteredSGD(layer.parameters(), 0.5, plan=runs.plan(), accountant=dp.Accountant(runs.budget()))
+    dp.fit(layer, opt, data, runs.squared_loss, users=ids, progress=False)
+    assert (opt.steps, opt.finalized, opt.halted) == (4, True, not agree)
+    assert opt.accountant.get_epsilon(runs.DELTA) <= runs.EPSILON
+
+
+def test_more_steps_than_planned_are_refused_after_a_halt_too() -> None:
+    run, far, ids = halting("keep", steps=3)
+    run.train(far, ids)
+    with pytest.raises(dp.SequenceError, match="all 3 planned steps"):
+        run.train(far, ids, steps=1)
+
+
+# -- copies and checkpoints -------------------------------------------------------------------------------------------
+
+
+def midway(**more: Any) -> runs.Run:
+    """A run with noise after two of its four steps."""
+    run = private(**more)
+    for batch in itertools.islice(run.loader(*runs.agreeing(200)), 2):
+        run.step(batch)
+    return run
+
+
+def test_a_checkpoint_keeps_the_noisy_threshold_and_is_not_charged_again() -> None:
+    run = midway()
+    saved = run.saved()
+    assert "confidential" in saved[1]["dpsco"]
+    assert saved[1]["dpsco"]["confidential"] is True
+    other = private().load(saved)
+    assert other.opt.oracle.state() == run.opt.oracle.state()
+    assert other.opt.oracle.state()["threshold_noise"] is not None
+    other.train(*runs.agreeing(200))
+    assert other.opt.steps == 4
+    assert other.ledger() == run.ledger()
+    assert other.epsilon() <= runs.EPSILON
+
+
+def test_a_halted_checkpoint_stays_halted() -> None:
+    run = private()
+    for batch in itertools.islice(run.loader(*runs.scattered(200)), 1):
+        run.step(batch)
+    other = private().load(run.saved())
+    assert other.opt.halted
+    other.train(*runs.agreeing(200))
+    assert (other.opt.halted, other.opt.steps) == (True, 4)
+    assert other.weights.tolist() == [0.0, 0.0]
+    assert other.ledger() == run.ledger()
+
+
+def test_a_run_is_not_rolled_back_to_an_earlier_state() -> None:
+    run = midway()
+    saved = run.saved()
+    for batch in itertools.islice(run.loader(*runs.agreeing(200)), 1):
+        run.step(batch)
+    with pytest.raises(dp.SequenceError, match="must be continued once"):
+        run.load(saved)
+
+
+def test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused() -> None:
+    """Two runs with one noisy threshold may halt twice, and release more Gaussians than were charged."""
+    run = runs.filtered(runs.plan(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
+    for batch in itertools.islice(run.loader(*runs.agreeing(200)), 2):
+        run.step(batch)
+    before = run.epsilon()
+    other = runs.filtered(runs.plan(), accountant=run.opt.accountant)
+    try:
+        other.load(run.saved())
+        other.train(*runs.agreeing(200))
+    except dp.SequenceError:
+        assert other.opt.steps == 0
+    else:
+        assert run.epsilon() > before
+
+
+@pytest.mark.parametrize("on_halt", ["keep", "initial"])
+def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(on_halt: str) -> None:
+    run, far, ids = halting(on_halt)
+    saved = run.saved()
+    plan = runs.quiet(30, steps=6, floor=29)
+    other = runs.filtered(plan, lr=0.5, on_halt=on_halt, start=[7.0, -7.0]).load(saved)  # another random start
+    for each in (run, other):
+        each.train(far, ids)
+        each.opt.finalize()
+    torch.testing.assert_close(other.weights, run.weights, rtol=0, atol=0)
+
+
+def test_a_copy_is_a_run_of_its_own_and_is_charged_again() -> None:
+    run = runs.filtered(runs.plan(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
+    data, ids = runs.agreeing(200)
+    for batch in itertools.islice(run.loader(data, ids), 2):
+        run.step(batch)
+    once, other = run.epsilon(), run.copy()
+    assert other.opt.oracle.state()["threshold_noise"] is None
+    other.train(data, ids)
+    assert other.opt.accountant is run.opt.accountant
+    assert run.epsilon() > 1.3 * once
+    assert kinds(run)[AboveThreshold] == 2
+    run.train(data, ids)
+    assert kinds(run)[AboveThreshold] == 2
+    assert not run.weights.equal(other.weights)
+
+
+def test_a_checkpoint_of_another_plan_is_refused() -> None:
+    saved = private().saved()
+    with pytest.raises(ValueError, match="design"):
+        private(runs.plan(300)).load(saved)
+    with pytest.raises(ValueError, match=r"noise_multiplier|schedule"):
+        private(runs.plan(200, 5)).load(saved)
+    with pytest.raises(ValueError, match="reach"):
+        private(reach=10.0).load(saved)
+    with pytest.raises(ValueError, match="min_items"):
+        private(min_items=2).load(saved)
+
+
+# -- Poisson batches --------------------------------------------------------------------------------------------------
+
+
+def test_the_filter_of_poisson_batches_makes_its_steps_within_its_budget() -> None:
+    run = private(runs.poisson_plan(), "add_remove")
+    data, ids = runs.agreeing(2000, rows=2)
+    for k, batch in enumerate(run.loader(data, ids), start=1):
+        run.step(batch)
+        assert len(run.opt.accountant) >= k
+        assert run.epsilon() <= runs.EPSILON
+    assert (run.opt.steps, run.opt.halted) == (3, False)
+    assert run.opt.metrics["answered"] == 3
+    assert run.epsilon() >= 0.9 * runs.EPSILON
+    assert run.opt.privacy_spent().adjacency == "add_remove"
+    assert float(run.weights[0]) == pytest.approx(3.0, abs=0.3)
+
+
+@pytest.mark.parametrize("chunk", [None, 300])
+def test_the_mean_of_a_poisson_batch_is_that_of_its_users(chunk: int | None) -> None:
+    plan = copy.copy(runs.poisson_plan())
+    object.__setattr__(plan, "noise_std", 0.0)
+    run = runs.filtered(plan, average="last")
+    data, ids = runs.agreeing(2000, rows=3)
+    means, drawn = torch.tensor(runs.user_means(data, ids, 2000)), []
+    for batch in run.loader(data, ids, seed=4, steps=3, physical_batch_size=chunk):
+        steps, before = run.opt.steps, run.weights
+        drawn.append(batch[2])
+        run.step(batch)
+        if run.opt.steps > steps:
+            users = torch.cat(drawn).unique()
+            assert 700 < len(users) < 900
+            torch.testing.assert_close(run.weights - before, means[users].mean(dim=0), rtol=0, atol=1e-9)
+            drawn = []
+    assert (run.opt.steps, len(drawn)) == (3, 0)
+
+
+def test_batches_that_fail_their_test_are_charged_and_the_run_goes_on() -> None:
+    run = private(runs.poisson_plan(), "add_remove")
+    far, near = runs.scattered(2000), runs.agreeing(2000)
+    for batch in itertools.islice(run.loader(*far), 1):
+        run.step(batch)
+    assert (run.opt.halted, run.weights.tolist()) == (False, [0.0, 0.0])
+    once = run.epsilon()
+    run.train(*near)
+    assert run.opt.steps == 3
+    assert run.epsilon() > once > 0
+    assert not run.weights.equal(torch.zeros(2, dtype=torch.float64))
+
+
+def test_the_average_of_a_sampled_run_is_over_the_steps_that_answered() -> None:
+    run = private(runs.poisson_plan(steps=5), "add_remove")
+    far, near = runs.scattered(2000), runs.agreeing(2000)
+    iterates = []
+    for data, ids in (far, near, far, near, near):
+        for batch in itertools.islice(run.loader(data, ids), 1):
+            before = run.weights
+            run.step(batch)
+            iterates += [] if run.weights.equal(before) else [before]
+    assert len(iterates) == 3
+    torch.testing.assert_close(run.answer(), torch.stack(iterates).mean(dim=0), rtol=0, atol=1e-12)
+
+
+def test_more_users_than_the_reference_of_poisson_batches_are_refused_at_once() -> None:
+    run = private(runs.poisson_plan(), "add_remove")
+    with pytest.raises(dp.UnitError, match="users must be numbered below n_users=2000"):
+        run.opt.loader(*runs.agreeing(2001))
+
+
+def test_the_poisson_filter_has_no_guarantee_under_replacement() -> None:
+    with pytest.raises(dp.AdjacencyError):
+        private(runs.poisson_plan(), "replace_one")
+    run = private(runs.poisson_plan(), "add_remove")
+    run.train(*runs.agreeing(2000))
+    with pytest.raises(dp.AdjacencyError, match="replace_one"):
+        run.opt.accountant.get_epsilon(runs.DELTA, adjacency="replace_one")
+
+
+# -- reports and refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all", "poisson"])
+def test_reports_name_unit_universe_and_adjacency_at_each_point(kind: str) -> None:
+    run = private() if kind == "all" else private(runs.poisson_plan(), "add_remove")
+    n, adjacency, steps = (200, "replace_one", 4) if kind == "all" else (2000, "add_remove", 3)
+    reports = [run.opt.report()]
+    for batch in run.loader(*runs.agreeing(n)):
+        run.step(batch)
+        reports.append(run.opt.report())
+    run.opt.finalize()
+    reports.append(run.opt.report())
+    for text in (" ".join(str(report).split()) for report in reports):
+        assert f"for one user ({adjacency})" in text
+        assert "All rows of a user carry its id, and no other does" in text
+        assert "One user is everything that one person contributed" in text
+        if kind == "all":
+            assert "each step uses all users, and divides by the public constant 200" in text
+            assert "The number of users is taken to be public" in text
+        else:
+            assert "takes each user with probability 0.4 (800/2000)" in text
+            assert "The number of users is taken to be public" not in text
+    assert f"{steps} steps made of {steps} planned; finalized" in str(reports[-1])
+    assert "Final epsilon: at most" in " ".join(str(reports[0]).split())
+    assert '"unit": "user"' in run.opt.report().json()
+
+
+def test_the_report_says_what_the_whole_run_will_cost_before_it_starts() -> None:
+    run = private()
+    planned = run.opt.accountant.report(ahead=run.opt.ahead()).planned_epsilon
+    run.train(*runs.agreeing(200))
+    assert planned == pytest.approx(run.epsilon(), rel=1e-9)
+    after = run.opt.accountant.report(ahead=run.opt.ahead())
+    assert after.planned_epsilon in (None, pytest.approx(run.epsilon(), rel=1e-9))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "lr": ({"lr": -1.0}, "lr must be"),
+    "on-halt": ({"on_halt": "restart"}, "on_halt must be"),
+    "reach": ({"reach": 0.5}, "reach must be"),
+    "min-items": ({"min_items": 0}, "min_items must be"),
+    "average": ({"average": "median"}, "average must be"),
+    "center": ({"center": [torch.tensor([math.inf, 0.0])]}, "center must be finite"),
+    "prox": ({"prox": "ball"}, "prox must be"),
+    "plan-phases": ({"own": runs.phased(runs.quiet(20))}, "plan must be"),
+    "plan-none": ({"own": None}, "plan must be"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_every_bad_input_is_refused_by_name(name: str) -> None:
+    changes, message = BAD[name]
+    own = {"own": runs.plan(), **changes}
+    with pytest.raises(ValueError, match=message):
+        runs.filtered(own.pop("own"), **own)
+
+
+def test_the_pure_mean_and_the_run_agree_on_any_users() -> None:
+    draw = np.random.default_rng(5)
+    rows = draw.normal(size=(20, 2)) * draw.choice([0.2, 3.0], size=(20, 1), p=[0.95, 0.05])
+    plan = runs.quiet(20, steps=1, floor=14)
+    run = runs.filtered(plan, average="last").train(runs.dataset(rows), torch.arange(20))
+    expected = filtered_mean(torch.tensor(rows), 1.0, 10.5, plan.ramp_end)
+    assert run.opt.halted == (expected["score"] < plan.threshold)
+    torch.testing.assert_close(run.weights, expected["mean"] * (not run.opt.halted), rtol=0, atol=1e-9)
+
+
+def test_the_proved_delta_covers_the_ledger_at_the_plans_epsilon() -> None:
+    plan = runs.plan()
+    run = private(plan)
+    run.train(*runs.agreeing(200))
+    assert run.opt.accountant.get_delta(plan.epsilon) <= plan.delta

@@ -1,0 +1,246 @@
+"""Tiny runs of the optimizers that protect users, on ragged users, with noise or without any.
+
+The loss is -w.x, whose gradient -x does not depend on w, or half the squared distance |w - x|^2, whose gradient w - x
+does; so rows are gradients, and a user's mean gradient is known by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.sampling import UserLoader, make_sampler
+from torch_dpsco.theory.user_level import (
+    LocalizedUserPlan,
+    PoissonFilterPlan,
+    UserFilterPlan,
+    UserPhase,
+    best_ramp_end,
+    calibrate_filter,
+    poisson_filter_plan,
+)
+
+DELTA = 1e-3
+EPSILON = 4.0
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Shifts(nn.Module):
+    """A linear map of the rows' own weights: output x.w, with w next to it, so that both losses can be written."""
+
+    def __init__(self, dim: int, start: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(dim, 1, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.zeros(dim) if start is None else torch.tensor(start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def linear_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """-w.x: the gradient of a row is -x."""
+    return -(outputs * targets).mean()
+
+
+def squared_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """(w.x - y)^2 / 2."""
+    return 0.5 * (outputs - targets).square().mean()
+
+
+def dataset(rows: Any, targets: Any = None) -> TensorDataset:
+    """Returns float64 rows (n, d) with targets, default 1."""
+    rows = torch.as_tensor(rows, dtype=torch.float64)
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)
+    return TensorDataset(rows, ones if targets is None else torch.as_tensor(targets, dtype=torch.float64))
+
+
+@dataclass
+class Run:
+    """A model, its optimizer and a loop."""
+
+    model: nn.Module
+    opt: Any
+    loss: Loss = linear_loss
+
+    @property
+    def weights(self) -> Tensor:
+        """A copy of the parameters."""
+        return self.model.layer.weight.detach().clone()[0]
+
+    def answer(self) -> Tensor:
+        """Returns the private answer so far."""
+        with self.opt.released():
+            return self.weights
+
+    def loader(self, data: TensorDataset, users: Any, *, seed: int | None = None, **others: Any) -> UserLoader:
+        """Returns the optimizer's loader; with a seed one of repeatable draws."""
+        if seed is None:
+            return self.opt.loader(data, users, **others)
+        sampler = make_sampler(self.opt.design, size=self.opt.design.n, seed=seed, steps=others.pop("steps", None))
+        return self.opt.bind(UserLoader(data, sampler, torch.as_tensor(users), **others))
+
+    def step(self, batch: Any) -> None:
+        """Makes one step on (rows, targets, ids)."""
+        rows, targets, users = batch
+        self.opt.zero_grad()
+        if len(rows):
+            self.loss(self.model(rows), targets).backward()
+        self.opt.step(users=users)
+
+    def train(self, data: TensorDataset, users: Any, **loader: Any) -> Run:
+        """Iterates once over the loader."""
+        for batch in self.loader(data, users, **loader):
+            self.step(batch)
+        return self
+
+    def ledger(self) -> str:
+        return self.opt.accountant.ledger.digest()
+
+    def epsilon(self, delta: float = DELTA) -> float:
+        return self.opt.accountant.get_epsilon(delta)
+
+    def copy(self) -> Run:
+        return Run(*copy.deepcopy((self.model, self.opt)), self.loss)
+
+    def saved(self) -> Any:
+        """Returns model and optimizer states as a file that loads with weights_only."""
+        file = io.BytesIO()
+        torch.save((self.model.state_dict(), self.opt.state_dict()), file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def load(self, states: Any) -> Run:
+        """Takes over what another run saved."""
+        self.model.load_state_dict(states[0])
+        self.opt.load_state_dict(states[1])
+        return self
+
+
+def model(dim: int = 2, start: Sequence[float] | None = None) -> nn.Module:
+    return dp.attach(Shifts(dim, start))
+
+
+def budget(adjacency: str = "replace_one", epsilon: float = EPSILON) -> dp.Budget:
+    return dp.Budget(epsilon, DELTA, adjacency, unit="user")
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def plan(n_users: int = 200, steps: int = 4, epsilon: float = EPSILON, filter: str = "best") -> UserFilterPlan:
+    """Returns a calibrated plan for users who are at most 1 apart."""
+    return calibrate_filter(
+        n_users=n_users,
+        steps=steps,
+        epsilon=epsilon,
+        delta=DELTA,
+        pair_radius=1.0,
+        typical_score=n_users,
+        filter=filter,
+    )
+
+
+@lru_cache
+def poisson_plan(n_users: int = 2000, batch_size: int = 800, steps: int = 3) -> PoissonFilterPlan:
+    return poisson_filter_plan(
+        n_users=n_users, batch_size=batch_size, steps=steps, epsilon=EPSILON, delta=DELTA, pair_radius=1.0
+    )
+
+
+def phased(*plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5) -> LocalizedUserPlan:
+    """Returns phases with these filters, and step sizes lr, lr/2, ..."""
+    phases = tuple(
+        UserPhase(
+            index=k + 1,
+            plan=own,
+            lr=lr / 2**k,
+            start_radius=1.0,
+            smoothing_radius=0.0,
+            uncapped_steps=own.steps,
+            bound=None,
+        )
+        for k, own in enumerate(plans)
+    )
+    return LocalizedUserPlan(phases=phases, n_users=sum(p.users for p in phases) if n_users is None else n_users)
+
+
+def quiet(
+    n_users: int,
+    *,
+    steps: int = 3,
+    kind: str = "same",
+    floor: float | None = None,
+    end: int | None = None,
+    tau: float = 1.0,
+    noise_std: float = 0.0,
+) -> UserFilterPlan:
+    """Returns a plan whose tests have no noise, which no constructor lets pass: nothing is private with it."""
+    made = copy.copy(plan())
+    floor = n_users - 1.0 if floor is None else floor
+    numbers = {
+        "n_users": n_users, "steps": steps, "pair_radius": tau, "filter": kind, "threshold": floor + 1e-6,
+        "threshold_scale": 1e-12, "query_scale": 1e-12, "score_floor": floor,
+        "ramp_end": best_ramp_end(n_users, floor).ramp_end if end is None else end, "noise_std": noise_std,
+    }  # fmt: skip
+    for name, value in numbers.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def clipped(n_users: int, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **changes: Any) -> Run:
+    """A run of UserClippedSGD on all users, without noise unless asked for."""
+    layer = model(dim, start)
+    own = {"lr": 1.0, "steps": 1}
+    if "clipping" not in changes:
+        own |= {"clip": 1.0, "noise_multiplier": 0.0, "batch_size": n_users}
+    return Run(layer, dp.UserClippedSGD(layer.parameters(), n_users=n_users, **(own | changes)), loss)
+
+
+def filtered(
+    own: Any, *, dim: int = 2, lr: float = 1.0, loss: Loss = linear_loss, start: Any = None, **more: Any
+) -> Run:
+    layer = model(dim, start)
+    return Run(layer, dp.UserFilteredSGD(layer.parameters(), lr, plan=own, **more), loss)
+
+
+def localized(own: LocalizedUserPlan, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **more: Any) -> Run:
+    layer = model(dim, start)
+    return Run(layer, dp.LocalizedUserSGD(layer.parameters(), schedule=own, **more), loss)
+
+
+def agreeing(n_users: int, rows: int = 1, dim: int = 2) -> tuple[TensorDataset, Tensor]:
+    """Returns users who are all within 1/2 of (1, 0, ...), with 1 to `rows` rows each, in random order."""
+    draw = np.random.default_rng(n_users)
+    ids = np.repeat(np.arange(n_users), draw.integers(1, rows + 1, n_users))
+    ids = draw.permutation(ids)
+    noise = draw.normal(size=(len(ids), dim))
+    x = np.eye(dim)[0] + 0.2 * noise / np.linalg.norm(noise, axis=1, keepdims=True)
+    return dataset(x), torch.tensor(ids)
+
+
+def scattered(n_users: int, dim: int = 2) -> tuple[TensorDataset, Tensor]:
+    """Returns users who are all far apart, so that every test fails."""
+    x = np.zeros((n_users, dim))
+    x[:, 0] = 10.0 * np.arange(n_users)
+    return dataset(x), torch.arange(n_users)
+
+
+def user_means(data: TensorDataset, users: Any, n_users: int) -> np.ndarray:
+    """Returns the mean row of each user, who all have one, as (n_users, d)."""
+    rows, ids = data.tensors[0].numpy(), np.asarray(users)
+    return np.stack([rows[ids == user].mean(axis=0) for user in range(n_users)])
