@@ -98,7 +98,7 @@ def test_a_report_in_an_unsupported_adjacency_is_refused():
 
 def test_assumptions_name_unit_planning_noise_and_each_kind_of_sampling():
     plain = charged(clipped_gaussian(5.0), unit="user").report(DELTA).assumptions
-    assert plain[0] == "one record per user"
+    assert plain[0] == "all rows of a user carry its id, and no other does"
     assert "noise, rates and number of steps fixed before the run" in plain
     assert any("floating-point" in line for line in plain)
     assert not any("loader" in line for line in plain)

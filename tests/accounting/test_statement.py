@@ -98,7 +98,8 @@ def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacenc
         "user": "One user is everything that one person",
     }
     assert section(statement, "What is protected").startswith(first[unit])
-    assert f"One record per {unit}." in section(statement, "What must hold")
+    whose = {"example": "One record per example.", "user": "All rows of a user carry its id, and no other does."}
+    assert whose[unit] in section(statement, "What must hold")
     assert f"Charged: {statement.report.events[0]}." in section(statement, "How it was computed")
     assert "SomeSGD: 10 steps made of 10 planned; finalized." in section(statement, "How it was computed")
     assert f"Computed by torch_dpsco {dp.__version__}." in section(statement, "How it was computed")

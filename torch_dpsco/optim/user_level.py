@@ -63,8 +63,9 @@ class UserFilteredSGD(UserOptimizer):
     Guarantee:
         Unit: user. Adjacency: replace_one with n_users public, or add_remove with Poisson batches. Event: one noisy
         test for the run, the Gaussians of all planned steps and a failure of kind "transcript", charged when the run
-        opens, with no refund for a halt; Poisson: an event per step. Assumes nothing about users' rows but that they do
-        not depend on other users. Source: Asi and Liu 2023, Algorithms 2, 3; spec userlevel.md 4, 5.1.
+        opens, with no refund for a halt (a run that a ledger file has charged cannot be continued in a new process:
+        it would need room for a second one); Poisson: an event per step. Assumes nothing about users' rows but that
+        they do not depend on other users. Source: Asi and Liu 2023, Algorithms 2, 3; spec userlevel.md 4, 5.1.
     """
 
     def __init__(
