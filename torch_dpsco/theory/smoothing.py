@@ -40,6 +40,9 @@ def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
     """
     d, r, t = check.positive_count(dim=dim), check.positive(radius=radius), check.finite(value=value)
     share = min(1.0, abs(t) / r)
+    middle = float(betainc(0.5, (d + 1) / 2, share * share)) / 2
+    if middle < 0.25:  # (1 - share)(1 + share) would round a small share away
+        return 0.5 + math.copysign(middle, t)
     tail = float(betainc((d + 1) / 2, 0.5, (1 - share) * (1 + share))) / 2  # keeps its digits where it is tiny
     return tail if t < 0 else 1 - tail
 
