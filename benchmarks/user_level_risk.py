@@ -44,7 +44,7 @@ STEPS, LRS, FILTER_LRS = 30, (16.0, 48.0), (4.0, 16.0)
 CLIPS, RADII = (0.5, 1.0), (1.2, 1.6)  # both over sqrt(m)
 GRID_M, GRID_N = (5, 20, 80), (500, 1000, 2000, 4000)
 USERS, ITEMS = 1000, 20  # where the other one varies
-LOSS = nn.BCEWithLogitsLoss()
+LOSS, SUM = nn.BCEWithLogitsLoss(), nn.BCEWithLogitsLoss(reduction="sum")
 
 Fit = Callable[[TensorDataset, Tensor, int, int], Iterator[Tensor]]
 
@@ -108,7 +108,7 @@ def _clipping(data: TensorDataset, users: Tensor, n: int, m: int, decay: float |
         model = _model()
         numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "center_decay": decay, "average": "weighted"}
         optimizer = dp.UserClippedSGD.calibrated(model.parameters(), n_users=n, budget=budget, **numbers)
-        yield dp.fit(model, optimizer, data, LOSS, users=users, progress=False).weight
+        yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
 
 
 def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
@@ -117,7 +117,7 @@ def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Ten
         tau = radius / math.sqrt(m)
         plan = user_level.calibrate_filter(n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau)
         optimizer = dp.UserFilteredSGD(model.parameters(), lr, plan=plan, average="weighted")
-        yield dp.fit(model, optimizer, data, LOSS, users=users, progress=False).weight
+        yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
 
 
 def public(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
@@ -198,12 +198,12 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
         clip = max(1.0, clip / 5)
         optimizer = dp.UserClippedSGD.calibrated(model.parameters(), clip=clip, steps=10, center_decay=0.5, **shared)
     data = TensorDataset(torch.ones(n, 1), values)
-    dp.fit(model, optimizer, data, _half_square, users=torch.arange(n), progress=False)
+    dp.fit(model, optimizer, data, _half_square, users=torch.arange(n), loss_reduction="sum", progress=False)
     return float((model.weight.detach().squeeze(1) - values.mean(0)).norm())
 
 
 def _half_square(answer: Tensor, values: Tensor) -> Tensor:
-    return 0.5 * (answer - values).square().sum(1).mean()
+    return 0.5 * (answer - values).square().sum()
 
 
 def print_far(runs: int) -> None:

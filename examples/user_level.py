@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,6 +48,10 @@ WIDTH, LATE = NUM_FEATURES["predep"], 0.25  # hours: a flight counts as late fro
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "logistic": nn.BCEWithLogitsLoss(),
     "squared": dp.losses.Squared(),  # of the delay itself, however long: clipping and filter need no bound
+}
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "logistic": nn.BCEWithLogitsLoss(reduction="sum"),
+    "squared": partial(dp.losses.Squared(), reduction="sum"),
 }
 STEPS, LR = 60, {"logistic": 4.0, "squared": 1.0}
 CLIP, CENTERED_CLIP, CENTER_DECAY = 0.2, 0.1, 0.9
@@ -183,7 +188,9 @@ def train(name: str, setting: Setting, fleet: Fleet) -> tuple[nn.Module, dp.Priv
         nn.init.zeros_(p)
     optimizer = METHODS[name](model, setting)
     dataset = TensorDataset(fleet.features, targets(setting.loss, fleet.hours)[:, None])
-    return dp.fit(model, optimizer, dataset, LOSSES[setting.loss], users=fleet.users, progress=False), optimizer
+    loss = SUMS[setting.loss]  # the filter compares users to the last bit, and a mean rounds by the size of the batch
+    fitted = dp.fit(model, optimizer, dataset, loss, users=fleet.users, loss_reduction="sum", progress=False)
+    return fitted, optimizer
 
 
 def describe(optimizer: dp.PrivateOptimizer) -> str:

@@ -29,7 +29,10 @@ from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = ["attach", "detach", "is_attached"]
 
-_OWN = ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco_reset", "dpsco_retire")
+_OWN = (
+    *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
+    *("dpsco_reset", "dpsco_retire", "dpsco_mean"),
+)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -68,6 +71,7 @@ class _Attachment:
         self.hooked = True
         for p in self.factored + self.dense:
             p.dpsco_reset, p.dpsco_retire = self.reset, self.retire  # type: ignore[attr-defined]
+            p.dpsco_mean = self.mean  # type: ignore[attr-defined]
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
         self.handles += [_after_accumulation(p, _drop_factored) for p in self.factored]

@@ -189,7 +189,7 @@ def test_fit_refuses_a_later_phase_that_passes_the_budget_before_anything_is_spe
 
     def train() -> None:
         run = runs.localized(own, accountant=accountant)
-        dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids, progress=False)
+        dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
 
     with pytest.raises(dp.InfeasibleError, match="must be"):
         train()
@@ -261,7 +261,7 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(N, rows=3) if agree else runs.scattered(N)
     layer = runs.Shifts(2)
     opt = dp.LocalizedUserSGD(layer.parameters(), schedule=schedule(), accountant=dp.Accountant(runs.budget()))
-    dp.fit(layer, opt, data, runs.squared_loss, users=ids, progress=False, physical_batch_size=50)
+    dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False, physical_batch_size=50)
     assert (opt.steps, opt.finalized, opt.halted) == (7, True, not agree)
     assert opt.accountant.get_epsilon(runs.DELTA) <= runs.EPSILON
 

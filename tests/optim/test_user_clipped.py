@@ -313,7 +313,17 @@ def test_fit_makes_the_planned_steps_on_users() -> None:
         layer.parameters(), n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6
     )
     data, ids = runs.agreeing(40, rows=4)
-    dp.fit(layer, opt, data, runs.squared_loss, users=ids, steps=2, physical_batch_size=3, progress=False)
+    dp.fit(
+        layer,
+        opt,
+        data,
+        runs.squared_loss,
+        users=ids,
+        steps=2,
+        loss_reduction="sum",
+        physical_batch_size=3,
+        progress=False,
+    )
     assert opt.finalized
     assert opt.steps == 2
     assert not layer.training
@@ -329,7 +339,7 @@ def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
         layer.parameters(), 1.0, clip=1.0, noise_multiplier=9.0, batch_size=40, design=dp.Full(40), steps=1
     )
     with pytest.raises(ValueError, match="users must not be given for ClippedSGD"):
-        dp.fit(layer, opt, data, runs.squared_loss, users=ids, progress=False)
+        dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
     with pytest.raises(dp.UnitError, match="one integer id per record"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids[:3], progress=False)
     assert len(run.opt.accountant) == len(opt.accountant) == 0

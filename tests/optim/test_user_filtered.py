@@ -90,7 +90,7 @@ def test_the_first_query_below_the_threshold_halts_as_in_the_paper() -> None:
 
     def loss(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         scale = 1 + 10 * run.weights[0].abs()  # a public number
-        return scale * 0.5 * (outputs - wanted).square().mean()
+        return scale * 0.5 * (outputs - wanted).square().sum()
 
     plan = runs.quiet(n, steps=10, kind="two", floor=0.8 * n, end=45, tau=tau)
     run = runs.filtered(plan, lr=lr, loss=loss, average="last")
@@ -319,7 +319,7 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(200, rows=3) if agree else runs.scattered(200)
     layer = runs.Shifts(2)
     opt = dp.UserFilteredSGD(layer.parameters(), 0.5, plan=runs.plan(), accountant=dp.Accountant(runs.budget()))
-    dp.fit(layer, opt, data, runs.squared_loss, users=ids, progress=False)
+    dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
     assert (opt.steps, opt.finalized, opt.halted) == (4, True, not agree)
     assert opt.accountant.get_epsilon(runs.DELTA) <= runs.EPSILON
 
@@ -583,3 +583,17 @@ def test_the_proved_delta_covers_the_ledger_at_the_plans_epsilon() -> None:
     run = private(plan)
     run.train(*runs.agreeing(200))
     assert run.opt.accountant.get_delta(plan.epsilon) <= plan.delta
+
+
+@pytest.mark.parametrize("make", [runs.plan, runs.poisson_plan], ids=["all users", "poisson"])
+def test_a_mean_loss_is_refused(make: Any) -> None:
+    """It rounds 1/B: a user with other numbers of rows would move the means of all users, and pairs across tau."""
+    plan = make()
+    model = dp.attach(runs.Shifts(2))
+    opt = dp.UserFilteredSGD(model.parameters(), 0.5, plan=plan)
+    data, ids = runs.agreeing(plan.n_users, rows=2)
+    x, y, users = next(iter(opt.loader(data, ids)))
+    (model(x) - y).square().mean().backward()
+    with pytest.raises(dp.SequenceError, match="rows must be of a sum loss"):
+        opt.step(users=users)
+    assert len(opt.accountant) == 0

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from torch_dpsco.attach import attach
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
@@ -95,3 +96,23 @@ def test_more_users_than_the_filter_is_for_are_refused():
         else:
             with pytest.raises(SequenceError, match="users must be at most 8 in a step"):
                 oracle.release(torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("rows", ["factored", "dense"])
+def test_rows_of_a_mean_loss_are_known_and_refused_where_users_are_compared(rows):
+    """Three records instead of two change the last bits of the other users' rows: 1/B is rounded."""
+    x = torch.tensor([[0.1], [0.7], [0.3]])
+    for reduction in ("mean", "sum"):
+        model = attach(torch.nn.Linear(1, 1, bias=False), rows=rows, loss_reduction=reduction)
+        torch.nn.init.ones_(model.weight)
+        for exact in (True, False):
+            users = UserRows(3, 3, exact=exact)
+            users.open(list(model.parameters()))
+            getattr((model(x) ** 2).flatten(), reduction)().backward()
+            batch = GradBatch.consume(list(model.parameters()))
+            assert batch.averaged is (reduction == "mean")
+            if exact and batch.averaged:
+                with pytest.raises(SequenceError, match="rows must be of a sum loss"):
+                    users.add(batch, torch.arange(3))
+            else:
+                users.add(batch, torch.arange(3))

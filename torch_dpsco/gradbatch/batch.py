@@ -123,19 +123,23 @@ class GradBatch:
         blocks: at least one; all of the same length.
         order: for each tensor of the concatenated blocks, its place in the optimizer's list of parameters.
         passes: number of backward passes that the rows come from.
+        averaged: whether a mean loss was divided by the batch size, and the rows multiplied by it again: then they
+            depend on that size in their last bits.
 
     Raises:
         ValueError: blocks of different lengths.
     """
 
-    def __init__(self, blocks: Sequence[Block], order: Sequence[int] | None = None, passes: int = 1) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], order: Sequence[int] | None = None, passes: int = 1, averaged: bool = False
+    ) -> None:
         if not blocks:
             raise ValueError("blocks must hold at least one block (got none)")
         sizes = [len(block) for block in blocks]
         if len(set(sizes)) > 1:
             raise ValueError(f"blocks must have the same number of rows (got {sizes})")
         self.blocks = list(blocks)
-        self.passes = passes
+        self.passes, self.averaged = passes, averaged
         self._scale = 1.0
         n_tensors = sum(len(block.shapes) for block in blocks)
         self.order = list(range(n_tensors)) if order is None else list(order)
@@ -172,7 +176,8 @@ class GradBatch:
                     f"(got {len(sizes)} different numbers): run the whole model on every batch"
                 )
             _check_backwards(params)
-            return cls(blocks, order, _passes(params))
+            # rows that Opacus' own modules made: unknown, so assume that they do
+            return cls(blocks, order, _passes(params), any(getattr(p, "dpsco_mean", True) for p in params))
         finally:
             clear_rows(params)
 
@@ -181,7 +186,7 @@ class GradBatch:
 
     def unscaled(self, scale: float) -> GradBatch:
         """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
-        rows = GradBatch(self.blocks, self.order, self.passes)
+        rows = GradBatch(self.blocks, self.order, self.passes, self.averaged)
         rows._scale = self._scale / scale
         return rows
 

@@ -263,7 +263,7 @@ class UserFiltered(MeanOracle):
         if not self._test.threshold > Fraction(filter.score_floor):
             raise ConditionError(f"threshold must be > score_floor={filter.score_floor:g} (got {threshold:g})")
         self.min_items = check.positive_count(min_items=min_items)
-        self._users = UserRows(n if ids is None else check.positive_count(ids=ids), n)
+        self._users = UserRows(n if ids is None else check.positive_count(ids=ids), n, exact=True)
         self._center = flat_center(center)
 
     # -- what it costs ------------------------------------------------------------------------------------------------

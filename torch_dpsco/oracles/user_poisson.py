@@ -192,7 +192,7 @@ class UserPoissonFiltered(MeanOracle):
         self.min_items = check.positive_count(min_items=min_items)
         self.ids = check.positive_count(ids=test.n_users if ids is None else ids)
         self._most = 2 * test.batch_size + 65536  # passed with probability below exp(-20000)
-        self._users = UserRows(self.ids, test.batch_size)
+        self._users = UserRows(self.ids, test.batch_size, exact=True)
         self._center = flat_center(center)
         self._answered = 0
 

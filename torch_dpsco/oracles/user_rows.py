@@ -46,9 +46,11 @@ class UserRows:
     Args:
         n_users: ids are in [0, n_users).
         expected: users of a logical batch, for whom memory is taken at once; >= 1.
+        exact: whether a user's mean must not depend on the number of other rows, not even in its last bits.
     """
 
-    def __init__(self, n_users: int, expected: int) -> None:
+    def __init__(self, n_users: int, expected: int, *, exact: bool = False) -> None:
+        self._exact = exact
         self.n_users = check.positive_count(n_users=n_users)
         self._expected = check.positive_count(expected=expected)
         self.shapes: list[torch.Size] = []
@@ -92,6 +94,12 @@ class UserRows:
         if users is None:
             # PRIVACY: rows without a user would be protected one by one (test_rows_without_ids_are_refused)
             raise SequenceError("users must be given, the id of the user of each row: opt.step(users=ids)")
+        if self._exact and rows.averaged:
+            # PRIVACY: 1/B is rounded; another B would move pairs of users across tau (test_a_mean_loss_is_refused)
+            raise SequenceError(
+                "rows must be of a sum loss, since users are compared with each other: "
+                "dp.attach(model, loss_reduction='sum'), and loss(output, target, reduction='sum')"
+            )
         if rows.shapes != self.shapes:
             raise ValueError(f"rows must be of shapes {self.shapes}, those of the query (got {rows.shapes})")
         if users.shape != (len(rows),) or users.dtype != torch.int64:
