@@ -1,7 +1,8 @@
 """Samplers of one pass: a partition of the records that is drawn once, and whose parts are used in order.
 
 The partition belongs to the run and not to a loader: a run that was broken off goes on with the parts that are left
-(`resume`), since a fresh partition would put a record into two parts.
+(`resume`), since a fresh partition would put a record into two parts. Why the largest part is all that counts, and what
+breaks it: spec heavytail.md 3.2; docs/guarantees.md.
 """
 
 from __future__ import annotations

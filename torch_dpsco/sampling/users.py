@@ -1,4 +1,8 @@
-"""Batches of users: a draw takes users, and delivers all their rows with the ids of their users."""
+"""Batches of users: a draw takes users, and delivers all their rows with the ids of their users.
+
+Users are sampled, never rows: a user is wholly in a batch or not at all, which is what the events of user-level
+optimizers stand for (spec userlevel.md 5; docs/user_level.md).
+"""
 
 from __future__ import annotations
 
