@@ -79,9 +79,10 @@ def test_no_replacement_breaks_epsilon(values, new, quantile, epsilon, size):
 
 
 def tight_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
-    """Laws of 100 numbers of which one moves up: the likely point's score rises by 1, that of the rare one falls."""
-    common = [0.5] * 48 + [1.5] * 11 + [math.inf] * 40  # rank 50, counts 49 and 60 with 0.5, or else 48 and 59
-    first, second = (quantile_law([new, *common], [1.0, 2.0], 0.5, epsilon, 100) for new in (0.5, math.inf))
+    """Laws of 100 numbers of which one moves up: the score of most points falls by 1, that of a rare one rises."""
+    common = [0.5] * 44 + [1.1] * 8 + [9.0] * 47  # rank 50.9: counts 45, 53, 53, ... with 0.5, or else 44, 52, 52, ...
+    grid = [1.0, 1.25, *np.linspace(2.0, 3.0, 4000)]
+    first, second = (quantile_law([new, *common], grid, 0.509, epsilon, 100) for new in (0.5, math.inf))
     return first, second
 
 
@@ -123,13 +124,36 @@ def test_the_rank_is_that_of_the_public_size():
     assert not np.array_equal(few, own)
 
 
-def test_the_drawn_law_is_the_formula_up_to_the_uniform_share():
-    values = np.random.default_rng(0).exponential(size=500)
-    exact = quantile_probabilities(values, GRID, 0.8, 1.0)
+def law_of_cells(values: np.ndarray, quantile: float, epsilon: float) -> np.ndarray:
+    """The exponential mechanism written out: a point is as bad as its cell is far from the rank."""
+    scores = []
+    for j, point in enumerate(GRID):
+        below = sum(value <= GRID[j - 1] for value in values) if j else 0
+        upto = sum(value <= point for value in values)
+        rank = quantile * len(values)
+        scores.append(0.0 if below <= rank <= upto else min(abs(below - rank), abs(upto - rank)))
+    weights = np.exp(-epsilon / 2 * np.array(scores))
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("pile", [0, 400])
+def test_the_drawn_law_is_the_formula_up_to_the_uniform_share(pile):
+    values = np.append(np.random.default_rng(0).exponential(size=500 - pile), [2.0] * pile)
     drawn = quantile_law(values, GRID, 0.8, 1.0, 500) / 2**53
     assert drawn.sum() == 1.0
-    assert np.abs(drawn - exact).max() < 2e-5
+    assert np.abs(drawn - law_of_cells(values, 0.8, 1.0)).max() < 2e-5
     assert (quantile_law(values, GRID, 0.8, 1.0, 500) > 0).all()
+
+
+def test_many_equal_values_are_found():
+    """Under the score |count - rank| all points above the pile are equally good, and together nearly certain."""
+    values = [0.5] * 80 + [1.4] * 120
+    law = quantile_law(values, GRID, 0.9, 1.0, 200) / 2**53
+    formula = quantile_probabilities(values, GRID, 0.9, 1.0)
+    found = int(np.searchsorted(GRID, 1.4))
+    assert law[found] > 0.997
+    assert formula[found] < 0.02
+    assert formula[found:].sum() > 0.99
 
 
 def test_probabilities_do_not_underflow_in_their_logarithms():
@@ -159,9 +183,11 @@ def test_the_first_and_the_last_draw_choose_the_ends(monkeypatch):
 def test_the_rank_error_holds_with_its_probability():
     values = np.sort(np.random.default_rng(2).pareto(2.0, size=2000))
     law = quantile_law(values, GRID, 0.9, 1.0, 2000) / 2**53
-    errors = np.abs(np.searchsorted(values, GRID, side="right") - 1800)
+    upper = np.searchsorted(values, GRID, side="right")
+    errors = np.maximum(np.maximum(np.append(0, upper[:-1]) - 1800, 1800 - upper), 0)
     bound = 2 * math.log(len(GRID) / 0.01)
-    assert law[errors > errors.min() + bound].sum() < 0.01 + 2e-5
+    assert errors.min() == 0
+    assert law[errors > bound].sum() < 0.01 + 2e-5
 
 
 def test_the_grid_is_geometric_and_public():

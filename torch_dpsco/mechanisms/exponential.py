@@ -1,16 +1,24 @@
 """The exponential mechanism for a quantile of private numbers, over a public geometric grid.
 
-    P(j) ~ exp(-(epsilon / 2) |#{i : v_i <= tau_j} - rank|),    tau_j = c_min 2^(j/4)
+    P(j) ~ exp(-(epsilon / 2) d_j),    d_j = distance of rank from [c_{j-1}, c_j],    tau_j = c_min 2^(j/4)
 
-Sensitivity of the score |count - rank|, with `rank` public: each count moves by at most 1, so the score does, whether
-a number is replaced, zeroed, added or removed. Under add_remove the number of values is private, so that `rank` must be
-a public quantile times a public reference size, never times their true number.
+with c_j = #{i : v_i <= tau_j} and c_{-1} = 0: point j answers for the values in (tau_{j-1}, tau_j], and d_j is 0 where
+the quantile is among them.
+
+Sensitivity of the score d_j, with `rank` public: each count moves by at most 1, both ends of the interval in the same
+direction, so that the score moves by at most 1, whether a number is replaced, zeroed, added or removed. Under
+add_remove the number of values is private, so that `rank` must be a public quantile times a public reference size,
+never times their true number.
 
 | value | counted |
 |---|---|
 | NaN, +inf | above every grid point |
 | zero, subnormal | below every grid point |
 | equal to a grid point | below it (<=) |
+
+Differs from the specification (and from `quantile_probabilities`, its formula) in the score, there |c_j - rank|. Where
+many values are equal, as gradient norms of a Huber loss on rows of norm 1 are, no count is near the rank; the points
+below the pile then lose to all points above it, which are equally far, and the draw may be anywhere up to c_max.
 
 Differs from the textbook in: 1. the law that is drawn from is a list of integers out of 2^53, so that it can be
 compared exactly; 2. it holds a uniform share of 2^-16 and a little less epsilon, by which rounding costs no privacy.
@@ -71,7 +79,7 @@ def geometric_grid(c_min: float, c_max: float) -> FloatArray:
 
 
 def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float) -> FloatArray:
-    """Returns the exact law of the exponential mechanism, computed in log space: the formula, not what is drawn from.
+    """Returns the exact law for the score |count - rank|, computed in log space: the formula, not what is drawn from.
 
     Args:
         values: (n,) numbers; NaN and inf count as above every grid point.
@@ -127,7 +135,10 @@ def quantile_law(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: f
         raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
     # PRIVACY: public n: the number of values is private under add_remove (test_the_rank_is_that_of_the_public_size)
     rank = round(check.between(0.0, 1.0, quantile=quantile) * n * 2**20) / 2**20
-    scores = np.abs(_counts(np.asarray(values, dtype=np.float64), points) - rank)
+    upper = _counts(np.asarray(values, dtype=np.float64), points)
+    lower = np.concatenate([[0], upper[:-1]])
+    # PRIVACY: moves by at most 1 with one value (test_no_replacement_breaks_epsilon)
+    scores = np.maximum(np.maximum(lower - rank, rank - upper), 0.0)
     # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
     law = _law(scores, min(float(epsilon), _MAX_EPSILON) - margin)
     # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
@@ -142,7 +153,8 @@ def draw_quantile(
 ) -> float:
     """Returns a grid point near the quantile of the values, drawn by the exponential mechanism. Charges nothing.
 
-    With probability 1 - zeta its rank is within (2 / epsilon) log(K / zeta) of the best grid point's.
+    With probability 1 - zeta the target rank is within (2 / epsilon) log(K / zeta) of the counts up to the point before
+    and up to the point drawn.
 
     Args:
         values: (m,) private numbers; NaN and inf count as above every grid point.
