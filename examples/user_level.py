@@ -1,6 +1,6 @@
 """Whole aircraft protected, not single flights: user-level clipping, a moving center, and the outlier filter.
 
-    python examples/user_level.py                 # two losses x four methods, eps = 2 each, under a minute
+    python examples/user_level.py                 # two losses x five methods, eps = 2 each, under a minute
     python examples/user_level.py --items all     # all flights of an aircraft, ragged numbers, in place of 50
     python examples/user_level.py --quick         # 10 flights each and few steps, for a smoke test
     python examples/user_level.py --plot x.png    # draws the noise against the flights per aircraft (needs matplotlib)
@@ -12,6 +12,7 @@ flights. Predicted are the flights of the aircraft outside of the universe, whic
 * clipped: each aircraft's mean gradient is clipped, and noise goes with the clip. The default recommendation.
 * centered: the same, but clipped around an average of what was released before.
 * filtered: a noisy test whether aircraft agree, then the mean of those that do; noise goes with the pair radius.
+* searched: the same with a pair radius that a private search finds first, by a part of the budget.
 * localized: the filter in phases on disjoint aircraft, of a strongly convex loss; at most half in each.
 
 All constants below are public. Those of the filter are guesses: a flight's gradient is about 1 long (a slope times a
@@ -57,6 +58,7 @@ STEPS, LR = 60, {"logistic": 4.0, "squared": 1.0}
 CLIP, CENTERED_CLIP, CENTER_DECAY = 0.2, 0.1, 0.9
 PAIR_RADIUS = {"logistic": 1.0, "squared": 1.5}  # of means of LEAST flights
 FILTER_STEPS, FILTER_LR = 20, {"logistic": 4.0, "squared": 0.4}  # the more steps, the more noise in each
+SEARCH_EPSILON, SMALLEST_RADIUS = 0.3, 1e-3  # of the budget; 64 candidates, each 1.25 times the one before
 REG, RADIUS = 0.01, 7.0  # of the strongly convex loss, and of the answer: a guess
 LIPSCHITZ = {"logistic": ROW_NORM_BOUND["predep"], "squared": 3 * ROW_NORM_BOUND["predep"]}  # 3 hours; for steps only
 
@@ -99,7 +101,7 @@ def choose(owners: np.ndarray, n_users: int, items: int | None) -> np.ndarray:
     return np.concatenate([np.random.default_rng([0, k]).permutation(rows)[:items] for k, rows in enumerate(own)])
 
 
-# -- four private methods ---------------------------------------------------------------------------------------------
+# -- five private methods ---------------------------------------------------------------------------------------------
 
 
 class Setting(NamedTuple):
@@ -142,34 +144,40 @@ def _clipped(model: nn.Module, setting: Setting, clip: float, decay: float | Non
 
 def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """The outlier filter on all aircraft; raises if nothing is proved for so few."""
-    plan = user_level.calibrate_filter(
+    return _filtered(model, setting, setting.pair_radius)
+
+
+def searched(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
+    """The same, with a pair radius that a private search finds in the first step, for a part of the budget."""
+    return _filtered(model, setting, user_level.pair_radius_search(setting.n_users, SEARCH_EPSILON, SMALLEST_RADIUS))
+
+
+def _filtered(
+    model: nn.Module, setting: Setting, pair_radius: float | user_level.PairRadiusSearch
+) -> dp.PrivateOptimizer:
+    return dp.UserFilteredSGD.calibrated(
+        model.parameters(),
         n_users=setting.n_users,
+        budget=setting.budget,
+        pair_radius=pair_radius,
+        lr=FILTER_LR[setting.loss],
         steps=min(FILTER_STEPS, setting.most_steps),
-        epsilon=setting.budget.epsilon,
-        delta=setting.budget.delta,
-        pair_radius=setting.pair_radius,
+        average="weighted",
     )
-    lr, ledger = FILTER_LR[setting.loss], dp.Accountant(setting.budget)
-    return dp.UserFilteredSGD(model.parameters(), lr, plan=plan, average="weighted", accountant=ledger)
 
 
 def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """As many phases as are proved private; raises if not even one is."""
-    plan = user_level.localized_user_plan(
+    return dp.LocalizedUserSGD.calibrated(
+        model.parameters(),
         n_users=setting.n_users,
-        items_per_user=setting.items,
-        dim=WIDTH + 1,
-        epsilon=setting.budget.epsilon,
-        delta=setting.budget.delta,
-        lipschitz=LIPSCHITZ[setting.loss],
-        strong_convexity=REG,
-        radius=RADIUS,
+        budget=setting.budget,
+        problem=dp.Problem(lipschitz=LIPSCHITZ[setting.loss], radius=RADIUS),
+        reg=REG,  # makes the loss strongly convex
+        min_items=setting.items,
         pair_radius=setting.pair_radius,
         max_steps=min(FILTER_STEPS, setting.most_steps),
-    )
-    ledger = dp.Accountant(setting.budget)
-    return dp.LocalizedUserSGD(
-        model.parameters(), schedule=plan, prox=dp.prox.ElasticNet(l1=0.0, l2=REG), accountant=ledger
+        distance=RADIUS,  # the start is 0
     )
 
 
@@ -177,6 +185,7 @@ METHODS: dict[str, Callable[[nn.Module, Setting], dp.PrivateOptimizer]] = {
     "clipped": clipped,
     "centered": centered,
     "filtered": filtered,
+    "searched": searched,
     "localized": localized,
 }
 

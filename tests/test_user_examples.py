@@ -24,7 +24,7 @@ from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.theory import user_level
 
 ROOT = Path(__file__).parents[1]
-LOSSES, METHODS = ("logistic", "squared"), ("clipped", "centered", "filtered", "localized")
+LOSSES, METHODS = ("logistic", "squared"), ("clipped", "centered", "filtered", "searched", "localized")
 USERS, ITEMS, DELTA = 1500, 10, 1e-6
 
 
@@ -93,7 +93,7 @@ def quick(module: ModuleType) -> Run:
 
 def test_the_example_says_how_to_run_it_and_stays_short() -> None:
     source = (ROOT / "examples" / "user_level.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) < 330
+    assert len(source.splitlines()) < 345
     docstring = ast.get_docstring(ast.parse(source))
     for options in ("", "--items all", "--quick", "--plot"):
         assert f"python examples/user_level.py {options}" in docstring
@@ -109,8 +109,8 @@ def test_each_method_trains_each_loss_within_a_budget_for_users(quick: Run) -> N
         # a reserve for failures is kept back by plans of the filter; clipping spends all
         least = 1.99 if isinstance(optimizer, dp.UserClippedSGD) else 1.8
         assert least < spent.epsilon <= 2.0
-    kinds = [type(optimizer).__name__ for _, optimizer in quick.made[:4]]
-    assert kinds == ["UserClippedSGD", "UserClippedSGD", "UserFilteredSGD", "LocalizedUserSGD"]
+    kinds = [type(optimizer).__name__ for _, optimizer in quick.made[:5]]
+    assert kinds == ["UserClippedSGD"] * 2 + ["UserFilteredSGD"] * 2 + ["LocalizedUserSGD"]
 
 
 def test_the_printed_headline_names_the_user_and_the_universe(quick: Run) -> None:
@@ -121,7 +121,7 @@ def test_the_printed_headline_names_the_user_and_the_universe(quick: Run) -> Non
 
 
 def test_clipping_is_charged_for_its_gaussians_alone(quick: Run) -> None:
-    for _, optimizer in (quick.made[0], quick.made[4]):
+    for _, optimizer in (quick.made[0], quick.made[5]):
         mu = 2.0 * math.sqrt(optimizer.steps) / optimizer.oracle.event().sigma
         normal = torch.distributions.Normal(0.0, 1.0)
         low, high = (
@@ -130,8 +130,17 @@ def test_clipping_is_charged_for_its_gaussians_alone(quick: Run) -> None:
         assert high - math.exp(2.0) * low == pytest.approx(DELTA, rel=2e-2)
 
 
+def test_a_search_comes_first_and_finds_a_radius_of_its_grid(quick: Run) -> None:
+    for found, given in ((quick.made[3][1], quick.made[2][1]), (quick.made[8][1], quick.made[7][1])):
+        assert found.steps == given.steps + 1
+        radius = found.metrics["pair_radius"]
+        place = math.log(radius / 1e-3) / math.log(1.25)  # a candidate, and one ratio more
+        assert place == pytest.approx(round(place), abs=1e-6)
+        assert 0.05 < radius < 50
+
+
 def test_no_aircraft_is_in_two_phases(quick: Run) -> None:
-    for _, optimizer in (quick.made[3], quick.made[7]):
+    for _, optimizer in (quick.made[4], quick.made[9]):
         assert isinstance(optimizer.design, Parts)
         sizes = [part.n for part, _ in optimizer.design.parts]
         assert sum(sizes) <= USERS
@@ -142,7 +151,7 @@ def test_no_aircraft_is_in_two_phases(quick: Run) -> None:
 def test_printed_scores_are_those_of_the_models(quick: Run, module: ModuleType, loss: str) -> None:
     fleet, late = quick.fleet, quick.fleet.test_hours > 0.25
     table = quick.text.split(f"{loss}: ")[1].split("\n\n")[0]
-    for name, (model, _) in zip(METHODS, quick.made[4 * LOSSES.index(loss) :], strict=False):
+    for name, (model, _) in zip(METHODS, quick.made[5 * LOSSES.index(loss) :], strict=False):
         with torch.no_grad():
             score = model(fleet.test_features).squeeze(1).double()
         pairs = score[late][:, None] - score[~late][None, :]
@@ -172,7 +181,7 @@ def test_the_fit_that_is_not_private_minimizes_the_mean_over_users(module: Modul
 
 def test_too_few_aircraft_are_said_to_be_infeasible_with_the_number_that_works(module: ModuleType) -> None:
     found = run(module, made_up(module, 60), "--quick")
-    for name in ("filtered", "localized"):
+    for name in ("filtered", "searched", "localized"):
         lines = re.findall(rf"^{name} +infeasible: .*$", found.text, re.MULTILINE)
         assert len(lines) == len(LOSSES)
         needed = [int(re.search(r"smallest n_users that works is (\d+)", line)[1]) for line in lines]
@@ -184,7 +193,7 @@ def test_too_few_aircraft_are_said_to_be_infeasible_with_the_number_that_works(m
 def test_ragged_numbers_of_flights_are_trained_on_as_they_are(module: ModuleType) -> None:
     fleet = made_up(module, ragged=True)
     found = run(module, fleet, "--quick", "--items", "all")
-    assert len(found.made) == 8
+    assert len(found.made) == 10
     assert f"{len(fleet.hours):,} of their flights" in found.text
 
 
@@ -272,7 +281,7 @@ def test_the_code_of_the_document_runs() -> None:
         for block in re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL):
             exec(block, names)
     assert "(2, 1e-06)-differential privacy for one user (replace_one)" in text.getvalue()
-    assert isinstance(names["optimizer"], dp.UserFilteredSGD)
+    assert isinstance(names["optimizer"], dp.LocalizedUserSGD)
 
 
 def test_the_benchmark_measures_excess_risk_exactly() -> None:

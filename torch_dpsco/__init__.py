@@ -40,7 +40,9 @@ from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.optim.localized import LocalizedSGD
 from torch_dpsco.optim.pilot import Pilot
-from torch_dpsco.optim.user_level import LocalizedUserSGD, UserClippedSGD, UserFilteredSGD
+from torch_dpsco.optim.user_clipped import UserClippedSGD
+from torch_dpsco.optim.user_filtered import UserFilteredSGD
+from torch_dpsco.optim.user_localized import LocalizedUserSGD
 from torch_dpsco.problem import Problem
 from torch_dpsco.sampling import (
     DisjointSampler,

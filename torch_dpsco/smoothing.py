@@ -3,13 +3,15 @@
 The joint vector of all parameters is shifted by y = r U^(1/d) g/|g|, g standard normal, U uniform: the uniform law on
 the ball of radius r of R^d. Three ways, in the order in which they should be tried:
 
-* `shifted`: one y for all items of a step. The usual backward pass, unbiased for the smoothed loss.
+* one y for all items of a step, by the usual backward pass, unbiased for the smoothed loss: `UserFilteredSGD` does it
+  with `smoothing=`, as any private optimizer whose `Phase` has it; `shifted` does it in a loop of your own.
 * `perturbed_logits`: a fresh y for each item of a linear model, at the price of a few numbers each. With Y the shift of
   the (K, p) weights, D = K p, the exact joint law of the K logits of an item x is
 
       Y x = r |x| U^(1/D) g_K / sqrt(|g_K|^2 + chi^2_(D-K)),   g_K ~ N(0, I_K).
 
-* `perturbed_gradients`: a fresh y for each item of any model, in memory items x parameters, in chunks.
+* `perturbed_gradients`: a fresh y for each item of any model, in memory items x parameters, in chunks;
+  `perturbed_backward` leaves them where private optimizers look.
 
 y does not depend on the data, so that the gradient at theta + y is just another query: privacy does not change, and y
 may even be published. What the shift costs and buys: `theory.smoothing`.
@@ -30,8 +32,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from torch_dpsco import _validate as check
+from torch_dpsco.gradbatch import has_rows
 
-__all__ = ["ball_shift", "perturbed_gradients", "perturbed_logits", "shifted"]
+__all__ = ["ball_shift", "perturbed_backward", "perturbed_gradients", "perturbed_logits", "shifted"]
 
 
 def ball_shift(params: Sequence[Tensor], radius: float, generator: torch.Generator) -> list[Tensor]:
@@ -175,6 +178,50 @@ def perturbed_gradients(
         if len(x):
             chunks.append(item_gradients(tuple(p + shift for p, shift in zip(params, shifts, strict=True)), x, y))
     return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+
+def perturbed_backward(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    radius: float,
+    generator: torch.Generator,
+    chunk_size: int = 64,
+) -> None:
+    """Does what a backward pass of the sum of losses does, each item at parameters shifted anew.
+
+    The rows are left in `p.grad_sample`, where a private optimizer takes them in place of those of an attached model.
+
+    Args:
+        model: see `perturbed_gradients`; not attached.
+        loss_fn: see there.
+        inputs: (B, ...).
+        targets: (B, ...).
+        radius: r >= 0.
+        generator: see `ball_shift`.
+        chunk_size: items at a time.
+
+    Raises:
+        ValueError: as `perturbed_gradients`; or rows are there that no step has used.
+
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> perturbed_backward(model, nn.functional.mse_loss, torch.ones(5, 3), torch.zeros(5, 1), radius=0.1,
+        ...                    generator=torch.Generator())
+        >>> tuple(model.weight.grad_sample.shape)
+        (5, 1, 3)
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if has_rows(trained):
+        # PRIVACY: they may be those of other items (test_rows_that_no_step_has_used_are_not_overwritten)
+        raise ValueError("model must have no rows that no step has used: call optimizer.step() or zero_grad() first")
+    rows = perturbed_gradients(
+        model, loss_fn, inputs, targets, radius=radius, generator=generator, chunk_size=chunk_size
+    )
+    for p, part in zip(trained, rows, strict=True):
+        p.grad_sample, p.dpsco_mean = part, False  # type: ignore[attr-defined]
 
 
 def _shifts(params: Sequence[Tensor], radius: float, count: int, generator: torch.Generator) -> list[Tensor]:

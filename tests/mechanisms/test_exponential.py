@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpsco.mechanisms import exponential
-from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law, quantile_probabilities
+from torch_dpsco.mechanisms.exponential import (
+    draw,
+    draw_quantile,
+    geometric_grid,
+    quantile_law,
+    quantile_probabilities,
+    score_law,
+)
 
 GRID = geometric_grid(1e-4, 1e4)
 ODD = [math.nan, math.inf, -math.inf, 0.0, 5e-324, 1e308, 1.0]
@@ -80,7 +87,9 @@ def test_no_replacement_breaks_epsilon(values, new, quantile, epsilon, size):
 
 def tight_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
     """Laws of 100 numbers of which one moves up: the score of most points falls by 1, that of a rare one rises."""
-    common = [0.5] * 44 + [1.1] * 8 + [9.0] * 47  # rank 50.9: counts 45, 53, 53, ... with 0.5, or else 44, 52, 52, ...
+    common = (
+        [0.5] * 44 + [1.1] * 8 + [9.0] * 47
+    )  # rank 50.9 - 0.5: counts 45, 53, 53, ... with 0.5, or else 44, 52, 52, ...
     grid = [1.0, 1.25, *np.linspace(2.0, 3.0, 4000)]
     first, second = (quantile_law([new, *common], grid, 0.509, epsilon, 100) for new in (0.5, math.inf))
     return first, second
@@ -130,7 +139,7 @@ def law_of_cells(values: np.ndarray, quantile: float, epsilon: float) -> np.ndar
     for j, point in enumerate(GRID):
         below = sum(value <= GRID[j - 1] for value in values) if j else 0
         upto = sum(value <= point for value in values)
-        rank = quantile * len(values)
+        rank = quantile * len(values) - 0.5
         scores.append(0.0 if below <= rank <= upto else min(abs(below - rank), abs(upto - rank)))
     weights = np.exp(-epsilon / 2 * np.array(scores))
     return weights / weights.sum()
@@ -175,8 +184,8 @@ def test_draws_follow_the_law():
 
 
 def test_the_first_and_the_last_draw_choose_the_ends(monkeypatch):
-    for draw, point in ((0, 1.0), (2**53 - 1, 3.0)):
-        monkeypatch.setattr(torch, "randint", lambda *args, draw=draw, **kwargs: torch.tensor(draw))
+    for number, point in ((0, 1.0), (2**53 - 1, 3.0)):
+        monkeypatch.setattr(torch, "randint", lambda *args, number=number, **kwargs: torch.tensor(number))
         assert draw_quantile([2.0], [1.0, 2.0, 3.0], 0.5, 1.0, 1, torch.Generator()) == point
 
 
@@ -184,7 +193,7 @@ def test_the_rank_error_holds_with_its_probability():
     values = np.sort(np.random.default_rng(2).pareto(2.0, size=2000))
     law = quantile_law(values, GRID, 0.9, 1.0, 2000) / 2**53
     upper = np.searchsorted(values, GRID, side="right")
-    errors = np.maximum(np.maximum(np.append(0, upper[:-1]) - 1800, 1800 - upper), 0)
+    errors = np.maximum(np.maximum(np.append(0, upper[:-1]) - 1799.5, 1799.5 - upper), 0)
     bound = 2 * math.log(len(GRID) / 0.01)
     assert errors.min() == 0
     assert law[errors > bound].sum() < 0.01 + 2e-5
@@ -196,6 +205,94 @@ def test_the_grid_is_geometric_and_public():
     assert GRID[0] == 1e-4
     assert GRID[-1] <= 1e4 < GRID[-1] * 2**0.25
     assert geometric_grid(0.125, 32.0).tolist()[::4] == [2.0**k for k in range(-3, 6)]
+
+
+# -- any scores -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(
+    st.data(),
+    st.integers(1, 30),
+    st.one_of(st.integers(1, 10**6), st.sampled_from([3, 2**40, 2**51 - 1])),
+    st.floats(1e-3, 100),
+)
+def test_scores_that_move_by_the_sensitivity_keep_epsilon(data, size, sensitivity, epsilon):
+    span = st.integers(-(2**52), 2**52)
+    base = [data.draw(span) for _ in range(size)]
+    if data.draw(st.booleans()):  # of the same size as the sensitivity, so that many are likely
+        base = [score % (3 * sensitivity) for score in base]
+    step = st.sampled_from([-sensitivity, 0, sensitivity, sensitivity // 2])
+    moved = [score + data.draw(step) for score in base]
+    assert_keeps_epsilon(*(score_law(scores, sensitivity, epsilon) for scores in (base, moved)), epsilon)
+
+
+@pytest.mark.parametrize("sensitivity", [2.0**-40, 1 / 3, 1.0, 398.0, 1e15])
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 30.0])
+def test_scores_at_the_bound_spend_all_of_epsilon_and_no_more(sensitivity, epsilon):
+    first = np.array([0.0] + [sensitivity] * 200)
+    second = np.array([sensitivity] + [0.0] * 200)
+    laws = [score_law(scores, sensitivity, epsilon) for scores in (first, second)]
+    assert_keeps_epsilon(*laws, epsilon)
+    found = [math.log(ratio) for ratio in ratios(*laws)]
+    assert max(found) - min(found) > (0.99 if epsilon < 2 else 0.4) * epsilon  # the uniform share hides more
+
+
+@pytest.mark.parametrize("sensitivity", [0.3, 1.0, 77.0, 1e12])
+def test_the_law_of_scores_is_the_formula_up_to_the_uniform_share(sensitivity):
+    scores = np.array([0.0, 0.1, 1.0, 2.5, 60.0]) * sensitivity
+    with mpmath.workdps(40):
+        weights = [mpmath.exp(-mpmath.mpf(2) * float(score) / (2 * sensitivity)) for score in scores]
+        formula = np.array([float(weight / sum(weights)) for weight in weights])
+    law = score_law(scores, sensitivity, 2.0) / 2**53
+    assert np.abs(law - formula).max() < 2e-5
+
+
+def test_the_law_of_scores_depends_on_differences_alone():
+    scores = np.random.default_rng(0).integers(0, 1000, 50)
+    law = score_law(scores, 100, 1.0)
+    assert np.array_equal(score_law(scores + 2**52, 100, 1.0), law)
+    assert np.array_equal(score_law(scores - 2**52, 100, 1.0), law)
+    assert np.array_equal(score_law(scores * 2.0**-30, 100 * 2.0**-30, 1.0), law)
+    assert np.array_equal(score_law([int(score) for score in scores], 100, 1.0), law)
+    assert score_law([7], 1, 1.0).tolist() == [2**53]
+
+
+def test_a_draw_is_an_index_of_its_law():
+    law = score_law([0, 1, 5], 1, 1.0)
+    generator = torch.Generator().manual_seed(3)
+    draws = [draw(law, generator) for _ in range(4000)]
+    for index, probability in enumerate(law / 2**53):
+        # 5 standard deviations; the seed is fixed
+        assert abs(draws.count(index) / 4000 - probability) < 5 * math.sqrt(probability * (1 - probability) / 4000)
+    for only in range(3):
+        assert draw(np.eye(3, dtype=np.int64)[only] * 2**53, generator) == only
+    with pytest.raises(ValueError, match="law must add up to 2\\^53"):
+        draw(law[:2], generator)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": []}, "scores must hold 1 to 4096"),
+        ({"scores": [[1.0]]}, "scores must hold 1 to 4096"),
+        ({"scores": np.zeros(4097)}, "scores must hold 1 to 4096"),
+        ({"scores": [0.0, math.nan]}, "scores must be finite"),
+        ({"scores": [0.0, -math.inf]}, "scores must be finite"),
+        ({"scores": [0, 2**53 + 1]}, "scores must be finite and below 2\\^53"),
+        ({"sensitivity": 0.0}, "sensitivity must be in"),
+        ({"sensitivity": math.inf}, "sensitivity must be in"),
+        ({"sensitivity": math.nan}, "sensitivity must be in"),
+        ({"epsilon": -1.0}, "epsilon must be > 0"),
+        ({"epsilon": 1e-10}, "epsilon must be > .* on a grid of 3 points"),
+    ],
+)
+def test_wrong_scores_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        score_law(**({"scores": [0.0, 1.0, 2.0], "sensitivity": 1.0, "epsilon": 1.0} | change))
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

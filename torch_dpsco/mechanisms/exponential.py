@@ -1,14 +1,15 @@
-"""The exponential mechanism for a quantile of private numbers, over a public geometric grid.
+"""The exponential mechanism: a law in integers for any scores, and that of a quantile over a public geometric grid.
 
-    P(j) ~ exp(-(epsilon / 2) d_j),    d_j = distance of rank from [c_{j-1}, c_j],    tau_j = c_min 2^(j/4)
+    P(j) ~ exp(-(epsilon / (2 D)) s_j),    D = sensitivity of each score s_j: the lower, the better
 
-with c_j = #{i : v_i <= tau_j} and c_{-1} = 0: point j answers for the values in (tau_{j-1}, tau_j], and d_j is 0 where
-the quantile is among them.
+For a quantile of private numbers the grid is tau_j = c_min 2^(j/4), c_j = #{i : v_i <= tau_j}, c_{-1} = 0, and
 
-Sensitivity of the score d_j, with `rank` public: each count moves by at most 1, both ends of the interval in the same
-direction, so that the score moves by at most 1, whether a number is replaced, zeroed, added or removed. Under
-add_remove the number of values is private, so that `rank` must be a public quantile times a public reference size,
-never times their true number.
+    s_j = distance of rank from [c_{j-1}, c_j],    D = 1
+
+so that point j answers for the values in (tau_{j-1}, tau_j], and s_j is 0 where the quantile is among them. With `rank`
+public, each count moves by at most 1, so that the distance does, whether a number is replaced, zeroed, added or
+removed. Under add_remove the number of values is private, so that `rank` must be a public quantile times a public
+reference size, never times their true number.
 
 | value | counted |
 |---|---|
@@ -23,14 +24,20 @@ below the pile then lose to all points above it, which are equally far, and the 
 Differs from the textbook in: 1. the law that is drawn from is a list of integers out of 2^53, so that it can be
 compared exactly; 2. it holds a uniform share of 2^-16 and a little less epsilon, by which rounding costs no privacy.
 
-Proof that rounding costs nothing. Let K be the number of grid points, p the exact law at epsilon' = epsilon - 6 x, and
-pi = (1 - g) p + g/K with g = 2^-16. Ratios of the mixtures of two neighbors lie between those of p and 1, so that they
-are in e^[-epsilon', epsilon'], within a window of log width epsilon'. Scores are exact in float64 (the rank is a
-multiple of 2^-20, counts are below 2^32). As float64 computes them, the entries of p have an absolute error of at most
-(K + 12) u, u = 2^-53 (u K of the sum, 8 u of exp and division, |l| e^-|l| u of the exponent l, 2 u of the mixture);
-each partial sum adds K u and the rounding to integers u, so that what is drawn differs from pi by at most
-(3 K + 16) u per point. Relative to pi >= g/K that is x = (3 K + 16) u K / g, which moves a log ratio by at most 2.1 x
-and the width of their window by at most 4.2 x.
+Proof that rounding costs nothing. Let K be the number of points, p the exact law at epsilon' = epsilon - 6 x for the
+scores as they are in float64 (exact there: D is for these numbers), and pi = (1 - g) p + g/K with g = 2^-16. Scores
+move by at most D, so that ratios of p for neighbors are in e^[-epsilon', epsilon'], within a window of log width
+epsilon'. Ratios of the mixtures lie between those of p and 1: they are in the same window, extended to 1 at most.
+
+Computed are l_j = (epsilon' / (2 D)) (s_j - min s), w_j = e^-l_j and w_j / W, W = sum w_j >= 1. With u = 2^-53, l_j is
+off by 3 u l_j (quotient, difference, product), whatever D is, since the minimum is taken off before anything is
+rounded. That moves p_j by at most 3 u (p_j l_j + p_j sum_k p_k l_k) <= 3 u (1/e + log K), for p_j <= e^-l_j and
+sum_k p_k l_k = entropy(p) - log W <= log K. Errors of exp, 8 u each, move p_j by 8 u 2 p_j (1 - p_j) <= 4 u, the sum by
+K u, the quotient by u, the mixture by 2 u. What is drawn are differences of partial sums of these K numbers, which add
+u each, rounded to integers, u. So points but the last are off by at most (K + 11 + 3 log K) u. The last one has what
+the others leave; the same bounds hold for 1 - p_K, which is their sum, with K u for all partial sums: (2 K + 11 +
+3 log K) u. As 3 log K <= K + 1, all are within (3 K + 16) u of pi. Relative to pi >= g/K that is
+x = (3 K + 16) u K / g, which moves a log ratio by at most 2.1 x and the width of their window by at most 4.2 x.
 
 Source: McSherry and Talwar 2007; spec heavytail.md, sections 1 and 2.9; bounded range: Dong, Durfee and Rogers 2020.
 """
@@ -46,7 +53,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
 
-__all__ = ["draw_quantile", "geometric_grid", "quantile_law", "quantile_probabilities"]
+__all__ = ["draw", "draw_quantile", "geometric_grid", "quantile_law", "quantile_probabilities", "score_law"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -54,6 +61,8 @@ IntArray = NDArray[np.int64]
 _DRAWS = 2**53  # equally likely draws, split among the grid points
 _UNIFORM = 2.0**-16  # share of the uniform law; `_margin` divides by it
 _MAX_GRID, _MAX_VALUES = 4096, 2**32
+_MAX_SCORE = 2.0**53  # integers below it are exact
+_SENSITIVITIES = (2.0**-64, 2.0**64)  # no product overflows
 _MAX_EPSILON = 2.0**16  # past that a draw is the best point anyway; the proof's x must exceed the roundings of epsilon
 
 
@@ -105,47 +114,97 @@ def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, 
     return _law(np.abs(_counts(numbers, points) - rank), check.positive(epsilon=epsilon))
 
 
+def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray:
+    """Returns the law that is drawn from: of 2^53 equally likely draws, how many choose each point.
+
+    Args:
+        scores: (K,) private numbers, the lower the better, |s_j| < 2^53, K <= 4096; exact, so of integers or float64.
+        sensitivity: D in [2^-64, 2^64], public: how far one record moves each score, as given here.
+        epsilon: > 0.
+
+    Returns:
+        (K,) positive integers that add up to 2^53.
+
+    Raises:
+        ValueError: a number is out of range, or epsilon is below the margin for rounding (1e-5 and less for up to 200
+            points). Keep scores in range by public numbers: the exception tells of them.
+
+    Guarantee:
+        epsilon-DP and of epsilon-bounded range, hence (epsilon^2 / 8)-zCDP, for this very law, wherever one record
+        moves each score by at most the sensitivity.
+
+    Example:
+        >>> (score_law([0, 2, 20], sensitivity=2, epsilon=2.0) / 2**53).round(4).tolist()
+        [0.6224, 0.3776, 0.0]
+    """
+    bad = np.asarray(scores, dtype=np.float64)
+    if bad.ndim != 1 or not 1 <= len(bad) <= _MAX_GRID:
+        raise ValueError(f"scores must hold 1 to {_MAX_GRID} numbers (got shape {bad.shape})")
+    if not (np.abs(bad) < _MAX_SCORE).all():
+        raise ValueError("scores must be finite and below 2^53")
+    size, unit = len(bad), check.between(*_SENSITIVITIES, sensitivity=sensitivity)
+    margin = _margin(size)
+    if check.positive(epsilon=epsilon) <= 2 * margin:
+        raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
+    # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
+    law = _law(bad, (min(float(epsilon), _MAX_EPSILON) - margin) / unit)
+    # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
+    mixed = (1.0 - _UNIFORM) * law + _UNIFORM / size
+    ends = np.minimum(np.floor(np.cumsum(mixed) * _DRAWS), _DRAWS).astype(np.int64)
+    ends[-1] = _DRAWS
+    return np.diff(ends, prepend=0)
+
+
+def draw(law: IntArray, generator: torch.Generator) -> int:
+    """Returns an index drawn by a law of `score_law`. Charges nothing.
+
+    Args:
+        law: (K,) integers >= 0 that add up to 2^53.
+        generator: of the draw; from `torch_dpsco.rng.noise_generator`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ends = np.cumsum(law)
+    if ends[-1] != _DRAWS:
+        raise ValueError("law must add up to 2^53")
+    # 2^53 divides 2^64: the draw has no modulo bias
+    number = int(torch.randint(_DRAWS, (), generator=generator, device=generator.device))
+    return int(np.searchsorted(ends, number, side="right"))
+
+
 def quantile_law(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int) -> IntArray:
-    """Returns the law that is drawn from: of 2^53 equally likely draws, how many choose each grid point.
+    """Returns the law of a quantile: of 2^53 equally likely draws, how many choose each grid point.
 
     Args:
         values: (m,) private numbers.
         grid: (K,) increasing public numbers, K <= 4096.
         quantile: public target in [0, 1].
         epsilon: > 0.
-        n: public (reference) number of values: the target rank is quantile * n. It must be m where m is public.
+        n: public (reference) number of values: the target rank is quantile * n - 1/2. It must be m where m is
+            public.
 
     Returns:
         (K,) positive integers that add up to 2^53.
 
     Raises:
-        ValueError: a public argument is out of range, or epsilon is below the margin for rounding (1e-5 and less for
-            up to 200 grid points).
+        ValueError: a public argument is out of range, or epsilon is below the margin for rounding.
 
     Guarantee:
-        epsilon-DP and of epsilon-bounded range, hence (epsilon^2 / 8)-zCDP, for this very law, under replace_one and
-        zero_out, and under add_remove for a fixed n. Assumes that a record's number does not depend on other records.
+        That of `score_law` under replace_one and zero_out, and under add_remove for a fixed n. Assumes that a record's
+        number does not depend on other records.
     """
     points = _points(grid)
-    size = len(points)
     if check.positive_count(n=n) >= _MAX_VALUES:
         raise ValueError(f"n must be < 2^32 (got {n})")
-    margin = _margin(size)
-    if check.positive(epsilon=epsilon) <= 2 * margin:
-        raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
     # PRIVACY: public n: the number of values is private under add_remove (test_the_rank_is_that_of_the_public_size)
-    rank = round(check.between(0.0, 1.0, quantile=quantile) * n * 2**20) / 2**20
+    # less 1/2: the r-th smallest value is between ranks r - 1 and r, so that no cell beside its own is as good
+    rank = round((check.between(0.0, 1.0, quantile=quantile) * n - 0.5) * 2**20) / 2**20
     upper = _counts(np.asarray(values, dtype=np.float64), points)
     lower = np.concatenate([[0], upper[:-1]])
-    # PRIVACY: moves by at most 1 with one value (test_no_replacement_breaks_epsilon)
-    scores = np.maximum(np.maximum(lower - rank, rank - upper), 0.0)
-    # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
-    law = _law(scores, min(float(epsilon), _MAX_EPSILON) - margin)
-    # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
-    mixed = (1.0 - _UNIFORM) * law + _UNIFORM / size
-    ends = np.minimum(np.floor(np.cumsum(mixed) * _DRAWS), _DRAWS).astype(np.int64)
-    ends[-1] = _DRAWS
-    return np.diff(ends, prepend=0)
+    # PRIVACY: moves by at most 1 with one value (test_no_replacement_breaks_epsilon); exact, since the rank is a
+    # multiple of 2^-20 and counts are below 2^32
+    return score_law(np.maximum(np.maximum(lower - rank, rank - upper), 0.0), 1.0, epsilon)
 
 
 def draw_quantile(
@@ -170,13 +229,10 @@ def draw_quantile(
     Guarantee: that of `quantile_law`, if the generator's draws are uniform.
 
     Example:
-        >>> draw_quantile([1.0] * 90 + [9.0] * 10, [0.5, 2.0, 16.0], 0.9, 5.0, 100, torch.Generator().manual_seed(0))
+        >>> draw_quantile([1.0] * 90 + [9.0] * 10, [0.5, 2.0, 16.0], 0.8, 5.0, 100, torch.Generator().manual_seed(0))
         2.0
     """
-    ends = np.cumsum(quantile_law(values, grid, quantile, epsilon, n))
-    # 2^53 divides 2^64: the draw has no modulo bias
-    draw = int(torch.randint(_DRAWS, (), generator=generator, device=generator.device))
-    return float(_points(grid)[np.searchsorted(ends, draw, side="right")])
+    return float(_points(grid)[draw(quantile_law(values, grid, quantile, epsilon, n), generator)])
 
 
 def _points(grid: ArrayLike | Sequence[float]) -> FloatArray:

@@ -21,6 +21,7 @@ from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.common import CommonOptimizer, require_one_process
+from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
@@ -84,8 +85,11 @@ class Assembly(CommonOptimizer):
             checks.require_one_step(self.accountant, self.adjacency, self.ahead(), "the planned phases")
         self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
+        self._shifts = Shifts(device)
         oracle.take()
         forget_wrappers(self._all_params())
+        with torch.no_grad():
+            self._place()
 
     def __copy__(self) -> Assembly:
         raise SequenceError("copies must have parts of their own: use copy.deepcopy((model, optimizer))")
@@ -95,6 +99,13 @@ class Assembly(CommonOptimizer):
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _place(self) -> None:
+        """Leaves the next query in the parameters, which hold the iterate: another point where losses are smoothed."""
+        if self.schedule.steps is None or self._steps < self.schedule.steps:
+            radius = self.schedule.phases[self.schedule.locate(self._steps)[0]].smoothing
+            if radius:
+                self._shifts.place(self._trained(), self.state, radius)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 

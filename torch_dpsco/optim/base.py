@@ -29,6 +29,7 @@ from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire
 from torch_dpsco.optim import amp, checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.prox import Identity
@@ -155,6 +156,7 @@ class PrivateOptimizer(Assembly):
         return self._batch.close(chunk) if not partial else None
 
     def _apply(self, release: Release) -> None:
+        self._shifts.lift(self._all_params(), self.state)
         self._halted = release.halted
         index, k = self.schedule.locate(self._steps)
         phase = self.schedule.phases[index]
@@ -165,6 +167,7 @@ class PrivateOptimizer(Assembly):
         if k + 1 == phase.steps and len(self.schedule.phases) > 1:
             self._install_answer()
             self.rule.end_phase(self.param_groups, self.state, phase)
+        self._place()
 
     def _move(self, release: Release, phase: Phase, k: int) -> None:
         params = self._trained()
@@ -198,6 +201,7 @@ class PrivateOptimizer(Assembly):
     # -- the answer ---------------------------------------------------------------------------------------------------
 
     def _install_answer(self) -> None:
+        self._shifts.lift(self._all_params(), self.state)
         for p in self._trained():
             p.copy_(self.rule.answer(p, self.state))
 
@@ -283,7 +287,9 @@ class PrivateOptimizer(Assembly):
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
-        kept = {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "step")}
+        kept = {
+            key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "_shifts", "step")
+        }
         return {**kept, "_partition": self._batch.partition}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -291,7 +297,8 @@ class PrivateOptimizer(Assembly):
         super().__setstate__(state)
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
-        self._noise, self._seeded = noise_generator(checks.one_device(self._all_params())), False
+        device = checks.one_device(self._all_params())
+        self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
         self._batch = LogicalBatch(self.design)
         if partition is not None:
             self._batch.resume(partition)

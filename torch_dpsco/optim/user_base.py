@@ -8,12 +8,19 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.sampling import UserLoader, user_ids
 
-__all__ = ["UserOptimizer"]
+__all__ = ["UserOptimizer", "require_user"]
+
+
+def require_user(budget: Budget) -> None:
+    """Raises UnitError unless the budget protects users."""
+    if budget.unit != "user":
+        raise UnitError(f"budget must be of unit 'user': Budget(..., unit='user') (got {budget.unit!r})")
 
 
 class UserOptimizer(PrivateOptimizer):

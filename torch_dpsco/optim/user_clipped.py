@@ -15,9 +15,8 @@ from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.errors import UnitError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.user_base import UserOptimizer
+from torch_dpsco.optim.user_base import UserOptimizer, require_user
 from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.prox import Prox
@@ -169,7 +168,7 @@ class UserClippedSGD(UserOptimizer):
             accountant: see the class.
             generator: see the class.
         """
-        _require_user(budget)
+        require_user(budget)
         if steps is not None and epochs is not None:
             raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
         design = _users(n_users if batch_size is None else batch_size, n_users, sampling)
@@ -203,8 +202,3 @@ class UserClippedSGD(UserOptimizer):
 def _users(batch_size: int, n_users: int, sampling: str) -> Full | Poisson | Fixed:
     kind = _SAMPLING[check.choice(_SAMPLING, sampling=sampling)]
     return Full(n_users) if batch_size == n_users else kind(batch_size, n_users)
-
-
-def _require_user(budget: Budget) -> None:
-    if budget.unit != "user":
-        raise UnitError(f"budget must be of unit 'user': Budget(..., unit='user') (got {budget.unit!r})")

@@ -13,6 +13,7 @@ from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
+from torch_dpsco.oracles.user_search import UserSearched
 
 __all__ = [
     "AdaptiveClipped",
@@ -36,6 +37,7 @@ __all__ = [
     "ShuffledMedian",
     "UserFiltered",
     "UserPoissonFiltered",
+    "UserSearched",
     "clip_weights",
     "joint_norm",
     "median_of_means",

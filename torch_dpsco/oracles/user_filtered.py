@@ -36,15 +36,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.events import (
-    REPLACE_ONE,
-    Adjacency,
-    Failure,
-    Gaussian,
-    NonPrivate,
-    Repeat,
-    Sequential,
-)
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Failure, Gaussian, NonPrivate, Repeat, Sequential
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, Points, neighbor_counts
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
@@ -247,7 +239,7 @@ class UserFiltered(MeanOracle):
     ) -> None:
         super().__init__(filter.n_users)
         self.filter = filter
-        self.pair_radius = check.between(1e-40, 1e40, pair_radius=pair_radius)
+        self._tau: float | None = check.between(1e-40, 1e40, pair_radius=pair_radius)
         self.reach = check.between(1.0, 1e6, reach=reach)
         # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
         self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (filter.coefficient * self.pair_radius)
@@ -265,6 +257,13 @@ class UserFiltered(MeanOracle):
         self.min_items = check.positive_count(min_items=min_items)
         self._users = UserRows(n if ids is None else check.positive_count(ids=ids), n, exact=True)
         self._center = flat_center(center)
+
+    @property
+    def pair_radius(self) -> float:
+        """Tau: public. Raises SequenceError as long as a search for it has not ended."""
+        if self._tau is None:
+            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
+        return self._tau
 
     # -- what it costs ------------------------------------------------------------------------------------------------
 
@@ -373,7 +372,7 @@ class UserFiltered(MeanOracle):
         return {
             "oracle": "UserFiltered",
             "filter": repr(self.filter),
-            "pair_radius": self.pair_radius,
+            "pair_radius": self._tau,
             "noise_multiplier": self.noise_multiplier,
             "steps": self._test.steps,
             "threshold": float(self._test.threshold),

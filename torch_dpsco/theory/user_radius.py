@@ -115,6 +115,16 @@ class PairRadiusSearch:
         return self.epsilon / (2 * self.sensitivity) * (1 - 1e-15)
 
     @property
+    def n_users(self) -> int:
+        """The number of users that the sensitivity is of."""
+        return round(2 / (2 - self.sensitivity))
+
+    @property
+    def overshoot(self) -> float:
+        """Bound of the probability that the choice is above all distances, where nothing holds it."""
+        return min(1.0, len(self.candidates) * math.exp(-self.exponent * (self.n_users - self.target)))
+
+    @property
     def rho(self) -> float:
         """The zCDP cost of the choice."""
         return self.epsilon**2 / 8 * (1 + 1e-15)
@@ -123,7 +133,15 @@ class PairRadiusSearch:
 def pair_radius_search(
     n_users: int, epsilon: float, smallest: float, points: int = 64, ratio: float = 1.25
 ) -> PairRadiusSearch:
-    """Returns the search on smallest * ratio^i, i < points, for the score max(0.9 n, 0.99 n - 4 log(points)/epsilon).
+    """Returns the search on smallest * ratio^i, i < points.
+
+    Candidates above all distances are equally good, so that the target t must be far enough below n: the probability
+    that one of them is drawn is at most points exp(-epsilon n (n - t) / (4 (n - 1))). With
+
+        t = max(0.9 n, min(0.99 n - 4 log(points)/epsilon, n - 4 log(100 points)/epsilon))
+
+    it is at most 1 % if epsilon n >= 40 log(100 points); see `PairRadiusSearch.overshoot`. Differs from the
+    specification in the second term of the minimum.
 
     Args:
         n_users: n, public.
@@ -137,16 +155,17 @@ def pair_radius_search(
     Example:
         >>> search = pair_radius_search(1000, 0.5, 0.01)
         >>> len(search.candidates), round(search.target, 2), round(search.rho, 5)
-        (64, 956.73, 0.03125)
+        (64, 929.89, 0.03125)
     """
     n, eps = check.positive_count(n_users=n_users), check.positive(epsilon=epsilon)
     start, count = check.positive(smallest=smallest), check.positive_count(points=points)
     ratio = check.positive(ratio=ratio)
     if count < 2 or ratio <= 1:
         raise ValueError(f"points must be >= 2 and ratio > 1 (got {count} and {ratio})")
+    target = max(0.9 * n, min(0.99 * n - 4 * math.log(count) / eps, n - 4 * math.log(100 * count) / eps))
     return PairRadiusSearch(
         candidates=tuple(start * ratio**i for i in range(count)),
-        target=max(0.9 * n, 0.99 * n - 4 * math.log(count) / eps),
+        target=target,
         sensitivity=concentration_score_sensitivity(n),
         epsilon=eps,
         widening=ratio,

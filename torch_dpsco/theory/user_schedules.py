@@ -23,6 +23,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.theory.user_calibrate import calibrate_filter
 from torch_dpsco.theory.user_filter import UserFilterPlan
+from torch_dpsco.theory.user_poisson import PoissonFilterPlan
 
 __all__ = [
     "FilteredSchedule",
@@ -48,11 +49,11 @@ class UserSchedule(NamedTuple):
 
 
 class FilteredSchedule(NamedTuple):
-    """A plan and the steps that suit it."""
+    """A plan, the step size, and the bound on the expected excess risk; None if it did not choose the step size."""
 
-    plan: UserFilterPlan
+    plan: UserFilterPlan | PoissonFilterPlan
     lr: float
-    bound: float
+    bound: float | None
 
 
 class PaperSchedule(NamedTuple):

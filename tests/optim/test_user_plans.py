@@ -1,0 +1,280 @@
+"""`plan` and `calibrated` of the filtered optimizers: numbers of the theory, budgets kept, wrong inputs named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.oracles import AdaptiveRadius, UserPoissonFiltered
+from torch_dpsco.prox import Ball, Identity
+from torch_dpsco.theory import user_level
+from torch_dpsco.theory.smoothing import smoothing_bias
+
+USERS, ITEMS, DIM = 600, 2, 3
+EPSILON, DELTA = 4.0, 1e-4
+BUDGET = dp.Budget(EPSILON, DELTA, unit="user")
+ADDED = dp.Budget(EPSILON, DELTA, adjacency="add_remove", unit="user")
+PROBLEM = dp.Problem(lipschitz=2.0, radius=1.5)
+FIXED = {"n_users": USERS, "budget": BUDGET, "pair_radius": 0.5, "steps": 4, "lr": 0.1}
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(self.weight)
+
+
+def data(spread: float = 0.1) -> tuple[TensorDataset, Tensor]:
+    """Records whose gradients are near (1, 0, 0) and users who agree."""
+    torch.manual_seed(0)
+    x = torch.randn(USERS * ITEMS, DIM, dtype=torch.float64) * spread / math.sqrt(DIM)
+    x[:, 0] -= 1.0
+    return TensorDataset(x, x), torch.arange(USERS * ITEMS) % USERS
+
+
+def train(optimizer: Any, model: nn.Module) -> None:
+    dataset, users = data()
+    for x, _, ids in optimizer.loader(dataset, users=users):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step(users=ids)
+    optimizer.finalize()
+
+
+def model() -> nn.Module:
+    return dp.attach(Linear(), loss_reduction="sum")
+
+
+def calibrated(**changes: Any) -> tuple[nn.Module, Any]:
+    made = model()
+    return made, dp.UserFilteredSGD.calibrated(made.parameters(), **{**FIXED, **changes})
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
+    made = dp.UserFilteredSGD.plan(dim=DIM, **FIXED)
+    expected = user_level.calibrate_filter(
+        n_users=USERS, steps=4, epsilon=EPSILON, delta=DELTA, pair_radius=0.5, halt_probability=0.01
+    )
+    assert (made.plan, made.lr, made.bound) == (expected, 0.1, None)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_promises_choose_radius_steps_and_step_size(smoothing: float) -> None:
+    made = dp.UserFilteredSGD.plan(
+        n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30, smoothing=smoothing
+    )
+    radius = user_level.pair_radius_iid(2.0, ITEMS, USERS, 0.01 / 30)
+    expected = user_level.filtered_schedule(
+        n_users=USERS, items_per_user=ITEMS, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, radius=3.0,
+        pair_radius=radius, max_steps=30,
+    )  # fmt: skip
+    assert (made.plan, made.lr) == (expected.plan, expected.lr)
+    assert expected.bound is not None
+    assert made.bound == pytest.approx(expected.bound + smoothing_bias(2.0, DIM, smoothing), rel=1e-12)
+
+
+def test_a_step_size_alone_is_chosen_too() -> None:
+    made = dp.UserFilteredSGD.plan(
+        dim=DIM, problem=dp.Problem(lipschitz=2.0), distance=3.0, **{**FIXED, "lr": None}, min_items=ITEMS
+    )
+    noise = made.plan.noise_std / 2
+    assert (made.lr, made.bound) == user_level.schedule(2.0, 3.0, USERS * ITEMS, 4, DIM, noise)
+
+
+def test_more_promised_rows_per_user_need_less_noise() -> None:
+    noises = [
+        dp.UserFilteredSGD.plan(
+            n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=items, steps=4, lr=0.1
+        ).plan.noise_std
+        for items in (200, 800)
+    ]
+    assert noises[1] == pytest.approx(noises[0] / 2, rel=1e-9)
+
+
+def test_a_search_takes_its_share_of_the_budget() -> None:
+    search = user_level.pair_radius_search(USERS, 1.0, 0.01)
+    made = dp.UserFilteredSGD.plan(dim=DIM, **{**FIXED, "pair_radius": search})
+    assert (made.plan.epsilon, made.plan.pair_radius) == (EPSILON - 1.0, 1.0)
+
+
+def test_poisson_samples_are_planned_under_add_remove() -> None:
+    made = dp.UserFilteredSGD.plan(
+        dim=DIM, **{**FIXED, "budget": ADDED, "batch_size": 300, "typical_score": 0.99 * USERS}
+    )
+    expected = user_level.poisson_filter_plan(
+        n_users=USERS, batch_size=300, steps=4, epsilon=EPSILON, delta=DELTA, pair_radius=0.5,
+        typical_deficiency=300 * (1 - 0.99), skip_probability=0.01,
+    )  # fmt: skip
+    assert made.plan.noise_std == pytest.approx(expected.noise_std, rel=1e-9)
+    assert isinstance(made.plan, user_level.PoissonFilterPlan)
+
+
+def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
+    numbers: dict[str, Any] = {"n_users": 4000, "budget": BUDGET, "dim": DIM, "pair_radius": 0.5, "max_steps": 5}
+    made = dp.LocalizedUserSGD.plan(
+        problem=dp.Problem(lipschitz=2.0, radius=1.5, strong_convexity=0.2), reg=0.3, **numbers
+    )
+    expected = user_level.localized_user_plan(
+        n_users=4000, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0 + 0.3 * 1.5,
+        strong_convexity=0.5, radius=3.0, pair_radius=0.5, max_steps=5,
+    )  # fmt: skip
+    assert made == expected
+    assert made.phases_count > 1
+    nearer = dp.LocalizedUserSGD.plan(problem=PROBLEM, reg=0.3, distance=0.5, **numbers)
+    assert nearer.phases[0].start_radius == 0.5
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
+    made, optimizer = calibrated(average="last")
+    train(optimizer, made)
+    spent = optimizer.privacy_spent()
+    assert 0.8 * EPSILON < spent.epsilon <= EPSILON
+    assert (spent.unit, optimizer.halted) == ("user", False)
+    weight = made.weight.detach()[0]
+    assert float(weight[0]) == pytest.approx(0.4, abs=0.2)  # 4 steps of 0.1 along a mean of length 1
+
+
+def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
+    search = user_level.pair_radius_search(USERS, 1.5, 0.01, points=32)
+    made, optimizer = calibrated(pair_radius=search, average="last", lr=0.1)
+    dataset, users = data()
+    loader = optimizer.loader(dataset, users=users)
+    for index, (x, _, ids) in enumerate(loader):
+        optimizer.zero_grad()
+        made(x).sum().backward()
+        optimizer.step(users=ids)
+        if index == 0:
+            assert torch.equal(made.weight, torch.zeros(1, DIM, dtype=torch.float64))
+            spent = optimizer.privacy_spent().epsilon
+    optimizer.finalize()
+    assert optimizer.steps == 5
+    assert optimizer.privacy_spent().epsilon == spent <= EPSILON
+    assert 0.1 < optimizer.metrics["pair_radius"] < 1.0
+    assert float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
+
+
+def test_a_poisson_run_adapts_its_radius_for_free() -> None:
+    follow = AdaptiveRadius(target=0.05, low=0.4, high=2.0, lr=1.0)
+    events = []
+    for adapt in (None, follow):
+        made, optimizer = calibrated(budget=ADDED, batch_size=300, pair_radius=0.5, adapt=adapt)
+        events.append(optimizer.ahead())
+        train(optimizer, made)
+        assert optimizer.privacy_spent().epsilon <= EPSILON
+        assert isinstance(optimizer.oracle, UserPoissonFiltered)
+        moved = optimizer.oracle.pair_radius != 0.5
+        assert moved == (adapt is not None)
+        assert 0.4 <= optimizer.oracle.pair_radius <= 2.0
+    assert events[0] == events[1]
+
+
+def test_a_regularizer_is_added_after_the_noise() -> None:
+    made, optimizer = calibrated(reg=50.0, average="last", lr=0.01)
+    train(optimizer, made)
+    assert float(made.weight[0, 0].detach()) < 1.2 / 50 * 3  # without it 0.04; with it the fixed point is 1/50
+    assert optimizer.reg == 50.0
+
+
+def test_a_localized_run_ends_within_its_budget() -> None:
+    made = model()
+    optimizer = dp.LocalizedUserSGD.calibrated(
+        made.parameters(),
+        n_users=USERS,
+        budget=BUDGET,
+        problem=PROBLEM,
+        reg=0.5,
+        pair_radius=0.5,
+        max_steps=3,
+        phases=1,
+    )
+    train(optimizer, made)
+    assert optimizer.privacy_spent().epsilon <= EPSILON
+    assert (optimizer.reg, optimizer.prox) == (0.5, Ball(1.5))
+
+
+def test_iterates_stay_in_the_promised_ball_unless_another_set_is_given() -> None:
+    assert calibrated(problem=PROBLEM)[1].prox == Ball(1.5)
+    assert calibrated(problem=PROBLEM, prox=Identity())[1].prox == Identity()
+    assert isinstance(calibrated()[1].prox, Identity)
+
+
+def test_smoothing_is_handed_to_the_run() -> None:
+    made, optimizer = calibrated(smoothing=0.3, on_halt="initial")
+    assert optimizer.schedule.phases[0].smoothing == 0.3
+    assert torch.equal(optimizer.state[made.weight]["initial"], torch.zeros(1, DIM, dtype=torch.float64))
+    assert 0 < float(made.weight.detach().norm()) <= 0.3
+
+
+# -- wrong inputs -----------------------------------------------------------------------------------------------------
+
+SEARCH = user_level.pair_radius_search(USERS, 1.0, 0.01)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unit": ({"budget": dp.Budget(4.0, 1e-4)}, dp.UnitError, "unit 'user'"),
+    "zero-out": ({"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")}, dp.AdjacencyError, "replace_one"),
+    "batch": ({"batch_size": 10}, ValueError, "batch_size must be None"),
+    "no-radius": ({"pair_radius": None}, dp.MissingConstantError, "pair_radius must be given"),
+    "no-lr": ({"lr": None}, dp.MissingConstantError, "lr must be given"),
+    "no-scale": ({"lr": None, "problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "distance="),
+    "few-users": ({"n_users": 20}, dp.InfeasibleError, "n_users=20.*smallest n_users that works is"),
+    "search-lr": ({"pair_radius": SEARCH, "lr": None}, dp.MissingConstantError, "beside a search"),
+    "search-budget": ({"pair_radius": user_level.pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
+    "search-sampled": ({"pair_radius": SEARCH, "budget": ADDED, "batch_size": 300}, dp.AdjacencyError, "adapt="),
+    "sampled-batch": ({"budget": ADDED}, dp.MissingConstantError, "batch_size must be given"),
+    "adapt": ({"adapt": AdaptiveRadius(0.1, 0.1, 1.0)}, ValueError, "adapt must be None"),
+    "smoothing": ({"smoothing": -1.0}, ValueError, "smoothing must be >= 0"),
+    "accountant": ({"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))}, dp.AdjacencyError, "the budget"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_wrong_inputs_are_named(name: str) -> None:
+    changes, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        calibrated(**changes)
+
+
+def test_a_search_that_may_overshoot_is_told() -> None:
+    search = user_level.pair_radius_search(USERS, 0.3, 0.01)
+    # the target is 0.9 n, and c - t of a candidate above all distances 0.1 n
+    assert search.overshoot == pytest.approx(64 * math.exp(-0.3 * 0.1 * USERS**2 / (4 * (USERS - 1))), rel=1e-9)
+    assert (SEARCH.n_users, SEARCH.overshoot < 0.0101) == (USERS, True)
+    with pytest.warns(dp.UtilityWarning, match=r"above all distances, with probability 0\.7"):
+        calibrated(pair_radius=search)
+
+
+def test_a_search_beside_a_sampled_plan_is_refused() -> None:
+    plan = user_level.poisson_filter_plan(
+        n_users=USERS, batch_size=300, steps=2, epsilon=EPSILON, delta=DELTA, pair_radius=0.5
+    )
+    with pytest.raises(ValueError, match="search must be None"):
+        dp.UserFilteredSGD(model().parameters(), 0.1, plan=plan, search=SEARCH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"budget": ADDED}, dp.AdjacencyError, "replace_one"),
+        ({"budget": dp.Budget(1.0, 1e-4)}, dp.UnitError, "unit 'user'"),
+        ({"reg": 0.0}, dp.MissingConstantError, "give reg="),
+        ({"problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "radius"),
+        ({"problem": dp.Problem(radius=1.0)}, dp.MissingConstantError, "lipschitz"),
+        ({"reg": -1.0}, ValueError, "reg must be >= 0"),
+        ({"n_users": 60, "phases": 3}, dp.InfeasibleError, "phase 1 of 3"),
+    ],
+)
+def test_wrong_inputs_of_phases_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    numbers = {"n_users": USERS, "budget": BUDGET, "problem": PROBLEM, "reg": 0.5, "pair_radius": 0.5, "dim": DIM}
+    with pytest.raises(error, match=message):
+        dp.LocalizedUserSGD.plan(**{**numbers, **changes})
