@@ -183,6 +183,14 @@ def test_draws_follow_the_law():
         assert abs(draws.count(point) / 4000 - probability) < 5 * math.sqrt(probability * (1 - probability) / 4000)
 
 
+def test_each_point_has_as_many_draws_as_its_law_says(monkeypatch):
+    law = score_law([0, 1, 5], 1, 1.0)
+    first, second, _ = map(int, law)
+    for number, index in ((0, 0), (first - 1, 0), (first, 1), (first + second - 1, 1), (first + second, 2)):
+        monkeypatch.setattr(torch, "randint", lambda *args, number=number, **kwargs: torch.tensor(number))
+        assert draw(law, torch.Generator()) == index
+
+
 def test_the_first_and_the_last_draw_choose_the_ends(monkeypatch):
     for number, point in ((0, 1.0), (2**53 - 1, 3.0)):
         monkeypatch.setattr(torch, "randint", lambda *args, number=number, **kwargs: torch.tensor(number))

@@ -32,7 +32,6 @@ from torch_dpsco.theory.user_radius import PairRadiusSearch, pair_radius_search
 BAD = [math.nan, math.inf, -math.inf, 1e300, -1e308]
 EDGE = [0.0, 1.0, -1.0, 0.5, 2.0, -2.0, math.nextafter(1.0, 2.0), 5e-324, 3.0, 1e3, 1e30]
 RADII = (0.25, 0.5, 1.0, 2.0, 4.0)
-TWICE = 2.0  # marks a user without enough rows
 
 
 def grid(n, epsilon=1.0, radii=RADII, target=0.9, widening=1.25):
@@ -88,7 +87,10 @@ def test_the_law_is_that_of_the_definition(n, dim, data):
     table = data.draw(st.lists(st.lists(lattice, min_size=dim, max_size=dim), min_size=present, max_size=present))
     for place in data.draw(st.lists(st.integers(0, present - 1), max_size=2)):
         table[place][0] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-    rows, search = torch.tensor(table, dtype=torch.float64), grid(n, target=0.8)
+    rows, search = (
+        torch.tensor(table, dtype=torch.float64),
+        grid(n, target=data.draw(st.sampled_from([0.05, 0.4, 0.8]))),
+    )
     totals, target = literal_totals(rows, RADII, n), round(Fraction(search.target) * n)
     below = [n, *totals[:-1]]
     scores = [max(low - target, target - high, 0) for low, high in zip(below, totals, strict=True)]
@@ -236,6 +238,14 @@ def test_the_search_counts_physical_batches_as_one():
     assert np.array_equal(law_of(searching(grid(12), 12), means), whole)
     shifted = law_of(searching(grid(12), 12, center=[torch.full((2,), 64.0)]), rows + 64.0, users)
     assert np.array_equal(shifted, whole)
+
+
+def test_users_with_too_few_rows_are_as_users_without_any():
+    others, users = torch.zeros(18, 1, dtype=torch.float64), torch.arange(1, 10).repeat(2)
+    alone = law_of(searching(grid(10), 10, min_items=2), others, users)
+    rows, users = torch.cat([others, torch.zeros(1, 1)]), torch.cat([users, torch.tensor([0])])
+    assert np.array_equal(law_of(searching(grid(10), 10, min_items=2), rows, users), alone)
+    assert not np.array_equal(law_of(searching(grid(10), 10), rows, users), alone)
 
 
 def test_candidates_far_apart_are_counted_apart():
@@ -599,5 +609,5 @@ def test_searches_without_a_proof_are_refused(word, make):
 def test_too_many_users_for_exact_totals_are_refused():
     n = 2**26
     with pytest.raises(ValueError, match="below 2\\^26"):
-        user_search._radii_to_find(grid(n), n)
-    assert len(user_search._radii_to_find(grid(n - 1), n - 1)) == 5
+        user_search._choices(grid(n), n)
+    assert len(user_search._choices(grid(n - 1), n - 1)) == 5

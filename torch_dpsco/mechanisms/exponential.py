@@ -135,7 +135,7 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
 
     Example:
         >>> (score_law([0, 2, 20], sensitivity=2, epsilon=2.0) / 2**53).round(4).tolist()
-        [0.6224, 0.3776, 0.0]
+        [0.731, 0.2689, 0.0]
     """
     bad = np.asarray(scores, dtype=np.float64)
     if bad.ndim != 1 or not 1 <= len(bad) <= _MAX_GRID:

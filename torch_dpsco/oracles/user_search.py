@@ -79,6 +79,9 @@ def search_law(totals: Sequence[int], search: PairRadiusSearch, n_users: int) ->
 class UserSearched(UserFiltered):
     """`UserFiltered` whose first release chooses tau and moves nothing; a run has steps + 1 releases.
 
+    With K candidates above the distances, a far too large one has a probability of about K exp(-n epsilon / 40): below
+    some 250 / epsilon users the search is not worth its cost.
+
     Args:
         search: candidates, target, epsilon and widening, from `theory.user_radius.pair_radius_search` for this n.
         filter: which users count, with n and H.
@@ -144,7 +147,7 @@ class UserSearched(UserFiltered):
         )
         self._tau = None
         self.search = search
-        self._radii_found = _radii_to_find(search, filter.n_users)
+        self._choices = _choices(search, filter.n_users)
         search_law([filter.n_users] * len(search.candidates), search, filter.n_users)  # its checks, before rows come
 
     @property
@@ -172,7 +175,7 @@ class UserSearched(UserFiltered):
             return super().release(generator)
         means, items = self._users.take()
         choice = draw(search_law(self._totals(means, items), self.search, self.filter.n_users), generator)
-        self._tau = self._radii_found[choice]
+        self._tau = self._choices[choice]
         self._warn_at_end(choice)
         return Release(self._users.zeros(), still=True)
 
@@ -209,7 +212,7 @@ class UserSearched(UserFiltered):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state; drops an open batch. Raises SequenceError for an earlier one of this run."""
         tau = state["pair_radius"]
-        if tau is not None and tau not in self._radii_found:
+        if tau is not None and tau not in self._choices:
             raise ValueError(f"pair_radius must be one that the search can find (got {tau})")
         if self.searched and tau != self._tau:
             # PRIVACY: one charge pays for one search (test_a_search_cannot_be_rolled_back)
@@ -226,7 +229,7 @@ class UserSearched(UserFiltered):
         return {**self.__dict__, "_tau": None}
 
 
-def _radii_to_find(search: PairRadiusSearch, n_users: int) -> tuple[float, ...]:
+def _choices(search: PairRadiusSearch, n_users: int) -> tuple[float, ...]:
     """Returns the possible values of tau, after checks of the search."""
     if not isinstance(search, PairRadiusSearch):
         raise ValueError(f"search must be a PairRadiusSearch (got {type(search).__name__})")

@@ -89,8 +89,10 @@ def typical_score(n_users: int, isolated: int = 0, share: float = 0.99) -> float
 class PairRadiusSearch:
     """A private choice of tau: the exponential mechanism on a public grid.
 
-    The utility of a candidate is -|score at it - target|, of sensitivity 2(n-1)/n; a candidate is drawn with weight
-    exp(exponent * utility), and the choice is widened by a ratio of the grid.
+    The utility of a candidate is minus the distance of the target from the scores between the candidate before and
+    itself, of sensitivity 2(n-1)/n; a candidate is drawn with weight exp(exponent * utility), and the choice is widened
+    by a ratio of the grid (`oracles.UserSearched`). The specification has -|score - target|, for which all candidates
+    above the distances are equally good.
 
     Args:
         candidates: public radii, increasing.
