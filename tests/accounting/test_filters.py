@@ -60,11 +60,12 @@ def executed(run: RDPFilter, spends: list[float]) -> int:
         ({"epsilon": 0}, r"epsilon must be > 0 \(got 0\.0\)"),
         ({"epsilon": math.inf}, r"epsilon must be finite \(got inf\)"),
         ({"epsilon": math.nan}, r"epsilon must be > 0 \(got nan\)"),
-        ({"delta": 0}, r"delta must be in \(0, 1\) \(got 0\.0\)"),
-        ({"delta": 1}, r"delta must be in \(0, 1\) \(got 1\.0\)"),
+        ({"delta": -1e-9}, r"delta must be >= 0 \(got -1e-09\)"),
+        ({"delta": math.nan}, r"delta must be >= 0 \(got nan\)"),
+        ({"delta": 1}, r"delta must be in \[0, 1\) \(got 1\.0\)"),
         ({"adjacency": "swap"}, r"adjacency must be one of add_remove, zero_out, replace_one \(got 'swap'\)"),
         ({"unit": "row"}, r"unit must be one of example, user \(got 'row'\)"),
-        ({"mode": "some"}, r"mode must be one of planned, gdp, zcdp, rdp, rdp-mixture \(got 'some'\)"),
+        ({"mode": "some"}, r"mode must be one of planned, gdp, zcdp, rdp, rdp-mixture, pure \(got 'some'\)"),
     ],
 )
 def test_a_bad_target_is_named(change, message):
@@ -193,7 +194,7 @@ def test_the_target_of_a_filter_is_checked(change, message):
 
 TARGET = {"epsilon": 1.0, "delta": 1e-5}
 NEEDS = {"rdp": {"orders": 20.0}}
-ADAPTIVE = [{"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES]
+ADAPTIVE = [{"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES if mode != "pure"]  # test_pure_budgets.py
 ALL_MODES = [{"mode": "planned"}, *ADAPTIVE]
 
 

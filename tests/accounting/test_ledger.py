@@ -195,9 +195,18 @@ def test_a_method_that_does_not_apply_is_refused():
         ledger.epsilon(DELTA, REPLACE_ONE, "prv")
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, 2])
-def test_delta_must_be_a_probability(delta):
-    with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
+@pytest.mark.parametrize(
+    ("delta", "message"),
+    [
+        (0.0, r"delta must be > 0 \(got 0.0\): Gaussian\("),  # what has an answer there: test_pure_budgets.py
+        (1.0, r"delta must be in \[0, 1\) \(got 1.0\)"),
+        (-1e-5, r"delta must be >= 0 \(got -1e-05\)"),
+        (math.nan, r"delta must be >= 0 \(got nan\)"),
+        (2, r"delta must be in \[0, 1\) \(got 2.0\)"),
+    ],
+)
+def test_delta_must_be_a_probability(delta, message):
+    with pytest.raises(ValueError, match=message):
         Ledger([gauss(0.1)]).epsilon(delta, REPLACE_ONE)
 
 

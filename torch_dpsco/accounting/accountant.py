@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.filter_modes import adaptive_epsilon, make_filter
@@ -106,7 +106,7 @@ class Accountant(Spending):
         """Returns epsilon spent at delta.
 
         Args:
-            delta: in (0, 1).
+            delta: in [0, 1); at 0 epsilon is the sum of pure epsilons.
             adjacency: default the accountant's.
             method: None or "best", or one of `curves.METHODS` for parameters fixed in advance.
             alphas: Renyi orders to use, as Opacus' Renyi accountant has them; the default finds the best.
@@ -115,6 +115,10 @@ class Accountant(Spending):
             poisson: must be True; other sampling is declared by its events.
             allow_group: for replace_one, where some event has no guarantee of its own: take the ledger's add_remove
                 curve for one record removed and one added (see `grouped`), which is larger.
+
+        Raises:
+            InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
+            AdjacencyError: some event has no guarantee under this adjacency.
         """
         if not poisson:
             # PRIVACY: batches of another law are never accounted as Poisson
@@ -126,7 +130,7 @@ class Accountant(Spending):
         adjacency = check_adjacency(adjacency or self.adjacency)
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
-        delta = check.open_interval(0.0, 1.0, delta=delta)
+        delta = below_one(delta=delta)
         if alphas is not None:
             return epsilon_at_orders(lambda level: self.ledger.cost(adjacency, level), alphas, delta)
         # an adaptive answer is that of the budget
@@ -148,7 +152,8 @@ class Accountant(Spending):
     def _epsilon(self, delta: float, adjacency: Adjacency, method: str) -> float:
         if self.adaptive and method == "best":
             return adaptive_epsilon(self.ledger, delta, adjacency, self._budget)
-        return self.ledger.epsilon(delta, adjacency, method)
+        epsilon = self.ledger.epsilon(delta, adjacency, method)
+        return epsilon if self._budget is None else self._budget.quoted(epsilon, delta)
 
     def get_delta(self, epsilon: float, *, adjacency: Adjacency | None = None) -> float:
         """Returns the delta spent at epsilon, for parameters fixed in advance.
@@ -209,14 +214,17 @@ class Accountant(Spending):
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
 
         Args:
-            delta: default the budget's.
+            delta: in [0, 1); default the budget's.
             ahead: event of what a run still plans to do; gives the report its `planned_epsilon`. Nothing is charged.
+
+        Raises:
+            InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
         if delta is None:
             if self._budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
             delta = self._budget.delta
-        report = make_report(self.ledger, delta, self.adjacency, self.unit, self._budget, ahead)
+        report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._budget, ahead)
         if self.adaptive:
             report = self._adaptive_report(report)
         return replace(report, assumptions=(*report.assumptions, *self._doubts()))

@@ -24,6 +24,7 @@ __all__ = [
     "Adjacency",
     "Sens",
     "assign",
+    "below_one",
     "check_adjacency",
     "sensitivity_of",
     "sorted_sens",
@@ -66,6 +67,14 @@ def sensitivity_of(event: Any, adjacency: Adjacency) -> float:
         if name == adjacency:
             return value
     raise AdjacencyError(f"{event} is not defined under {adjacency}")
+
+
+def below_one(**field: Any) -> float:
+    """Returns the field, a delta or a failure probability, as a float; raises ValueError unless it is in [0, 1)."""
+    value = check.nonnegative(**field)
+    if value >= 1:
+        raise ValueError(f"{next(iter(field))} must be in [0, 1) (got {value})")
+    return value + 0.0  # no negative zero, which prints as -0
 
 
 def assign(event: object, **values: object) -> None:

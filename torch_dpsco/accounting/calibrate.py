@@ -41,6 +41,7 @@ def design_epsilon(
         >>> round(design_epsilon(1.0, 1e-5, design=Poisson(256, 60000), steps=235, adjacency="add_remove"), 2)
         0.39
     """
+    check.open_interval(0.0, 1.0, delta=delta)
     event = design.event(clipped_gaussian(noise_multiplier), steps)
     return Ledger([event]).epsilon(delta, check_adjacency(adjacency), method)
 

@@ -26,6 +26,7 @@ from torch_dpsco.accounting.adjacency import (
     Adjacency,
     Sens,
     assign,
+    below_one,
     check_adjacency,
     sensitivity_of,
     sorted_sens,
@@ -79,9 +80,7 @@ class Gaussian:
     failure: float = 0.0
 
     def __post_init__(self) -> None:
-        failure = check.nonnegative(failure=self.failure)
-        if failure >= 1:
-            raise ValueError(f"failure must be in [0, 1) (got {failure})")
+        failure = below_one(failure=self.failure)
         assign(self, sens=sorted_sens(self.sens), sigma=check.nonnegative(sigma=self.sigma), failure=failure)
 
     def sensitivity(self, adjacency: Adjacency) -> float:

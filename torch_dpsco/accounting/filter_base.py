@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch_dpsco.accounting.events import Event, Repeat
-from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.filters import Budget, within
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.pure_sums import impurity
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import BudgetExceeded
 
-__all__ = ["ULP", "Filter", "PlannedFilter", "ScheduledFilter", "Usage"]
+__all__ = ["ULP", "Filter", "PlannedFilter", "PureFilter", "ScheduledFilter", "Usage"]
 
 _MAX_STEPS = 2**40
 ULP = 2.0**-52
@@ -37,8 +38,8 @@ class Usage:
     @property
     def fits(self) -> bool:
         """Whether it stays within the limit; not for an infinite or undefined cost."""
-        # limits are rounded down by more than these four units in the last place
-        return self.spent <= self.limit * (1.0 + 4.0 * ULP)
+        # limits of adaptive modes are rounded down by more than this lets pass
+        return within(self.spent, self.limit)
 
     @property
     def share(self) -> float:
@@ -143,6 +144,25 @@ class PlannedFilter(Filter):
         return largest(excess, _MAX_STEPS, guess=by_renyi)
 
 
+class PureFilter(Filter):
+    """delta = 0: the sum of pure epsilons stays within the target. Parameters may depend on what was released before.
+
+    Whatever rule chose the events, the density ratio of the run is at most e to the sum along its path (see
+    `pure_sums`). The sum is exact, and may pass the target by 4 units in the last place: what parts of a target that
+    are each rounded can come to.
+    """
+
+    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+        """Returns the sum of pure epsilons, inf if some event has none."""
+        # PRIVACY: without a pure epsilon nothing fits (test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0)
+        return (Usage("epsilon", ledger.pure(self.budget.adjacency, event, count), self.budget.epsilon),)
+
+    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
+        """Returns why the event is refused; names the event that has no pure epsilon, if that is it."""
+        culprit = ledger.find_impure(self.budget.adjacency, event, count)
+        return super().refusal(ledger, event, count) if culprit is None else f"{count} x {event}: {impurity(culprit)}"
+
+
 class ScheduledFilter(Filter):
     """Parameters fixed in advance, as declared: each declared event is admitted at most as often as declared.
 
@@ -161,11 +181,13 @@ class ScheduledFilter(Filter):
         assert budget.schedule is not None
         self._plan = Ledger(Repeat(event, steps) for event, steps in budget.schedule)
         self._declared = _counts(self._plan)
-        planned = self._plan.epsilon(budget.delta, budget.adjacency)
-        if planned > budget.epsilon:
+        whole = PlannedFilter(budget) if budget.delta > 0 else PureFilter(budget)
+        if not whole.holds(self._plan):
+            culprit = None if budget.delta > 0 else self._plan.find_impure(budget.adjacency)
             raise BudgetExceeded(
-                f"the schedule would bring epsilon to {rounded_up(planned, 6)}, past the budget of "
-                f"{budget.epsilon:.6g} at delta={budget.delta:g} ({budget.adjacency}); declare fewer steps"
+                f"the schedule would bring epsilon to {rounded_up(whole.usage(self._plan).spent, 6)}, past the budget "
+                f"of {budget.epsilon:.6g} at delta={budget.delta:g} ({budget.adjacency}); "
+                f"{'declare fewer steps' if culprit is None else impurity(culprit)}"
             )
 
     def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:

@@ -11,6 +11,7 @@ the costs stays within a number fixed in advance, on every path. Then, whatever 
 * "rdp": sum of D_t(a) <= B(a) gives (a, B)-RDP (Feldman and Zrnic 2021), at each order fixed in advance. All orders
   must stay within their budgets. "Continue while SOME order does" is no filter: that order is chosen by the data.
 * "rdp-mixture": see `analysis.odometer`.
+* "pure": see `pure_sums`.
 
 Failures. Let an event hold its cost except with probability p, in the sense of a coupling: both output laws mix, with
 weight 1 - p, two laws within the cost. Let w be the product of 1 - p_t along the path, and P', Q' the laws of the whole
@@ -45,7 +46,7 @@ from torch_dpsco.accounting.analysis.odometer import (
 )
 from torch_dpsco.accounting.curves import Cost, cost_of, orders_at
 from torch_dpsco.accounting.events import Adjacency, Event, Repeat
-from torch_dpsco.accounting.filter_base import ULP, Filter, PlannedFilter, ScheduledFilter, Usage
+from torch_dpsco.accounting.filter_base import ULP, Filter, PlannedFilter, PureFilter, ScheduledFilter, Usage
 from torch_dpsco.accounting.filters import Budget, renyi_budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import rounded_up
@@ -260,6 +261,7 @@ _MODES: dict[str, type[Filter]] = {
     "zcdp": ZCDPFilter,
     "rdp": RDPOrdersFilter,
     "rdp-mixture": RDPMixtureFilter,
+    "pure": PureFilter,
 }
 
 
@@ -287,6 +289,8 @@ def make_filter(budget: Budget) -> Filter:
     """
     if budget.mode == "planned" and budget.schedule is not None:
         return ScheduledFilter(budget)
+    if budget.delta == 0:
+        return PureFilter(budget)
     return _MODES[budget.mode](budget)
 
 
@@ -295,20 +299,26 @@ def adaptive_epsilon(ledger: Ledger, delta: float, adjacency: Adjacency, budget:
 
     The target of an adaptive budget is the guarantee while the ledger is within it and delta is at least its delta.
     Otherwise the odometer: the privacy loss passes the value returned at no time, except with probability delta. The
-    composed epsilon of parameters fixed in advance is smaller and is no guarantee here.
+    composed epsilon of parameters fixed in advance is smaller and is no guarantee here. At delta = 0 the odometer is
+    the sum of pure epsilons.
 
     Args:
         ledger: what was charged.
-        delta: in (0, 1).
+        delta: in [0, 1).
         adjacency: that of the question.
         budget: that of the run, if it has one.
 
     Returns:
         epsilon >= 0; inf where the failures of events are more than was set aside in advance.
+
+    Raises:
+        InfeasibleError: delta is 0 and some event has no pure epsilon.
     """
     target = budget is not None and budget.adaptive and budget.adjacency == adjacency and delta >= budget.delta
     if budget is not None and target and make_filter(budget).holds(ledger):
         return budget.epsilon
+    if delta == 0:
+        return ledger.epsilon(delta, adjacency)
     reader = _OrderReader(ODOMETER_ORDERS)
     cost = ledger.cost(adjacency, reader.level)
     entries = sum(1 for _ in ledger.entries())

@@ -5,9 +5,11 @@ Parameters are either fixed in advance or chosen while the run goes on, and the 
 * "planned": noise, rates and numbers of steps are fixed in advance. An event is admitted while the composed epsilon
   stays within the target. Stopping early because of what was released is post-processing of the planned run, so that
   the target (not the smaller epsilon of the steps made) is then the guarantee. A stop decided by private data in any
-  other way (a validation loss) is a release of its own. With a `schedule` only declared events are admitted.
-* "gdp", "zcdp", "rdp", "rdp-mixture": adaptive. Every parameter may be chosen from everything released before, and so
-  may the stop; the target holds all the same, because the budget was fixed in advance. See `filter_modes`.
+  other way (a validation loss) is a release of its own. With a `schedule` only declared events are admitted. At
+  delta = 0 the composed epsilon is the sum of pure epsilons; nothing without one is admitted (no Gaussian noise).
+* "gdp", "zcdp", "rdp", "rdp-mixture", and "pure" at delta = 0: adaptive. Every parameter may be chosen from everything
+  released before, and so may the stop; the target holds all the same, because the budget was fixed in advance. See
+  `filter_modes`.
 
 Source: spec accounting.md section 7, holder.md section 3.5 (accounting B).
 """
@@ -20,13 +22,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS, odometer_epsilon
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.events import Event
 
-__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "RDPFilter", "odometer_epsilon", "renyi_budget"]
+__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "RDPFilter", "odometer_epsilon", "renyi_budget", "within"]
 
-ADAPTIVE_MODES = ("gdp", "zcdp", "rdp", "rdp-mixture")
+_WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
+ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
 MODES = ("planned", *ADAPTIVE_MODES)
 
 _ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding
@@ -44,12 +48,13 @@ class Budget:
 
     Args:
         epsilon: > 0.
-        delta: in (0, 1).
+        delta: in [0, 1). 0 is pure differential privacy: modes "planned" and "pure", and events with a pure epsilon.
         adjacency: "replace_one" (default), "add_remove" or "zero_out". Budgets of different adjacencies are different
             promises and are never compared.
         unit: what one record is; "example" or "user".
         mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "zcdp" (what
-            has a rho), "rdp" (any event, Renyi orders fixed in advance), "rdp-mixture" (any event, order not known).
+            has a rho), "rdp" (any event, Renyi orders fixed in advance), "rdp-mixture" (any event, order not known),
+            "pure" (delta = 0: what has a pure epsilon).
         orders: Renyi orders. "rdp": one number or several, all of which must stay within their budgets (more orders
             only refuse earlier), or None for the one order that lets the `schedule` run longest. "rdp-mixture": at
             least one; None for those of the odometer.
@@ -82,10 +87,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         self._set(epsilon=check.positive(epsilon=self.epsilon))
-        self._set(delta=check.open_interval(0.0, 1.0, delta=self.delta))
+        self._set(delta=below_one(delta=self.delta))
         check_adjacency(self.adjacency)
         check.choice(("example", "user"), unit=self.unit)
         check.choice(MODES, mode=self.mode)
+        self._check_delta()
         self._check_use()
         if self.mode == "rdp-mixture" and self.orders is None:
             self._set(orders=ODOMETER_ORDERS)
@@ -104,12 +110,20 @@ class Budget:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _check_delta(self) -> None:
+        """Raises ValueError if the mode does not take this delta."""
+        if self.delta == 0 and self.mode in _WITH_DELTA:
+            # PRIVACY: their conversions divide by delta (test_a_mode_that_converts_divergences_needs_a_delta)
+            raise ValueError(f"delta must be > 0 in mode {self.mode!r} (got 0.0); at delta = 0 take mode 'pure'")
+        if self.delta > 0 and self.mode == "pure":
+            raise ValueError(f"delta must be 0 in mode 'pure' (got {self.delta})")
+
     def _check_use(self) -> None:
         """Raises ValueError if a field is given that the mode does not use: it would promise what is not done."""
         used = {
             "orders": ("rdp", "rdp-mixture"),
             "weights": ("rdp-mixture",),
-            "failure": ADAPTIVE_MODES,
+            "failure": _WITH_DELTA,
             "schedule": ("planned", "rdp"),
         }
         for name, modes in used.items():
@@ -152,6 +166,13 @@ class Budget:
         """The part of delta left for the noise: delta - failure, rounded down by more than sums of failures round."""
         return self.delta - self.failure * (1.0 + 2.0 * (_SLACK - 1.0))
 
+    def quoted(self, epsilon: float, delta: float) -> float:
+        """Returns the epsilon to quote for a composed one: the target, where rounding alone puts it above.
+
+        At delta = 0 only, where parts of the target may sum to a little more than it (0.1 + 0.2 to more than 0.3).
+        """
+        return min(epsilon, self.epsilon) if self.delta == delta == 0 and within(epsilon, self.epsilon) else epsilon
+
     def declaring(self, event: Event, steps: int) -> Budget:
         """Returns a budget whose schedule holds `steps` more of the event.
 
@@ -167,6 +188,16 @@ class Budget:
         extra = ("orders", "weights", "schedule")
         hidden = {name for name in extra if shown[name] is None} | ({"failure"} if self.failure == 0 else set())
         return f"Budget({', '.join(f'{name}={value!r}' for name, value in shown.items() if name not in hidden)})"
+
+
+def within(spent: float, limit: float) -> bool:
+    """Returns whether a sum stays within its limit up to 4 units in the last place, for the rounding of its terms.
+
+    Example:
+        >>> within(0.1 + 0.2, 0.3), within(0.3 * (1 + 2e-15), 0.3), within(math.inf, 1.0)
+        (True, False, False)
+    """
+    return spent <= limit * (1.0 + 2.0**-50)
 
 
 def renyi_budget(order: float, epsilon: float, delta: float) -> float:

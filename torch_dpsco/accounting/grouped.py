@@ -9,10 +9,9 @@ import math
 
 from scipy.optimize import brentq
 
-from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, below_one
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.analysis.group import group_approx_dp_delta, group_gdp_mu
-from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.accounting.ledger import Ledger
 
 __all__ = ["replace_one_epsilon"]
@@ -24,18 +23,20 @@ _TOLERANCE = 1e-6  # of the epsilon of one record
 def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
     """Returns an epsilon under replace_one from the add_remove curve of a whole ledger.
 
-    Exact for unsampled Gaussians (2 mu). Else the least 2 e with delta(e) (1 + exp(e)) <= delta, to 1e-6, rounded up.
-    Where every event has a replace_one guarantee of its own, that one is smaller: use `Ledger.epsilon`.
+    Exact for unsampled Gaussians (2 mu); at delta = 0 twice the sum of pure epsilons. Else the least 2 e with
+    delta(e) (1 + exp(e)) <= delta, to 1e-6, rounded up. Where every event has a replace_one guarantee of its own, that
+    one is smaller: use `Ledger.epsilon`.
 
     Args:
         ledger: what was charged.
-        delta: in (0, 1).
+        delta: in [0, 1).
 
     Returns:
         epsilon >= 0; inf if there is none up to 1000.
 
     Raises:
         AdjacencyError: some event has no guarantee under add_remove.
+        InfeasibleError: delta is 0 and some event has no pure epsilon.
 
     Guarantee: (epsilon, delta)-DP under replace_one, if the ledger's parameters were fixed in advance.
 
@@ -47,7 +48,9 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
         >>> round(replace_one_epsilon(ledger, 1e-5), 3), round(ledger.epsilon(1e-5, "replace_one"), 3)
         (0.884, 0.53)
     """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
+    delta = below_one(delta=delta)
+    if delta == 0:
+        return 2.0 * ledger.epsilon(delta, ADD_REMOVE)
     cost = ledger.cost(ADD_REMOVE)
     if cost.mu_squared is not None and not (cost.failure or cost.transcript or cost.per_side):
         mu = group_gdp_mu(math.sqrt(cost.mu_squared), 2) * (1.0 + 2.0**-50)  # the square root rounds

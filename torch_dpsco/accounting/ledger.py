@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import below_one
 from torch_dpsco.accounting.curves import Cost, Evaluation, delta_of, epsilon_of
 from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import (
@@ -26,8 +27,9 @@ from torch_dpsco.accounting.events import (
     SimpleEvent,
 )
 from torch_dpsco.accounting.laws import ComposedLaws
+from torch_dpsco.accounting.pure_sums import find_impure, impurity, pure_sum
 from torch_dpsco.accounting.totals import Totals, total_of
-from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 __all__ = ["Ledger"]
 
@@ -213,15 +215,38 @@ class Ledger:
         """Returns epsilon at delta with its method.
 
         Args:
-            delta: in (0, 1).
+            delta: in [0, 1); at 0 epsilon is the sum of pure epsilons.
             adjacency: neighboring relation.
-            method: see `curves.epsilon_of`.
+            method: see `curves.epsilon_of`; at delta = 0 "best" or "pure".
             extra: an event, as if it had been recorded `count` more times.
             count: >= 0.
             enough: an epsilon below which a cheaper bound will do.
+
+        Raises:
+            InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
+        if below_one(delta=delta) == 0:
+            return self._evaluate_pure(adjacency, method, extra, count)
         laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
         return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
+
+    def _evaluate_pure(self, adjacency: Adjacency, method: str, extra: Event | None, count: int) -> Evaluation:
+        if method not in ("best", "pure"):
+            raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
+        epsilon, culprit = self.pure(adjacency, extra, count), self.find_impure(adjacency, extra, count)
+        if culprit is not None:
+            raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
+        return Evaluation(epsilon, "pure")
+
+    def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
+        """Returns the sum of pure epsilons (see `pure_sums`), inf if some event has none; raises as `cost` does."""
+        # PRIVACY: parts without a guarantee have no maximum either (test_at_delta_0_the_largest_part_counts)
+        _require_defined(self._kinds_with(extra), adjacency)
+        return pure_sum(self.counts(extra, count), adjacency)
+
+    def find_impure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> SimpleEvent | None:
+        """Returns the first event that has no finite pure epsilon; None if there is none."""
+        return find_impure(self.counts(extra, count), adjacency)
 
     def epsilon(self, delta: float, adjacency: Adjacency, method: str = "best") -> float:
         """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""

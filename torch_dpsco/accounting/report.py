@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
+from fractions import Fraction
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
@@ -18,9 +19,12 @@ from torch_dpsco.accounting.events import (
     ADJACENCIES,
     REPLACE_ONE,
     ZERO_OUT,
+    AboveThreshold,
     Adjacency,
     Event,
     Gaussian,
+    KNorm,
+    Laplace,
     NonPrivate,
     PoissonGaussian,
     Repeat,
@@ -30,7 +34,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 __all__ = [
     "Charge",
@@ -114,12 +118,19 @@ def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, flo
     epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
     k = check.positive_count(size=size)
     if delta == 0:
-        return k * epsilon * _SLACK, 0.0
+        return _multiple(k, epsilon), 0.0
     exponent = math.log(k) + (k - 1) * epsilon if k > 1 else 0.0
     log_delta = exponent + math.log(delta)
     # the rounding of log_delta is relative to its terms, and that of exp(log_delta) is absolute in log_delta
     rounding = 1e-15 * (exponent + abs(math.log(delta)))
     return k * epsilon * _SLACK, 1.0 if log_delta >= 0 else min(1.0, math.exp(log_delta + rounding) * _SLACK)
+
+
+def _multiple(k: int, epsilon: float) -> float:
+    """Returns k epsilon, rounded up only where it is no float: 2 x 1 is printed as 2."""
+    product = k * epsilon
+    short = math.isfinite(product) and Fraction(product) < k * Fraction(epsilon)
+    return math.nextafter(product, math.inf) if short else product
 
 
 @dataclass(frozen=True)
@@ -200,7 +211,7 @@ class PrivacyReport:
 
     Args:
         epsilons: epsilon per adjacency.
-        delta: the delta of all figures.
+        delta: the delta of all figures; 0 is pure differential privacy.
         adjacency: the adjacency of the guarantee (the others are information).
         unit: what one record is.
         method: how the guarantee's epsilon was computed, with its Renyi order if any.
@@ -266,6 +277,8 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
         lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
     if events & {Gaussian, PoissonGaussian, WORGaussian}:
         lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
+    if events & {Laplace, KNorm, AboveThreshold}:
+        lines.append("ideal Laplace or K-norm noise (floating-point attacks on the noise are out of scope)")
     return tuple(lines)
 
 
@@ -305,6 +318,10 @@ def _total_variation(ledger: Ledger, adjacency: Adjacency) -> float:
     return min(1.0, delta * (1.0 + 1e-12) + 1e-15) if delta else 0.0
 
 
+def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
+    return epsilon if budget is None else budget.quoted(epsilon, delta)
+
+
 def make_report(
     ledger: Ledger,
     delta: float,
@@ -317,7 +334,7 @@ def make_report(
 
     Args:
         ledger: what was charged.
-        delta: in (0, 1).
+        delta: in [0, 1).
         adjacency: that of the guarantee.
         unit: what one record is.
         budget: the budget, if there is one.
@@ -325,13 +342,14 @@ def make_report(
 
     Raises:
         AdjacencyError: some event has no guarantee under `adjacency`.
+        InfeasibleError: delta is 0 and some event has no pure epsilon under `adjacency`.
     """
     evaluation = ledger.evaluate(delta, adjacency)
-    epsilons = {adjacency: evaluation.epsilon}
+    epsilons = {adjacency: _quoted(evaluation.epsilon, delta, budget)}
     for other in ADJACENCIES:
         try:
-            epsilons.setdefault(other, ledger.epsilon(delta, other))
-        except AdjacencyError:  # an event has no guarantee there: the report leaves the line out
+            epsilons.setdefault(other, _quoted(ledger.epsilon(delta, other), delta, budget))
+        except (AdjacencyError, InfeasibleError):  # an event has no guarantee there: the report leaves the line out
             continue
     method = evaluation.method if evaluation.order is None else f"{evaluation.method}, order {evaluation.order:.4g}"
     method += ", the largest tried" if evaluation.order == MAX_ORDER else ""

@@ -105,10 +105,10 @@ class Spending(OpacusFace):
         """Signs an optimizer up whose events depend on what was released; raises PrivacyError for a planned budget."""
         if self._budget is not None and not self._budget.adaptive:
             # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
+            modes = "'rdp' or 'rdp-mixture'; full batches: 'gdp'" if self._budget.delta > 0 else "'pure'"
             raise PrivacyError(
                 f"budget must be adaptive for events that depend on what was released before (got mode "
-                f"{self._budget.mode!r}): Budget(..., mode='rdp' or 'rdp-mixture'; full batches: 'gdp'), or no budget, "
-                f"where get_epsilon is an odometer"
+                f"{self._budget.mode!r}): Budget(..., mode={modes}), or no budget, where get_epsilon is an odometer"
             )
 
     def declare(self, event: Event, steps: int) -> None:

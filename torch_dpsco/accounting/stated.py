@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency, assign, check_adjacency
+from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency, assign, below_one, check_adjacency
 from torch_dpsco.errors import AdjacencyError
 
 __all__ = ["FAILURE_KINDS", "GDP", "ZCDP", "ApproxDP", "ApproxZCDP", "Failure", "KNorm", "Pure", "RDPCurve", "Stated"]
@@ -36,9 +36,7 @@ class Stated:
             if field.name in ("eps", "rho", "xi", "mu"):
                 assign(self, **{field.name: check.nonnegative(**{field.name: value})})
             elif field.name == "delta":
-                if check.nonnegative(delta=value) >= 1:
-                    raise ValueError(f"delta must be in [0, 1) (got {value})")
-                assign(self, delta=float(value))
+                assign(self, delta=below_one(delta=value))
 
 
 _ALL = tuple(sorted(ADJACENCIES))
@@ -158,6 +156,5 @@ class Failure:
     kind: str = "coupling"
 
     def __post_init__(self) -> None:
-        if check.nonnegative(probability=self.probability) >= 1:
-            raise ValueError(f"probability must be in [0, 1) (got {self.probability})")
-        assign(self, probability=float(self.probability), kind=check.choice(FAILURE_KINDS, kind=self.kind))
+        probability = below_one(probability=self.probability)
+        assign(self, probability=probability, kind=check.choice(FAILURE_KINDS, kind=self.kind))

@@ -61,9 +61,12 @@ def headline(report: PrivacyReport) -> str:
     if math.isinf(report.epsilon):
         return f"NO privacy guarantee: epsilon is infinite ({report.adjacency})."
     strength = "WEAK: " if report.epsilon > _WEAK else ""
-    figures = f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})"
+    epsilon = rounded_up(report.epsilon)
+    kind = f"({epsilon}, {rounded_up(report.delta)})-differential privacy"
+    if report.delta == 0:
+        kind = f"{epsilon}-differential privacy, pure (delta = 0),"
     so_far = "" if report.charges else ", because nothing was released yet"
-    return f"{strength}{figures}-differential privacy for one {report.unit} ({report.adjacency}){so_far}."
+    return f"{strength}{kind} for one {report.unit} ({report.adjacency}){so_far}."
 
 
 def warning_sentences(report: PrivacyReport, run: Run) -> tuple[str, ...]:
@@ -77,7 +80,7 @@ def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ..
     return (
         Section("What it means", tuple(_meaning(report))),
         Section("What is protected", tuple(_protected(report, run))),
-        Section("What delta is", tuple(_delta(report))),
+        *((Section("What delta is", tuple(_delta(report))),) if report.delta > 0 else ()),
         Section("What is covered", tuple(_covered(run))),
         Section("What is not covered", tuple(_not_covered(report, run))),
         Section("How batches are drawn", tuple(_sampling(report, run))),
@@ -110,6 +113,8 @@ def _strength(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 
 def _size_of_delta(report: PrivacyReport, run: Run) -> Iterator[str]:
+    if report.delta == 0:
+        return  # nothing can be too large
     if isinstance(run.design, Undeclared):
         yield f"No sampling was declared, and no number n of {report.unit}s: check that delta is far below 1/n."
     elif report.delta >= 1.0 / run.design.n:
@@ -175,25 +180,20 @@ def _budget(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 
 def _meaning(report: PrivacyReport) -> Iterator[str]:
-    unit, epsilon = report.unit, report.epsilon
+    unit, epsilon, pure = report.unit, report.epsilon, report.delta == 0
     if math.isinf(epsilon):
         yield f"Nothing bounds what the release tells about one {unit}. Treat it like the data themselves."
         return
     yield f"Think of two worlds that differ in one {unit} only: {WORLDS[report.adjacency].format(unit=unit)}."
     yield (
         f"Whatever somebody may conclude from the release, the probability of that in one world is at most e^epsilon "
-        f"({_odds(epsilon)}) times its probability in the other, plus delta."
+        f"({_odds(epsilon)}) times its probability in the other{'' if pure else ', plus delta'}."
     )
     yield (
         f"This holds against anybody who sees everything released, knows every other {unit}, the code and all "
         f"settings, and has unlimited computing power. Only the noise and any random choice of batches are secret."
     )
-    # P(L > eps + t) <= delta/(1 - e^-t) for the log-odds L of the true world, here with t = log 2: the event S has
-    # P(S) <= e^eps Q(S) + delta and Q(S) <= e^-(eps + t) P(S)
-    yield (
-        f"The odds that they give to the true world rise by a factor above 2 e^epsilon ({_odds(epsilon, 2.0)}) with a "
-        f"probability of at most 2 delta ({rounded_up(2.0 * report.delta)})."
-    )
+    yield _rise_of_odds(report)
     yield _guess(report)
     yield (
         f"It is no promise that nothing can be learned about a person: what all the other {unit}s show (a rule that "
@@ -201,9 +201,22 @@ def _meaning(report: PrivacyReport) -> Iterator[str]:
     )
 
 
+def _rise_of_odds(report: PrivacyReport) -> str:
+    epsilon = report.epsilon
+    if report.delta == 0:  # the likelihood ratio is at most e^epsilon, whatever was released
+        return f"Whatever they see, the odds that they give to a world rise by a factor of at most {_odds(epsilon)}."
+    # P(L > eps + t) <= delta/(1 - e^-t) for the log-odds L of the true world, here with t = log 2: the event S has
+    # P(S) <= e^eps Q(S) + delta and Q(S) <= e^-(eps + t) P(S)
+    return (
+        f"The odds that they give to the true world rise by a factor above 2 e^epsilon ({_odds(epsilon, 2.0)}) with a "
+        f"probability of at most 2 delta ({rounded_up(2.0 * report.delta)})."
+    )
+
+
 def _guess(report: PrivacyReport) -> str:
     right, alone = _percent(report.advantage), _percent(attack_advantage(report.epsilon, report.delta))
-    source = "" if right == alone else f" Epsilon and delta alone would allow {alone} %."
+    given = "Epsilon and delta" if report.delta > 0 else "Epsilon"
+    source = "" if right == alone else f" {given} alone would allow {alone} %."
     return (
         f"Made to guess which world is the true one, both being equally likely, they guess right at most {right} % of "
         f"the time (a coin flip: 50 %).{source}"
@@ -228,11 +241,14 @@ def _protected(report: PrivacyReport, run: Run) -> Iterator[str]:
     if math.isfinite(report.epsilon):
         groups = "; ".join(_group(report, k) for k in GROUPS)
         members = "a person with k rows has" if unit == "example" else f"k {unit}s who belong together have"
-        yield f"For a group the protection fades: {members} (k epsilon, k e^((k-1) epsilon) delta). {groups}."
+        figures = "(k epsilon, k e^((k-1) epsilon) delta)" if report.delta > 0 else "k epsilon"
+        yield f"For a group the protection fades: {members} {figures}. {groups}."
 
 
 def _group(report: PrivacyReport, size: int) -> str:
     epsilon, delta = group_guarantee(report.epsilon, report.delta, size)
+    if report.delta == 0:
+        return f"k = {size}: {rounded_up(epsilon)}"
     return f"k = {size}: " + ("none" if delta >= 1 else f"({rounded_up(epsilon)}, {rounded_up(delta)})")
 
 
@@ -255,7 +271,9 @@ def _delta(report: PrivacyReport) -> Iterator[str]:
 
 
 def _promised(run: Run) -> Iterator[str]:
-    if isinstance(run, OneRelease):
+    if isinstance(run, OneRelease) and isinstance(run.design, Full):
+        yield "Bounds, n and n_max, classes, centers and scales are public numbers, chosen without looking at the data."
+    elif isinstance(run, OneRelease):
         yield "The loss is convex and has the promised constants for every record within the bounds: none is clipped."
         yield "Each gradient is that of this loss on the delivered batch, with no other term; iterates stayed secret."
 
@@ -293,6 +311,9 @@ def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
     design = run.design
+    if isinstance(run, OneRelease) and isinstance(design, Full):
+        yield f"No sampling: the answer is computed from all {report.unit}s, and {design.n} is public."
+        return
     if isinstance(run, OneRelease):
         how = (
             "in a fresh random order each pass" if isinstance(design, Shuffled) else "each batch a fresh random subset"
@@ -317,7 +338,8 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 def _computed(report: PrivacyReport, run: Run, version: str) -> Iterator[str]:
     planned = "" if run.planned is None else f" of {run.planned} planned"
-    yield f"{run.name}: {_count(run.steps, 'step')} made{planned}; {'finalized' if run.finalized else 'not finalized'}."
+    made = "one release" if run.planned == 0 else f"{_count(run.steps, 'step')} made{planned}"
+    yield f"{run.name}: {made}; {'finalized' if run.finalized else 'not finalized'}."
     if run.unfinished and report.planned_epsilon is not None:
         yield f"Epsilon with all planned steps: {rounded_up(report.planned_epsilon)}."
     if report.budget is not None:

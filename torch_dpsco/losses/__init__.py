@@ -29,6 +29,7 @@ from __future__ import annotations
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.bounds import clip_rows, enforce_bounds
 from torch_dpsco.losses.check import check_holder
+from torch_dpsco.losses.clipped import ResidualClipped
 from torch_dpsco.losses.margin import Hinge, Logistic, MarginLoss, SmoothedHinge
 from torch_dpsco.losses.residual import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
 from torch_dpsco.losses.softmax import SoftmaxCrossEntropy
@@ -48,6 +49,7 @@ __all__ = [
     "Pinball",
     "EpsilonInsensitive",
     "SoftmaxCrossEntropy",
+    "ResidualClipped",
     "check_holder",
     "clip_rows",
     "enforce_bounds",

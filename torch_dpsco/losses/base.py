@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem, round_up
 
 __all__ = ["Loss", "TableGradBound", "TableLoss", "power_up", "record_bounds", "upper"]
@@ -50,6 +51,14 @@ class Loss(ABC):
         It must be a function of this record's score and target alone: a choice at a kink that depends on other
         records, on the step or on chance would void every stability bound built on it.
         """
+
+    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Second derivative of a scalar score, shape (B,), where phi is C^1; one-sided at kinks of phi'.
+
+        Raises:
+            ConditionError: if the derivative of the loss jumps, or the score is not a scalar.
+        """
+        raise ConditionError(f"{self!r} has no second derivative; take a smooth loss of one score")
 
     def __call__(self, output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """The loss of a batch, for a training loop; its backward is exactly `derivative`.

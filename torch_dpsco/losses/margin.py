@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, positive
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import TableLoss, power_up, upper
 
 __all__ = ["Hinge", "Logistic", "MarginLoss", "SmoothedHinge"]
@@ -34,6 +35,18 @@ class MarginLoss(TableLoss):
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative y phi'(y s); score and target of one shape."""
         return target * self._slope(target * score)
+
+    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Second derivative y^2 phi''(y s); score and target of one shape."""
+        return target * target * self._bend(target * score)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        """phi''(m), one-sided where phi' has a kink."""
+        raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge has one")
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        """The margin at which -phi' reaches the limit > 0; -inf where it never does."""
+        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic or SmoothedHinge")
 
     @abstractmethod
     def _curve(self, margin: Tensor) -> Tensor:
@@ -75,6 +88,12 @@ class Hinge(MarginLoss):
         # sign(gap) makes 0^0 come out as 0: the selection at m = 1 for q = 1.
         return -self.power * gap.sign() * gap ** (self.power - 1)
 
+    def _bend(self, margin: Tensor) -> Tensor:
+        return 2.0 * (margin < 1).to(margin.dtype) if self.power == 2 else super()._bend(margin)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return 1 - limit / 2 if self.power == 2 else super()._corner(limit)
+
     def _exponent(self) -> float:
         return self.power - 1
 
@@ -110,6 +129,13 @@ class Logistic(MarginLoss):
 
     def _slope(self, margin: Tensor) -> Tensor:
         return -torch.sigmoid(-margin)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        return torch.sigmoid(margin) * torch.sigmoid(-margin)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        # sigmoid(-m) = c at m = log((1 - c)/c); the slope stays below 1
+        return torch.where(limit < 1, torch.log1p(-limit) - torch.log(limit), -math.inf)
 
     def _exponent(self) -> float:
         return 1.0
@@ -156,6 +182,12 @@ class SmoothedHinge(MarginLoss):
 
     def _slope(self, margin: Tensor) -> Tensor:
         return -((1 - margin) / self.width).clamp(0, 1)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        return ((margin < 1) & (margin >= 1 - self.width)).to(margin.dtype) / self.width
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return torch.where(limit < 1, 1 - limit * self.width, -math.inf)
 
     def _exponent(self) -> float:
         return 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, nonnegative, open_interval, positive
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import TableLoss, power_up, upper
 from torch_dpsco.problem import round_up
 
@@ -29,6 +31,18 @@ class ResidualLoss(TableLoss):
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative -phi'(y - s); score and target of one shape."""
         return -self._slope(target - score)
+
+    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Second derivative phi''(y - s); score and target of one shape."""
+        return self._bend(target - score)
+
+    def _bend(self, residual: Tensor) -> Tensor:
+        """phi''(r), one-sided where phi' has a kink."""
+        raise ConditionError(f"{self!r} has no second derivative; Huber and Squared have one")
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        """The residual r > 0 at which phi' reaches the limit > 0; inf where it never does. Needs an even phi."""
+        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Squared or Huber")
 
     @abstractmethod
     def _curve(self, residual: Tensor) -> Tensor:
@@ -67,6 +81,12 @@ class PowerLoss(ResidualLoss):
 
     def _slope(self, residual: Tensor) -> Tensor:
         return self.power * residual.sign() * residual.abs() ** (self.power - 1)
+
+    def _bend(self, residual: Tensor) -> Tensor:
+        return torch.full_like(residual, 2.0) if self.power == 2 else super()._bend(residual)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return limit / 2 if self.power == 2 else super()._corner(limit)
 
     def _exponent(self) -> float:
         return self.power - 1
@@ -134,6 +154,12 @@ class Squared(ResidualLoss):
     def _slope(self, residual: Tensor) -> Tensor:
         return residual
 
+    def _bend(self, residual: Tensor) -> Tensor:
+        return torch.ones_like(residual)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return limit
+
     def _exponent(self) -> float:
         return 1.0
 
@@ -179,6 +205,12 @@ class Huber(ResidualLoss):
 
     def _slope(self, residual: Tensor) -> Tensor:
         return residual.clamp(-self.threshold, self.threshold)
+
+    def _bend(self, residual: Tensor) -> Tensor:
+        return (residual.abs() <= self.threshold).to(residual.dtype)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return torch.where(limit < self.threshold, limit, math.inf)
 
     def _exponent(self) -> float:
         return 1.0

@@ -22,16 +22,17 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import Design, Shuffled
-from torch_dpsco.accounting.events import SimpleEvent
+from torch_dpsco.accounting.events import KNorm, SimpleEvent
 from torch_dpsco.accounting.report import OneRelease
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import CommonOptimizer, require_one_process
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rules.base import absorb, averaged
+from torch_dpsco.rules.base import AVERAGES, absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
 
 __all__ = ["RowFreeOptimizer"]
@@ -40,7 +41,7 @@ _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (
 
 
 class RowFreeOptimizer(CommonOptimizer):
-    """Rests on promises: nothing is clipped. Base of optimizers that release the noised average of their iterates.
+    """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
     Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
 
@@ -50,11 +51,12 @@ class RowFreeOptimizer(CommonOptimizer):
         design: how batches are drawn.
         steps: planned number of steps.
         event: of the only release.
-        noise_std: of the noise on each coordinate of the average.
+        noise_std: of Gaussian noise on each coordinate of the answer; the scale of the noise for a `KNorm` event.
         prox: projection onto the feasible set.
         bounds: largest norm of a record's features (without the ones of a bias) and largest absolute target, each None
             if there is none to enforce.
         loss_reduction: "mean" or "sum": how the loss adds up its batch.
+        average: what is released: "uniform" or "weighted" (by step) average of w_1..w_T, or "last", w_{T+1}.
         accountant: ledger (and budget) to charge; default a new one.
         adjacency: neighboring relation; default that of the accountant, or "replace_one".
         generator: noise generator of your own; repeatable, so for tests only (warns).
@@ -68,7 +70,7 @@ class RowFreeOptimizer(CommonOptimizer):
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
     _fixed = frozenset(
         {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
-    )
+    ) | {"average"}
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class RowFreeOptimizer(CommonOptimizer):
         prox: Prox,
         bounds: tuple[float | None, float | None],
         loss_reduction: str = "mean",
+        average: str = "uniform",
         accountant: Accountant | None = None,
         adjacency: Adjacency | None = None,
         generator: torch.Generator | None = None,
@@ -98,7 +101,7 @@ class RowFreeOptimizer(CommonOptimizer):
         _require_double(self._params)
         self.design, self.planned_steps = design, check.positive_count(steps=steps)
         self.event, self.noise_std = event, check.nonnegative(noise_std=noise_std)
-        self.prox, self.bounds = prox, bounds
+        self.prox, self.bounds, self.average = prox, bounds, check.choice(AVERAGES, average=average)
         self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
         self.adjacency = checks.agreed_adjacency(adjacency, accountant)
         self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
@@ -215,7 +218,7 @@ class RowFreeOptimizer(CommonOptimizer):
 
     def _update(self, rows: int) -> None:
         params, lr = self._params, self._lr()
-        absorb(params, self.state, self._steps, "uniform")
+        absorb(params, self.state, self._steps, self.average)
         gradients = [p.grad for p in params if p.grad is not None]
         torch._foreach_add_(params, gradients, alpha=-lr * rows / self.design.batch_size)
         self.prox.apply_(params, [lr] * len(params))
@@ -279,7 +282,7 @@ class RowFreeOptimizer(CommonOptimizer):
 
     @torch.no_grad()
     def finalize(self) -> None:
-        """Charges the release, and installs the noised average into the parameters.
+        """Charges the release, and installs the noised answer into the parameters.
 
         Raises:
             SequenceError: planned steps are missing, or the answer was released already.
@@ -294,10 +297,11 @@ class RowFreeOptimizer(CommonOptimizer):
             )
         self.accountant.authorize(self.event)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        answers = [averaged(p, self.state, "uniform").clone() for p in self._params]
-        for answer in answers:
-            noise = torch.empty_like(answer).normal_(generator=self._noise)
-            answer.add_(noise, alpha=self.noise_std)
+        answers = [averaged(p, self.state, self.average).clone() for p in self._params]
+        draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
+        noise = draw(sum(p.numel() for p in answers), self.noise_std, self._noise).split([p.numel() for p in answers])
+        for answer, part in zip(answers, noise, strict=True):
+            answer.add_(part.view_as(answer))
         self.prox.apply_(answers, [0.0] * len(answers))
         for p, answer in zip(self._params, answers, strict=True):
             p.copy_(answer)
@@ -318,8 +322,9 @@ class RowFreeOptimizer(CommonOptimizer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Public numbers: steps made, and std of the noise on the answer."""
-        return {"step": self._steps, "noise_std": self.noise_std}
+        """Public numbers: steps made, and std of the noise on each coordinate of the answer."""
+        spread = math.sqrt(self.event.dim + 1) if isinstance(self.event, KNorm) else 1.0
+        return {"step": self._steps, "noise_std": self.noise_std * spread}
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
@@ -336,6 +341,7 @@ class RowFreeOptimizer(CommonOptimizer):
             "noise_std": self.noise_std.hex() if math.isfinite(self.noise_std) else "inf",
             "prox": repr(self.prox),
             "bounds": repr(self.bounds),
+            "average": self.average,
             "adjacency": self.adjacency,
         }
 

@@ -1,0 +1,122 @@
+"""Least squares from noisy sufficient statistics, with a ridge that is large enough for their noise (AdaSSP).
+
+    lambda_min(X'X), X'X and X'y, each with Gaussian noise;   theta = (X'X + ridge I)^-1 X'y of the noisy ones
+
+Differs from the paper (Wang 2018) in: mode "tight" shares one Gaussian budget out and has noise in an orthonormal basis
+of the symmetric matrices; mode "paper" is checked, since its proof for each part alone fails for small delta.
+
+Source: output spec, section 9c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.stated import GDP, ApproxDP
+from torch_dpsco.erm.task import LinearTask
+from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.losses import Squared
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+from torch_dpsco.objectives.records import Records
+from torch_dpsco.solvers.certificates import project
+from torch_dpsco.theory.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper
+from torch_dpsco.theory.holder_rounding import DOUBLE
+from torch_dpsco.theory.output import sum_terms
+
+__all__ = ["AdaSSPPlan", "plan_adassp", "release_adassp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaSSPPlan:
+    """Public numbers of one release.
+
+    Args:
+        constants: noise and ridge.
+        event: of the release of all three.
+        ridge: added to the adaptive one, >= 0.
+        radius: of the ball that the answer is projected on.
+    """
+
+    constants: AdaSSPConstants
+    event: GDP | ApproxDP
+    ridge: float
+    radius: float
+
+
+def plan_adassp(task: LinearTask, mode: str = "tight") -> AdaSSPPlan:
+    """Returns the numbers of AdaSSP for a task with the squared loss.
+
+    Args:
+        task: its public numbers; delta > 0. reg is added to the ridge; None adds nothing.
+        mode: "tight" or "paper".
+
+    Raises:
+        ConditionError: another loss, delta = 0, or a published noise that is not private enough.
+
+    Guarantee:
+        The event of the plan, for the task's adjacency, for everything computed from the three statistics.
+    """
+    if not isinstance(task.loss, Squared) or task.residual_clip is not None or task.tilt or task.attack_radius:
+        raise ConditionError(f"AdaSSP needs the squared loss, as it is (got {task.loss!r})")
+    if task.budget.delta == 0:
+        raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
+    assert task.bound_y is not None
+    epsilon, delta = task.budget.epsilon, task.budget.delta
+    bounds = (task.preparation.bound, task.bound_y, task.width)
+    event: GDP | ApproxDP
+    if check.choice(("tight", "paper"), mode=mode) == "tight":
+        constants = adassp_constants(epsilon, delta, *bounds, adjacency=task.adjacency)
+        event = GDP(gaussian_mu(epsilon, delta), (task.adjacency,))
+    else:
+        if task.adjacency == "replace_one":
+            raise AdjacencyError("mode 'paper' is proved for add_remove and zero_out: use mode='tight'")
+        delta *= 1 - 1e-9  # a ledger needs some left to round with
+        paper = adassp_constants_paper(epsilon, delta, *bounds)
+        constants = AdaSSPConstants(
+            paper.std_lmin, paper.std_xtx, paper.std_xtx, paper.std_xty, paper.lam_cap, paper.shift_lmin
+        )
+        event = ApproxDP(epsilon, delta, (task.adjacency,))
+    # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
+    most = task.most_records
+    rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 64) * DOUBLE
+    constants = AdaSSPConstants(*(value * rounding for value in constants))
+    return AdaSSPPlan(constants=constants, event=event, ridge=task.reg or 0.0, radius=task.radius)
+
+
+def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, generator: torch.Generator) -> Tensor:
+    """Charges, adds noise to the three statistics, solves: returns the private vector (dim,) float64.
+
+    Args:
+        records: prepared rows and targets, within their bounds.
+        plan: its numbers.
+        accountant: charged before anything is drawn.
+        generator: of the noise.
+
+    Raises:
+        BudgetExceeded: nothing was drawn.
+    """
+    gram = records.gram(records.weights)
+    moment = records.combine(records.weights * records.targets)
+    # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
+    accountant.authorize(plan.event)
+    given, dim = plan.constants, records.dim
+    least = float(torch.linalg.eigvalsh(gram)[0]) + float(gaussian_vector(1, given.std_lmin, generator))
+    ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + plan.ridge
+    noisy = gram + _symmetric(dim, given, generator)
+    moment = moment + gaussian_vector(dim, given.std_xty, generator)
+    values, vectors = torch.linalg.eigh(noisy)
+    # post-processing: an improbable matrix that is not positive definite
+    values = (values + ridge).clamp(min=max(given.lam_cap, plan.ridge) / 10)
+    return project(vectors @ ((vectors.T @ moment) / values), plan.radius)
+
+
+def _symmetric(dim: int, given: AdaSSPConstants, generator: torch.Generator) -> Tensor:
+    """Returns a symmetric matrix of noise, with stds of their own on and off the diagonal."""
+    noise = gaussian_vector(dim * dim, given.std_xtx_offdiag, generator).view(dim, dim).triu(1)
+    return noise + noise.T + torch.diag(gaussian_vector(dim, given.std_xtx_diag, generator))

@@ -1,0 +1,126 @@
+"""Noisy gradient descent on all records, whose last iterate alone is released: its cost converges.
+
+    w <- w - eta (sum of gradients + reg w + N(0, sigma^2 I)),   T steps from a public start
+
+A step contracts by c = max(|1 - eta mu|, |1 - eta beta|) on every data set, so that what a record did in early steps
+fades: mu_GDP = (S/sigma) sqrt((1 - c^T)/(1 + c^T) (1 + c)/(1 - c)), S bounding how far a record moves the sum.
+
+Differs from the paper in: it is not there; output.md 9b has it. Bok, Su and Altschuler 2024.
+
+Source: output spec, section 9b; `accounting.analysis.contraction`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.analysis.contraction import noisy_gd_mu
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.events import REPLACE_ONE
+from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.erm.task import LinearTask
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+from torch_dpsco.objectives.base import Objective
+from torch_dpsco.solvers.certificates import project
+from torch_dpsco.theory.objective_perturbation import objpert_reg
+from torch_dpsco.theory.output import gradient_rounding
+from torch_dpsco.theory.output_sensitivity import safe
+
+__all__ = ["NoisyGDPlan", "plan_noisy_gd", "release_noisy_gd"]
+
+_MOST_STEPS = 500  # a step reads all records
+_ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyGDPlan:
+    """Public numbers of one run.
+
+    Args:
+        task: what was planned for.
+        reg: of the objective, in sum form.
+        lr: eta, on the sum.
+        steps: T.
+        noise_std: of the noise on the sum of gradients.
+        event: of the last iterate.
+        radius: of the ball that iterates are projected on.
+    """
+
+    task: LinearTask
+    reg: float
+    lr: float
+    steps: int
+    noise_std: float
+    event: GDP
+    radius: float
+
+
+def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
+    """Returns the numbers of noisy gradient descent for a task.
+
+    Args:
+        task: its public numbers; delta > 0.
+        steps: T; default 3 beta / reg, where the answer has converged, at most 500.
+
+    Raises:
+        ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or delta is 0.
+
+    Guarantee:
+        The event of the plan, for the task's adjacency, for the last iterate alone. n_max is a promise about the number
+        of records, on which the contraction rests.
+    """
+    if task.budget.delta == 0:
+        raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")
+    if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
+        raise ConditionError(
+            f"noisy gradient descent needs a sum of smooth losses with bounded gradients (got {task.loss!r}): give a "
+            f"residual_clip, or use output perturbation"
+        )
+    most = task.most_records
+    reg = objpert_reg(task.budget.epsilon, task.smoothness) if task.reg is None else task.reg
+    beta = safe(most * task.smoothness + reg)
+    lr = 2.0 / (beta + reg)
+    contraction = (beta - reg) / (beta + reg) * (1 + 1e-15)  # at both ends of [reg, beta]
+    total = min(math.ceil(3 * beta / reg), _MOST_STEPS) if steps is None else check.positive_count(steps=steps)
+    moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * task.lipschitz
+    radius = min(task.radius, safe(_ROOM * most * task.lipschitz / reg))
+    # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+    moved += 2 * gradient_rounding(
+        most, task.width, lipschitz=task.lipschitz, smoothness=task.smoothness, reg=reg, norm=radius, weight=most
+    )
+    mu = gaussian_mu(task.budget.epsilon, task.budget.delta)
+    noise = safe(noisy_gd_mu(total, contraction, moved, 1.0) / mu)
+    return NoisyGDPlan(
+        task=task,
+        reg=reg,
+        lr=lr,
+        steps=total,
+        noise_std=noise,
+        event=GDP(mu, (task.adjacency,)),
+        radius=radius,
+    )
+
+
+def release_noisy_gd(
+    objective: Objective, plan: NoisyGDPlan, accountant: Accountant, generator: torch.Generator
+) -> Tensor:
+    """Charges, and makes the steps from 0: returns the private last iterate (dim,) float64.
+
+    Raises:
+        BudgetExceeded: nothing was drawn.
+    """
+    # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
+    accountant.authorize(plan.event)
+    w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
+    for _ in range(plan.steps):
+        # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
+        gradient = objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, plan.noise_std, generator)
+        w = project(w - plan.lr * gradient, plan.radius)
+    return w

@@ -1,0 +1,256 @@
+"""Output perturbation: solve to a certified accuracy, add noise once.
+
+    release  w_hat + z,   |w_hat - w*| <= r certified,   z calibrated to Delta + 2 r
+
+with w* the minimizer of J (see `erm.task`), which one record moves by at most Delta. Any solver may be used and none is
+trusted. Noise is drawn after the solver has ended, from a stream of its own.
+
+Differs from the paper (Lowy and Razaviyayn, Algorithms 1, 5, 6, 7) in: 1. a certificate at run time in place of an
+accuracy in expectation, with which the paper's claim is false; 2. the data's part of the gradients alone moves the
+minimizer; 3. analytic Gaussian noise by default; 4. sum form.
+
+Source: output spec, sections 2 to 5, 7 and 8.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import Adjacency
+from torch_dpsco.accounting.analysis.convert import delta_with_failure
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, gaussian_sigma_zhao
+from torch_dpsco.accounting.events import REPLACE_ONE, Failure, Gaussian, KNorm, Sequential
+from torch_dpsco.erm.least_risk import least_risk_reg
+from torch_dpsco.erm.task import LinearTask
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.losses import Logistic
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
+from torch_dpsco.objectives.base import Objective
+from torch_dpsco.solvers import solve
+from torch_dpsco.solvers.certificates import BoxDual, project
+from torch_dpsco.theory.output import (
+    adversarial_gradient_diameter,
+    adversarial_lipschitz,
+    certified_sensitivity,
+    check_tolerance,
+    erm_sensitivity,
+    expected_suboptimal_sensitivity,
+    gradient_rounding,
+    logistic_gradient_diameter,
+    solver_tolerance,
+)
+from torch_dpsco.theory.tilted import tilted_sensitivity, tilted_strong_convexity
+
+__all__ = ["OutputPlan", "draw_output", "markov_plan", "plan_output", "solve_output"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPlan:
+    """Public numbers of one release.
+
+    Args:
+        task: what was planned for.
+        reg: of the objective, in sum form.
+        strong_convexity: of the objective that is solved, in its own form.
+        sensitivity: Delta of exact minimizers.
+        distance: r, that the solver has to certify; inf for a promise in place of a certificate.
+        event: of the release, for Delta + 2 r.
+        noise_scale: std of Gaussian noise, or scale of the K-norm's.
+        radius: of the ball that the answer is projected on.
+    """
+
+    task: LinearTask
+    reg: float
+    strong_convexity: float
+    sensitivity: float
+    distance: float
+    event: Gaussian | KNorm | Sequential
+    noise_scale: float
+    radius: float
+
+    @property
+    def trusted(self) -> bool:
+        """Whether no certificate is asked for: a promised accuracy takes its place."""
+        return math.isinf(self.distance)
+
+
+def plan_output(task: LinearTask, mode: str = "tight") -> OutputPlan:
+    """Returns the numbers of output perturbation for a task.
+
+    Args:
+        task: its public numbers.
+        mode: "tight" (analytic Gaussian) or "paper" (the closed form of Zhao et al., which is valid and larger).
+
+    Raises:
+        ConditionError: nothing is proved for these settings, e.g. tilts under add_remove without n_min.
+        MissingConstantError: the loss needs a radius.
+
+    Guarantee:
+        The event of the plan, for a task's adjacency, if the released point is certified within `distance`.
+    """
+    check.choice(("tight", "paper"), mode=mode)
+    _require_solvable(task)
+    reg = least_risk_reg(task, plan_output) if task.reg is None else task.reg
+    sensitivity, mu = _sensitivity(task, reg)
+    kinked = task.smoothness is None
+    distance = solver_tolerance(sensitivity, mu, kinked) / mu
+    if not kinked:  # gaps are checked record by record, with far less rounding than a bound from public numbers says
+        check_tolerance(mu * distance, _rounding(task, reg))
+    # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
+    moved = certified_sensitivity(sensitivity, mu, mu * distance)
+    epsilon, delta = task.budget.epsilon, task.budget.delta
+    event: Gaussian | KNorm
+    if delta == 0:
+        event = KNorm(epsilon, task.parameters, adjacencies=_covered(task))
+        scale = moved / epsilon * (1 + 1e-15)
+    else:
+        sigma = gaussian_sigma if mode == "tight" else gaussian_sigma_zhao
+        scale = sigma(epsilon, delta, moved)
+        event = Gaussian(scale, dict.fromkeys(_covered(task), moved))
+    return OutputPlan(
+        task=task,
+        reg=reg,
+        strong_convexity=mu,
+        sensitivity=sensitivity,
+        distance=distance,
+        event=event,
+        noise_scale=scale,
+        radius=task.radius,
+    )
+
+
+def _require_solvable(task: LinearTask) -> None:
+    """Raises ConditionError for losses that no certificate covers."""
+    kinked = task.smoothness is None
+    if kinked and (task.tilt or task.attack_radius or BoxDual.of(task.loss) is None):
+        raise ConditionError(f"loss must be smooth, hinge or pinball to be certified (got {task.loss!r})")
+
+
+def _rounding(task: LinearTask, reg: float) -> float:
+    """Returns what rounding may hide from a certificate, for public numbers."""
+    lipschitz, smoothness = task.lipschitz_at_minimizers(reg), task.smoothness or 0.0
+    share = 1.0 / task.n if task.tilt else 1.0  # tilted objectives are means
+    return share * gradient_rounding(
+        task.most_records,
+        task.parameters,
+        lipschitz=lipschitz,
+        smoothness=smoothness,
+        reg=reg,
+        norm=task.minimizer_radius(reg),
+        weight=task.most_records,
+        score_offset=task.problem.score_offset or 0.0,
+    )
+
+
+def _covered(task: LinearTask) -> tuple[Adjacency, ...]:
+    """The adjacencies that the sensitivity holds for."""
+    return (task.adjacency,)
+
+
+def _sensitivity(task: LinearTask, reg: float) -> tuple[float, float]:
+    """Returns (Delta, mu) of the objective with this regularizer."""
+    if task.tilt:
+        return _tilted(task, reg)
+    if task.attack_radius:
+        bound, rho = task.preparation.bound, task.attack_reach
+        spread = adversarial_gradient_diameter(bound, rho)
+        return erm_sensitivity(adversarial_lipschitz(bound, rho), reg, 1, task.adjacency, spread), reg
+    lipschitz, diameter = task.lipschitz_at_minimizers(reg), None
+    if isinstance(task.loss, Logistic) and task.clipped is None and task.adjacency == REPLACE_ONE:
+        radius = task.minimizer_radius(reg)
+        diameter = min(2 * lipschitz, logistic_gradient_diameter(task.preparation.bound, radius))
+    return erm_sensitivity(lipschitz, reg, 1, task.adjacency, diameter), reg
+
+
+def _tilted(task: LinearTask, reg: float) -> tuple[float, float]:
+    lam = reg / task.n
+    lipschitz = task.lipschitz
+    if lipschitz is None:
+        raise ConditionError(f"loss must be Lipschitz to be tilted (got {task.loss!r})")
+    if task.adjacency == "add_remove" and task.n_min is None:
+        raise ConditionError("n_min must be given for tilts under add_remove: a public lower bound on the records")
+    lipschitz *= 1 + 2.1e-9  # as the objective takes it: norms of clipped rows are rounded
+    span = task.loss_range(lam)
+    delta = tilted_sensitivity(task.tilt, span, task.n, lipschitz, lam, adjacency=task.adjacency, n_min=task.n_min)
+    return delta, tilted_strong_convexity(task.tilt, lipschitz, lam)
+
+
+def markov_plan(task: LinearTask, expected_accuracy: float, failure: float, mode: str = "tight") -> OutputPlan:
+    """Returns the numbers for a point whose objective is within `expected_accuracy` of the minimum in expectation.
+
+    But for a probability of at most `failure` on each side it is within expected_accuracy / failure.
+
+    Args:
+        task: its public numbers; delta > 0.
+        expected_accuracy: alpha > 0, in sum form, promised for every data set.
+        failure: p in (0, 1); (1 + e^epsilon) p of delta pay for it.
+        mode: as in `plan_output`.
+
+    Raises:
+        ConditionError: delta does not pay for the failure.
+
+    Source: output spec, section 4 (M2).
+    """
+    epsilon, delta = task.budget.epsilon, task.budget.delta
+    left = delta - delta_with_failure(0.0, failure, epsilon, "per_side") * (1 + 1e-12)
+    if not left > 0:
+        raise ConditionError(
+            f"failure must be below delta / (1 + e^epsilon) = {delta / (1 + math.exp(epsilon)):.3g} (got {failure:g})"
+        )
+    reg = least_risk_reg(task, plan_output) if task.reg is None else task.reg
+    # PRIVACY: the loop is not constrained to the ball (test_a_promised_accuracy_is_that_of_an_unconstrained_loop)
+    sensitivity, mu = _sensitivity(replace(task, radius=math.inf), reg)
+    if task.tilt:
+        expected_accuracy = expected_accuracy / task.n
+    moved = expected_suboptimal_sensitivity(sensitivity, mu, expected_accuracy, failure)
+    sigma = gaussian_sigma if check.choice(("tight", "paper"), mode=mode) == "tight" else gaussian_sigma_zhao
+    scale = sigma(epsilon, left, moved)
+    gaussian = Gaussian(scale, dict.fromkeys(_covered(task), moved))
+    return OutputPlan(
+        task=task,
+        reg=reg,
+        strong_convexity=mu,
+        sensitivity=sensitivity,
+        distance=math.inf,
+        event=Sequential((gaussian, Failure(failure, "per_side"))),
+        noise_scale=scale,
+        radius=task.radius,
+    )
+
+
+def solve_output(objective: Objective, plan: OutputPlan, solver: str = "auto", start: Tensor | None = None) -> Tensor:
+    """Returns a point that is certified to be as near to the minimizer as planned: NOT private.
+
+    Raises:
+        NotCertifiedError: an internal error, see `solvers.solve`; outside of the guarantee.
+    """
+    if objective.strong_convexity < plan.strong_convexity * (1 - 1e-12):
+        raise ConditionError("objective must be that of the plan: its strong convexity is less than planned")
+    # a kinked loss needs no ball for its constants: the projection of the answer is enough
+    ball = plan.radius if objective.smoothness is not None else math.inf
+    return solve(objective, plan.distance, radius=ball, solver=solver, start=start).w
+
+
+def draw_output(point: Tensor, plan: OutputPlan, accountant: Accountant, generator: torch.Generator) -> Tensor:
+    """Charges, draws the noise and returns the private vector.
+
+    Args:
+        point: from `solve_output`.
+        plan: its numbers.
+        accountant: charged before the noise is drawn.
+        generator: of the noise; no stream of the solver.
+
+    Raises:
+        BudgetExceeded: nothing was drawn.
+    """
+    # PRIVACY: charged before anything is drawn, which is after the solver has ended
+    # (test_a_refused_release_draws_nothing)
+    accountant.authorize(plan.event)
+    draw = knorm_vector if isinstance(plan.event, KNorm) else gaussian_vector
+    return project(point + draw(len(point), plan.noise_scale, generator), plan.radius)

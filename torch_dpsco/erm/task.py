@@ -1,0 +1,240 @@
+"""A private linear model to fit: public numbers only, and the constants that the mechanisms draw from them.
+
+The objective is in sum form, so that neither it nor its noise needs the number of records:
+
+    J(w) = sum_i l(<w, x_i>; y_i) + (reg / 2) |w|^2,    x_i = (clip((raw_i - center) / scale, B), c0)
+
+with every row clipped to norm B and the constant c0 appended where there is an intercept, which is regularized like the
+rest. A record with a non-finite value or an unknown label contributes 0.
+
+Differs from the paper in: the sum form (the paper's is the mean, F = J / n, reg = n lam).
+
+Source: output spec, sections 1, 3 and 6; architecture, section 10 (20a).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
+from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, clip_rows
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.losses.clipped import ResidualClipped
+from torch_dpsco.problem import Problem, round_up
+from torch_dpsco.theory.output import minimizer_radius
+
+__all__ = ["LinearTask", "Preparation"]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done to each row, by public numbers: centered, scaled, clipped, a constant appended.
+
+    Args:
+        bound_x: B > 0, norm that rows are clipped to.
+        center: subtracted from each row, (d,); None for 0.
+        scale: that each row is divided by, (d,), > 0; None for 1.
+        intercept: c0 >= 0, the constant; 0 for no intercept.
+
+    Guarantee:
+        A row's image depends on that row alone, and its norm is at most `bound`, rounding included.
+    """
+
+    bound_x: float
+    center: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
+    intercept: float = 0.0
+
+    def __post_init__(self) -> None:
+        check.positive(bound_x=self.bound_x), check.nonnegative(intercept=self.intercept)
+        for value in self.center or ():
+            check.finite(feature_center=value)
+        for value in self.scale or ():
+            check.positive(feature_scale=value)
+
+    @property
+    def bound(self) -> float:
+        """Bound on the norm of a prepared row."""
+        return round_up(math.hypot(self.bound_x, self.intercept)) if self.intercept else self.bound_x
+
+    def __call__(self, block: Tensor) -> Tensor:
+        """Returns prepared rows, float64, of raw ones (B, d)."""
+        # PRIVACY: torch sums strided rows in an order that depends on their number
+        # (test_the_image_of_a_row_is_the_same_in_every_block)
+        rows = block.double().contiguous()
+        if self.center is not None:
+            rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
+        if self.scale is not None:
+            rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
+        # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
+        rows = clip_rows(rows, self.bound_x)
+        if not self.intercept:
+            return rows
+        return torch.cat([rows, rows.new_full((len(rows), 1), self.intercept)], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearTask:
+    """Public numbers of a private linear model.
+
+    Args:
+        loss: of one score, or the softmax cross-entropy.
+        preparation: of rows.
+        dim: d >= 1, number of raw features.
+        n: public number of records; a reference under add_remove.
+        budget: of unit "example"; delta = 0 asks for a pure epsilon.
+        bound_y: Y > 0, that real targets are clipped to; None for labels.
+        reg: in sum form, > 0; None for the mechanism's default.
+        radius: R > 0 of the ball that the answer is projected on; inf for none.
+        residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows; None for no clip.
+        n_max: public cap on the number of records; default 2 n.
+        n_min: public lower bound on it, for tilts under add_remove.
+        tilt: tau of tilted risk; 0 for the sum.
+        attack_radius: rho >= 0 of adversarial rows; 0 for none.
+        attack_norm: 2 or inf.
+
+    Raises:
+        ConditionError: settings that do not go together.
+        ValueError: a number is out of range.
+    """
+
+    loss: TableLoss
+    preparation: Preparation
+    dim: int
+    n: int
+    budget: Budget
+    bound_y: float | None = None
+    reg: float | None = None
+    radius: float = math.inf
+    residual_clip: float | None = None
+    n_max: int = 0
+    n_min: int | None = None
+    tilt: float = 0.0
+    attack_radius: float = 0.0
+    attack_norm: float = 2.0
+    adjacency: Adjacency = field(init=False)
+
+    def __post_init__(self) -> None:
+        check.positive_count(dim=self.dim), check.positive_count(n=self.n)
+        object.__setattr__(self, "adjacency", check_adjacency(self.budget.adjacency))
+        object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
+        if self.n_max < self.n:
+            raise ValueError(f"n_max must be >= n={self.n} (got {self.n_max})")
+        if self.reg is not None:
+            check.positive(reg=self.reg)
+        check.positive(radius=self.radius, allow_inf=True)
+        if (self.bound_y is not None) != (self.loss.target_kind == "real"):
+            raise ValueError(f"bound_y must be given for real targets, and for them only (got {self.bound_y})")
+        if self.bound_y is not None:
+            check.positive(bound_y=self.bound_y)
+        check.finite(tilt=self.tilt), check.nonnegative(attack_radius=self.attack_radius)
+        if self.attack_norm not in (2.0, math.inf):
+            raise ValueError(f"attack_norm must be 2 or inf (got {self.attack_norm})")
+        if self.residual_clip is not None:
+            # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
+            if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
+                raise ValueError(f"residual_clip must be in (0, 1] (got {self.residual_clip})")
+            self.clipped  # noqa: B018  raises if this loss cannot be clipped
+        if self.attack_radius and not isinstance(self.loss, (Logistic, SmoothedHinge)):
+            raise ConditionError(f"loss must be Logistic or SmoothedHinge under attack (got {self.loss!r})")
+        if self.tilt and (self.lipschitz is None or self.smoothness is None or self.num_scores > 1):
+            raise ConditionError(f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})")
+        if sum((self.tilt != 0, self.attack_radius > 0, self.residual_clip is not None)) > 1:
+            raise ConditionError("tilt, attack_radius and residual_clip must not be combined")
+        for name, length in (("center", self.preparation.center), ("scale", self.preparation.scale)):
+            if length is not None and len(length) != self.dim:
+                raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
+
+    @property
+    def num_scores(self) -> int:
+        """K: 1, or the number of classes of a softmax."""
+        return self.loss.num_scores
+
+    @property
+    def width(self) -> int:
+        """Coordinates of a row, the intercept's included."""
+        return self.dim + (self.preparation.intercept > 0)
+
+    @property
+    def parameters(self) -> int:
+        """Coordinates of the released vector."""
+        return self.num_scores * self.width
+
+    @cached_property
+    def problem(self) -> Problem:
+        """Constants of the loss for prepared rows, not clipped."""
+        return self.loss.problem(bound_x=self.preparation.bound, bound_y=self.bound_y or 1.0)
+
+    @cached_property
+    def clipped(self) -> ResidualClipped | None:
+        """The loss with clipped gradients, if there is a clip."""
+        if self.residual_clip is None:
+            return None
+        return ResidualClipped(self.loss, self.residual_clip * self.preparation.bound)  # type: ignore[arg-type]
+
+    @property
+    def monotone(self) -> bool:
+        """Whether the derivative keeps its sign for each record: a margin loss."""
+        return isinstance(self.loss, (Logistic, SmoothedHinge, Hinge)) and not self.attack_radius
+
+    @property
+    def smoothness(self) -> float | None:
+        """Beta >= phi'' |x|^2 of a record, at every w; None if the derivative jumps."""
+        if self.clipped is not None:
+            return self.clipped.smoothness(self.preparation.bound)
+        return self.problem.smoothness
+
+    @property
+    def lipschitz(self) -> float | None:
+        """L >= |phi'| |x| of a record, at every w; None if there is none (squared loss)."""
+        return self.clipped.lipschitz() if self.clipped is not None else self.problem.lipschitz
+
+    @property
+    def attack_reach(self) -> float:
+        """How far an attack moves a row in the L2 norm."""
+        if self.attack_norm == 2:
+            return self.attack_radius
+        return round_up(self.attack_radius * math.sqrt(self.width))
+
+    @property
+    def most_records(self) -> int:
+        """Public cap on the number of records that contribute."""
+        return self.n_max if self.adjacency == ADD_REMOVE else self.n
+
+    def minimizer_radius(self, reg: float) -> float:
+        """Bound on |w| of every possible minimizer of the objective with this regularizer.
+
+        Raises:
+            MissingConstantError: nothing bounds it.
+        """
+        # PRIVACY: of up to so many records: for fewer it is smaller (test_the_radius_holds_for_n_max_records)
+        mean = reg / self.most_records * (1 - 1e-15)
+        return minimizer_radius(
+            mean, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
+        )
+
+    def lipschitz_at_minimizers(self, reg: float) -> float:
+        """L at every possible minimizer of the objective with this regularizer."""
+        return self.lipschitz or self.problem.grad_bound(self.minimizer_radius(reg))
+
+    def loss_range(self, mean_reg: float) -> float:
+        """Length of an interval that holds the loss of every record at every possible minimizer of a tilted mean."""
+        radius = minimizer_radius(
+            mean_reg, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
+        )
+        reach = round_up(radius * self.preparation.bound)
+        if isinstance(self.loss, Logistic):
+            return reach  # log((1 + e^t)/(1 + e^-t)) = t
+        # losses are >= 0, at most l0 at w = 0, and L-Lipschitz
+        assert self.lipschitz is not None
+        assert self.problem.loss_at_zero is not None
+        return round_up(self.problem.loss_at_zero + self.lipschitz * radius)

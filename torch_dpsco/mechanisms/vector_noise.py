@@ -1,0 +1,58 @@
+"""Noise on a released vector: Gaussian, or of the K-norm mechanism, which is purely epsilon-private.
+
+    K-norm: density proportional to exp(-|z| / scale):  z = r g/|g|,  r ~ Gamma(d, scale),  g standard normal
+
+Float64; floating-point attacks on the samplers are out of scope, as for all noise here.
+
+Source: output spec, section 2; Hardt and Talwar 2010.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+
+__all__ = ["gaussian_vector", "knorm_vector"]
+
+
+def gaussian_vector(dim: int, std: float, generator: torch.Generator) -> Tensor:
+    """Returns (dim,) float64 numbers N(0, std^2), on the generator's device.
+
+    Args:
+        dim: d >= 1.
+        std: >= 0.
+        generator: from `rng.noise_generator`.
+    """
+    zero = torch.zeros(check.positive_count(dim=dim), dtype=torch.float64, device=generator.device)
+    return zero.normal_(generator=generator).mul_(check.nonnegative(std=std))
+
+
+def knorm_vector(dim: int, scale: float, generator: torch.Generator) -> Tensor:
+    """Returns (dim,) float64 numbers of density proportional to exp(-|z|_2 / scale), on the generator's device.
+
+    Args:
+        dim: d >= 1.
+        scale: sensitivity / epsilon > 0.
+        generator: from `rng.noise_generator`.
+
+    Guarantee:
+        Added to a vector of L2 sensitivity s: (s / scale)-DP, in any dimension, for real numbers.
+
+    Source: output spec, section 2.1.
+
+    Example:
+        >>> knorm_vector(3, 1.0, torch.Generator().manual_seed(0)).shape
+        torch.Size([3])
+    """
+    count, scale = check.positive_count(dim=dim), check.positive(scale=scale)
+    shape = torch.full((1,), float(count), dtype=torch.float64, device=generator.device)
+    radius = torch._standard_gamma(shape, generator=generator)
+    direction = gaussian_vector(count, 1.0, generator)
+    length = torch.linalg.vector_norm(direction)
+    while not float(length):  # of probability 0, but floats are discrete
+        direction = gaussian_vector(count, 1.0, generator)
+        length = torch.linalg.vector_norm(direction)
+    noise: Tensor = direction * (scale * radius / length)
+    return noise

@@ -1,0 +1,218 @@
+"""Optimizers that solve a linear model to a certified accuracy, in secret, and release one answer.
+
+    optimizer.solve(dataset)     # or a training loop of your own with step(), and certify(dataset) after it
+    optimizer.finalize()         # charges, draws the noise, writes the answer into the parameters
+
+Nothing but the answer may be shown: until `finalize()` what `step` leaves in the parameters, losses and scores are
+secret. The point that was certified is held aside and never enters the parameters, a state or a message.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import BaseEvent, Full
+from torch_dpsco.accounting.report import OneRelease
+from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.erm.fit import make_records
+from torch_dpsco.erm.task import LinearTask
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.objectives.records import Records
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.common import CommonOptimizer, require_one_process
+from torch_dpsco.rng import noise_generator
+
+__all__ = ["SolvedOptimizer", "linear_shape"]
+
+Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+def linear_shape(params: Any) -> tuple[int, int, bool]:
+    """Returns (scores, features, bias) of the parameters of one `torch.nn.Linear`.
+
+    Raises:
+        ValueError: they are not a weight (K, d), and maybe a bias (K,).
+    """
+    given = [p[1] if isinstance(p, tuple) else p for p in params]
+    shapes = [tuple(p.shape) for p in given if isinstance(p, Tensor)]
+    tensors = len(shapes) == len(given) and 1 <= len(shapes) <= 2
+    if not tensors or len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
+        raise ValueError(f"params must be those of one torch.nn.Linear: weight (K, d), bias (K,) (got shapes {shapes})")
+    return shapes[0][0], shapes[0][1], len(shapes) == 2
+
+
+class SolvedOptimizer(CommonOptimizer):
+    """Base: a linear layer, a task of public numbers, one release.
+
+    Args:
+        params: of one `torch.nn.Linear`.
+        task: public numbers; its intercept is that of the layer's bias.
+        event: of the release.
+        inner: makes the torch optimizer that `step` delegates to; None if there is no loop.
+        accountant: ledger (and budget) to charge; default a new one with the task's budget.
+        generator: noise generator of your own; repeatable, so for tests only (warns).
+
+    Raises:
+        InfeasibleError: the release does not fit the budget.
+        ValueError: params are not those of the task.
+    """
+
+    # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
+    _fixed = frozenset({"task", "event", "accountant"})
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        task: LinearTask,
+        event: BaseEvent,
+        inner: Inner | None = None,
+        accountant: Accountant | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        given = list(params)
+        scores, features, bias = linear_shape(given)
+        wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
+        if (scores, features, bias) != wanted:
+            raise ValueError(f"params must have (scores, features, bias) = {wanted} (got {(scores, features, bias)})")
+        super().__init__(given, {})
+        require_one_process()
+        self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
+        self.task, self.event = task, event
+        self._inner = None if inner is None else inner(self._params)
+        device = checks.one_device(self._params)
+        self._noise, self._seeded = noise_generator(device, generator), generator is not None
+        self._steps, self._finalized = 0, False
+        ledger = Accountant(task.budget) if accountant is None else accountant
+        ledger.require_unit("example")
+        checks.agreed_adjacency(task.adjacency, ledger)
+        checks.require_one_step(ledger, task.adjacency, event)
+        self.accountant = ledger
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SolvedOptimizer:
+        # PRIVACY: two answers of one secret point would be two releases (test_a_solved_run_cannot_be_copied)
+        raise SequenceError("a run with a secret point must not be copied: it has one release; make a new optimizer")
+
+    def __copy__(self) -> SolvedOptimizer:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+    # -- solving ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Makes a step of the inner optimizer: not private, and nothing of it may be shown.
+
+        Raises:
+            SequenceError: there is no inner optimizer, or the answer is released.
+        """
+        self._require_open()
+        if self._inner is None:
+            raise SequenceError("step() needs inner=, which makes the optimizer of a loop; or call solve(dataset)")
+        self._steps += 1
+        return self._inner.step(closure)
+
+    def solve(self, dataset: Dataset[Any]) -> None:
+        """Finds the point to release, from a public start; shows nothing of it.
+
+        Args:
+            dataset: (features, target) pairs; the tensors of a TensorDataset are read where they are.
+
+        Raises:
+            UnitError: another number of records than n, where that is public.
+            SequenceError: the answer is released.
+        """
+        self._require_open()
+        self._keep(self._records(dataset), None)
+
+    def certify(self, dataset: Dataset[Any]) -> None:
+        """Starts from what the loop left in the parameters, and solves on until the certificate holds.
+
+        Raises:
+            UnitError: another number of records than n, where that is public.
+            SequenceError: the answer is released.
+        """
+        self._require_open()
+        columns = [p.detach().double().reshape(self.task.num_scores, -1) for p in self._params]
+        if len(columns) == 2:
+            columns[1] = columns[1] / self.task.preparation.intercept
+        self._keep(self._records(dataset), torch.cat(columns, dim=1).reshape(-1))
+
+    def _records(self, dataset: Dataset[Any]) -> Records:
+        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+            features, targets = dataset.tensors
+        else:
+            pairs = [dataset[i] for i in range(checks.number_of_records(dataset))]
+            # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
+            rows = [torch.as_tensor(x) for x, _ in pairs] or [torch.zeros(0, self.task.dim)]
+            features = torch.stack(rows) if pairs else rows[0]
+            targets = torch.stack([torch.as_tensor(y) for _, y in pairs]) if pairs else torch.zeros(0)
+        if features.dim() < 2:
+            raise ValueError(f"features must be of shape (n, {self.task.dim}) (got {tuple(features.shape)})")
+        device = self._params[0].device
+        columns = targets.squeeze(1) if targets.dim() == 2 else targets
+        return make_records(self.task, features.to(device).flatten(1), columns.to(device))
+
+    @abstractmethod
+    def _keep(self, records: Records, start: Tensor | None) -> None:
+        """Keeps what the release needs, after charging if that is needed."""
+
+    @abstractmethod
+    def _answer(self) -> Tensor:
+        """Charges, draws the noise and returns the private vector."""
+
+    def _require_open(self) -> None:
+        if self._finalized:
+            raise SequenceError("the answer is released: make a new optimizer, with the same accountant")
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finalize(self) -> None:
+        """Charges the release, and installs the private answer into the parameters.
+
+        Raises:
+            SequenceError: nothing was solved, or the answer was released already.
+            BudgetExceeded: the release does not fit the budget any more; nothing is released.
+        """
+        if self._finalized:
+            # PRIVACY: noise is drawn once (test_a_second_release_is_refused)
+            raise SequenceError("finalize() must be called once: the answer is released")
+        answer = self._answer().reshape(self.task.num_scores, self.task.width)
+        weight = answer[:, : self.task.dim]
+        self._params[0].copy_(weight)
+        if len(self._params) == 2:
+            self._params[1].copy_(answer[:, -1] * self.task.preparation.intercept)
+        # PRIVACY: its momenta are sums of raw gradients (test_nothing_of_the_secret_is_left_after_the_release)
+        self._inner = None
+        self._finalized = True
+        self.zero_grad()
+
+    # -- what is public -----------------------------------------------------------------------------------------------
+
+    def report(self, delta: float | None = None) -> Statement:
+        """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
+        run = OneRelease(type(self).__name__, Full(self.task.n), self.event, 0, 0, self._finalized)
+        return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state once the answer is released; raises SequenceError before, when it is secret."""
+        if not self._finalized:
+            # PRIVACY: the state of the inner optimizer tells the noiseless point (test_no_state_before_the_release)
+            raise SequenceError("nothing may be saved before finalize(): what was solved is secret")
+        return super().state_dict()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.event}, finalized={self._finalized})"

@@ -1,0 +1,224 @@
+"""What rounding may hide from a certificate, and the tolerances that a solver is asked for.
+
+A certificate compares a COMPUTED gradient norm, or duality gap, with a public tolerance. The comparison proves
+something about the exact one only after a bound on the rounding is taken off. With u = 2^-53, m terms per sum and the
+objective (weight / n) sum_i l_i + (lam/2) |w|^2 + b.w,
+
+    e_grad = (m + d + 16) u (weight L + lam |w| + |b|) + (d + 8) u weight beta (|w| + offset)
+    e_gap  = (m + d + 16) u (|P| + |D| + 2 weight L (|w| + offset))
+
+bound the errors of the gradient norm and of the gap P - D. m is n for plain sums, in any order; for pairwise sums
+ceil(log2 n); for sums of blocks of 1024 rows that are then added pairwise, the block and the logarithm of their number.
+
+Differs from the spec in: 1. the scores' own error also counts where a target is subtracted from them (`offset`, see
+`Problem.score_offset`). 2. e_gap has the term with L: a score of size B |w| may be far larger than the loss, and so may
+what the dual vector loses. 3. The beta term is kept in sum form. All three enlarge the budget.
+
+Source: output spec, sections 4 and 9; architecture, section 10 (20); Higham, Accuracy and Stability, ch. 3 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
+
+__all__ = [
+    "BLOCK_ROWS",
+    "SUMS",
+    "amp_tolerance",
+    "check_gap_tolerance",
+    "check_tolerance",
+    "gap_rounding",
+    "gradient_rounding",
+    "solver_tolerance",
+    "sum_terms",
+]
+
+BLOCK_ROWS = 1024
+SUMS = ("plain", "blocks", "pairwise")
+_SHARE_SMOOTH, _SHARE_KINKED = 1e-3, 0.05  # of the sensitivity: the noise grows by that much
+_AMP_LEAST, _AMP_MOST = 1e-6, 1e-4  # of the Lipschitz constant
+_ROOM = 4  # tolerances must exceed the rounding by this factor
+
+
+def sum_terms(n: int, sums: str = "blocks") -> int:
+    """Returns m: the error of a sum of n terms is at most m u times the sum of their sizes, up to O(u^2).
+
+    Args:
+        n: number of terms, >= 1.
+        sums: "plain", "blocks" or "pairwise".
+
+    Example:
+        >>> sum_terms(10**6, "plain"), sum_terms(10**6, "blocks"), sum_terms(10**6, "pairwise")
+        (1000000, 1034, 20)
+    """
+    n = check.positive_count(n=n)
+    if check.choice(SUMS, sums=sums) == "plain":
+        return n
+    if sums == "pairwise":
+        return (n - 1).bit_length()
+    return min(n, BLOCK_ROWS) + (-(-n // BLOCK_ROWS) - 1).bit_length()
+
+
+def gradient_rounding(
+    n: int,
+    dim: int,
+    *,
+    lipschitz: float,
+    smoothness: float,
+    reg: float,
+    norm: float,
+    weight: float = 1.0,
+    linear: float = 0.0,
+    score_offset: float = 0.0,
+    sums: str = "blocks",
+) -> float:
+    """Returns e_grad, which bounds how far a computed gradient (and its norm) is from the exact one.
+
+    Args:
+        n: records, >= 1; the public n or n_max for a check before the run.
+        dim: d >= 1.
+        lipschitz: L > 0, bound on the gradient of a loss.
+        smoothness: beta >= 0 of a loss.
+        reg: lam >= 0, in the same form as the objective.
+        norm: |w| >= 0, or a bound on it.
+        weight: sum of the weights of the losses: 1 for a mean, n_max / n for a sum over a constant n, n_max for a sum.
+        linear: |b| >= 0 of a linear term.
+        score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
+        sums: how sums over records are formed, see `sum_terms`.
+
+    Source: output spec, sections 4 (rounding) and 9.
+
+    Example:
+        >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
+        True
+    """
+    d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
+    size, reach = check.nonnegative(norm=norm), norm + check.nonnegative(score_offset=score_offset)
+    terms = weight * check.positive(lipschitz=lipschitz) + check.nonnegative(reg=reg) * size
+    terms += check.nonnegative(linear=linear)
+    scores = (d + 8) * weight * check.nonnegative(smoothness=smoothness) * reach
+    return scaled_up(DOUBLE * ((sum_terms(n, sums) + d + 16) * terms + scores), 16)
+
+
+def gap_rounding(
+    n: int,
+    dim: int,
+    *,
+    primal: float,
+    dual: float,
+    lipschitz: float,
+    norm: float,
+    weight: float = 1.0,
+    score_offset: float = 0.0,
+    sums: str = "blocks",
+) -> float:
+    """Returns e_gap, which bounds how far a computed duality gap is from the exact one.
+
+    Args:
+        n: records, >= 1.
+        dim: d >= 1.
+        primal: P, the primal value, or a bound on its size.
+        dual: D, the dual value, or a bound on its size.
+        lipschitz: L > 0, bound on the gradient of a loss.
+        norm: |w| >= 0, or a bound on it.
+        weight: as in `gradient_rounding`.
+        score_offset: as in `gradient_rounding`.
+        sums: how sums over records are formed, see `sum_terms`.
+
+    Source: output spec, section 4 (rounding).
+
+    Example:
+        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0, sums="pairwise") < 1e-13
+        True
+    """
+    d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
+    reach = check.nonnegative(norm=norm) + check.nonnegative(score_offset=score_offset)
+    values = abs(check.finite(primal=primal)) + abs(check.finite(dual=dual))
+    values += 2 * weight * check.positive(lipschitz=lipschitz) * reach
+    return scaled_up(DOUBLE * (sum_terms(n, sums) + d + 16) * values, 16)
+
+
+def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool = False) -> float:
+    """Returns the default bound on the gradient norm, a share of mu Delta / 2: the share by which the noise grows.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        kinked: losses without a gradient (hinge, pinball) get 5 %, the others 0.1 %.
+
+    Source: output spec, section 4.
+
+    Example:
+        >>> round(solver_tolerance(sensitivity=0.02, strong_convexity=0.1), 12)
+        1e-06
+    """
+    share = _SHARE_KINKED if kinked else _SHARE_SMOOTH
+    return share * check.positive(strong_convexity=strong_convexity) * check.positive(sensitivity=sensitivity) / 2
+
+
+def check_tolerance(grad_tol: float, rounding: float) -> float:
+    """Returns the tolerance; raises ConditionError unless it exceeds four times the rounding of the gradient.
+
+    Both are public, so that this happens before the data are read. At run time the computed norm must be at most the
+    tolerance minus the rounding at the actual point.
+
+    Example:
+        >>> check_tolerance(1e-6, rounding=1e-12)
+        1e-06
+    """
+    tolerance, rounding = check.positive(grad_tol=grad_tol), check.nonnegative(rounding=rounding)
+    # PRIVACY: below the rounding nothing is certified (test_a_tolerance_below_the_rounding_is_refused)
+    if tolerance <= _ROOM * rounding:
+        raise ConditionError(
+            f"grad_tol = {tolerance:g} is not above four times the rounding of the gradient: use a grad_tol above "
+            f"{_ROOM * rounding:g}, pairwise sums, or a larger reg"
+        )
+    return tolerance
+
+
+def check_gap_tolerance(distance: float, strong_convexity: float, rounding: float) -> float:
+    """Returns mu r^2 / 2, the gap that certifies a distance r; raises ConditionError unless it exceeds 4 e_gap.
+
+    Example:
+        >>> round(check_gap_tolerance(1e-3, strong_convexity=0.5, rounding=1e-12), 15)
+        2.5e-07
+    """
+    distance, mu = check.positive(distance=distance), check.positive(strong_convexity=strong_convexity)
+    rounding = check.nonnegative(rounding=rounding)
+    gap = mu * distance * distance / 2 * (1 - 8 * DOUBLE)  # rounded down
+    if gap <= _ROOM * rounding:
+        raise ConditionError(
+            f"distance = {distance:g} needs a gap of {gap:g}, not above four times its rounding: use a distance above "
+            f"{math.sqrt(2 * _ROOM * rounding / mu):g}, or pairwise sums"
+        )
+    return gap
+
+
+def amp_tolerance(lipschitz: float, rounding: float) -> float:
+    """Returns tau = max(1e-6 L, 4 e), the gradient norm asked for where the noise is in the objective.
+
+    Args:
+        lipschitz: L > 0, of one record.
+        rounding: e >= 0, `gradient_rounding` of the sum form at a public bound on |w| and |b|.
+
+    Raises:
+        ConditionError: 4 e exceeds 1e-4 L.
+
+    Source: output spec, section 9 (AMP); architecture, section 10 (20).
+
+    Example:
+        >>> amp_tolerance(1.0, rounding=1e-6)
+        4e-06
+    """
+    lipschitz, rounding = check.positive(lipschitz=lipschitz), check.nonnegative(rounding=rounding)
+    tolerance = max(_AMP_LEAST * lipschitz, _ROOM * rounding)
+    if tolerance > _AMP_MOST * lipschitz:
+        raise ConditionError(
+            f"the rounding of the gradient, {rounding:g}, exceeds {_AMP_MOST / _ROOM:g} lipschitz: use pairwise sums, "
+            "a smaller n_max, or a larger reg"
+        )
+    return tolerance

@@ -1,0 +1,356 @@
+"""Regularization and risk of output perturbation: the weights that balance noise against bias.
+
+With the noise z of a release, s = E|z| / Delta <= d / epsilon (K-norm noise) or sqrt(d) sigma (Gaussian), and
+v = E|z|^2 / Delta^2 = d (d + 1) / epsilon^2 or d sigma^2, sigma the least Gaussian std at sensitivity 1. A minimizer of
+F + (lam/2) |w|^2 has Delta = 2 L / (lam n) if one record is replaced, and
+
+    Lipschitz, projected on B(0, R)    L s Delta                    + lam R^2 / 2
+    beta-smooth, not projected         beta v Delta^2 / 2           + lam R^2 / 2
+    population                         either + L Delta, the stability of the minimizer.
+
+Mode "tight" takes the lam that minimizes its bound. Mode "paper" has the published schedules, with
+q = d / (epsilon n) or sqrt(d) (c + sqrt(c^2 + epsilon)) / (epsilon n), c = `zhao_constant(delta)`.
+
+Differs from the paper in: 1. Delta is that of the loss alone. 2. The noise is bounded on the population loss before
+stability is used, so that no Lipschitz constant outside of the ball is needed.
+
+Source: output spec, sections 5 and 10 (Propositions 2.3 to 2.7, Corollaries 3.1 to 3.3 of the paper).
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, zhao_constant
+from torch_dpsco.errors import ConditionError
+
+__all__ = [
+    "accuracy_paper",
+    "accuracy_paper_smooth",
+    "noise_norms",
+    "paper_ratio",
+    "reg_convex_erm",
+    "reg_convex_population",
+    "reg_smooth_erm",
+    "reg_smooth_population",
+    "risk_convex_erm",
+    "risk_convex_population",
+    "risk_smooth_erm",
+    "risk_smooth_population",
+    "risk_strongly_convex",
+]
+
+_MODES = ("tight", "paper")
+
+
+def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
+    """Returns (s, v), bounds on E|z| and on E|z|^2 for a release with sensitivity 1.
+
+    Args:
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1); 0 means K-norm noise.
+
+    Source: output spec, sections 2 and 5.
+
+    Example:
+        >>> noise_norms(dim=10, epsilon=2.0, delta=0)
+        (5.0, 27.5)
+    """
+    d, epsilon = check.positive_count(dim=dim), check.positive(epsilon=epsilon)
+    if check.nonnegative(delta=delta) == 0:
+        return d / epsilon, d * (d + 1) / epsilon**2
+    sigma = gaussian_sigma(epsilon, delta, 1.0)
+    return math.sqrt(d) * sigma, d * sigma**2
+
+
+def paper_ratio(n: int, dim: int, epsilon: float, delta: float) -> float:
+    """Returns q, the noise to size ratio in which the paper states its schedules.
+
+    Raises:
+        ValueError: an argument is out of range: delta must be 0 or in (0, 1/2).
+
+    Source: output spec, section 1.
+
+    Example:
+        >>> paper_ratio(n=1000, dim=10, epsilon=1.0, delta=0)
+        0.01
+    """
+    n, d = check.positive_count(n=n), check.positive_count(dim=dim)
+    epsilon = check.positive(epsilon=epsilon)
+    if check.nonnegative(delta=delta) == 0:
+        return d / (epsilon * n)
+    c = zhao_constant(delta)
+    return math.sqrt(d) * (c + math.sqrt(c * c + epsilon)) / (epsilon * n)
+
+
+def reg_convex_erm(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+) -> float:
+    """Returns lam for the empirical risk of Lipschitz losses: (2 L / R) sqrt(s / n), the paper's L / (R sqrt(1 + 1/q)).
+
+    Args:
+        lipschitz: L > 0.
+        radius: R > 0, of a ball that holds a minimizer of the risk for every data set.
+        n: >= 1.
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
+        mode: "tight" or "paper".
+
+    Returns:
+        lam > 0, for the mean form.
+
+    Source: output spec, section 5.
+
+    Example:
+        >>> round(reg_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.1
+    """
+    scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale / math.sqrt(1 + 1 / paper_ratio(n, dim, epsilon, delta))
+    return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
+
+
+def reg_convex_population(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+) -> float:
+    """Returns lam for the population risk of Lipschitz losses: (2 L / R) sqrt((1 + s) / n).
+
+    The paper's is (L / R) (sqrt(q) + 1 / sqrt(n)). Arguments as in `reg_convex_erm`.
+
+    Source: output spec, section 5.
+
+    Example:
+        >>> round(reg_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.104880885
+    """
+    scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale * (math.sqrt(paper_ratio(n, dim, epsilon, delta)) + 1 / math.sqrt(n))
+    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+
+
+def reg_smooth_erm(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
+    mode: str = "tight",
+) -> float:  # fmt: skip
+    """Returns lam for the empirical risk of beta-smooth losses: 2 (beta L^2 v / (R n)^2)^(1/3).
+
+    The paper's is (beta L^2 / R^2)^(1/3) q^(2/3), for q^2 <= L / (R beta) (a condition of its risk bound).
+
+    Args:
+        lipschitz: L > 0.
+        radius: R > 0, of a ball that holds a minimizer of the risk for every data set.
+        smoothness: beta > 0.
+        n: >= 1.
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
+        mode: "tight" or "paper".
+
+    Source: output spec, section 5.
+
+    Example:
+        >>> round(reg_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.038029525
+    """
+    scale = _cubic_scale(lipschitz, radius, smoothness)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale * math.pow(paper_ratio(n, dim, epsilon, delta), 2 / 3)
+    return 2 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+
+
+def reg_smooth_population(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
+    mode: str = "tight",
+) -> float:  # fmt: skip
+    """Returns lam for the population risk of beta-smooth losses.
+
+    The tight one minimizes 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2: it is the positive root of
+    R^2 lam^3 / 2 = 2 L^2 lam / n + 4 beta L^2 v / n^2. The paper's is (beta L^2 / R^2)^(1/3) (q^(2/3) + 1 / sqrt(n)).
+    Arguments as in `reg_smooth_erm`.
+
+    Source: output spec, sections 5 and 10.
+
+    Example:
+        >>> round(reg_smooth_population(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0, mode="paper"), 9)
+        0.030969665
+    """
+    scale, n = _cubic_scale(lipschitz, radius, smoothness), check.positive_count(n=n)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale * (math.pow(paper_ratio(n, dim, epsilon, delta), 2 / 3) + 1 / math.sqrt(n))
+    # lam^3 = 3 p lam + 2 r, solved by the hyperbolic or the trigonometric formula for its one positive root
+    p = 4 * lipschitz**2 / (3 * n * radius**2)
+    r = 4 * scale**3 * noise_norms(dim, epsilon, delta)[1] / n**2
+    ratio = r / math.pow(p, 1.5)
+    if ratio >= 1:
+        return 2 * math.sqrt(p) * math.cosh(math.acosh(ratio) / 3)
+    return 2 * math.sqrt(p) * math.cos(math.acos(ratio) / 3)
+
+
+def _cubic_scale(lipschitz: float, radius: float, smoothness: float) -> float:
+    ratio = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
+    return math.pow(check.positive(smoothness=smoothness) * ratio * ratio, 1 / 3)
+
+
+def risk_convex_erm(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+) -> float:
+    """Returns the bound on the excess empirical risk at `reg_convex_erm`: 2 L R sqrt(s / n).
+
+    The paper's is 8.5 L R sqrt(q).
+
+    For the projected release of an exact minimizer, replace_one. Arguments as in `reg_convex_erm`.
+
+    Source: output spec, sections 5 and 10.
+
+    Example:
+        >>> round(risk_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.4
+    """
+    scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return 8.5 * scale * math.sqrt(paper_ratio(n, dim, epsilon, delta))
+    return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
+
+
+def risk_convex_population(lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float) -> float:
+    """Returns 2 L R sqrt((1 + s) / n), the bound on the excess population risk at the tight `reg_convex_population`.
+
+    Arguments as in `reg_convex_erm`.
+
+    Source: output spec, sections 5 and 10.
+
+    Example:
+        >>> round(risk_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.419523539
+    """
+    scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
+    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+
+
+def risk_smooth_erm(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
+    mode: str = "tight",
+) -> float:  # fmt: skip
+    """Returns the bound on the excess empirical risk at `reg_smooth_erm`: (3/2) (beta L^2 R^4 v / n^2)^(1/3).
+
+    The paper's is 48.5 beta^(1/3) L^(2/3) R^(4/3) q^(2/3). For a release that is not projected. Arguments as in
+    `reg_smooth_erm`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: mode "paper" with q^2 > L / (R beta).
+
+    Source: output spec, sections 5 and 10.
+
+    Example:
+        >>> round(risk_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.114088574
+    """
+    scale = _cubic_scale(lipschitz, radius, smoothness) * radius**2
+    if check.choice(_MODES, mode=mode) == "tight":
+        return 1.5 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+    q = paper_ratio(n, dim, epsilon, delta)
+    if q * q > lipschitz / (radius * smoothness):
+        raise ConditionError(f"the paper's bound needs q^2 <= L / (R beta) (got q = {q:g}): use mode='tight'")
+    return 48.5 * scale * math.pow(q, 2 / 3)
+
+
+def risk_smooth_population(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
+) -> float:
+    """Returns 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2 at the tight `reg_smooth_population`.
+
+    Arguments as in `reg_smooth_erm`.
+
+    Source: output spec, section 10.
+
+    Example:
+        >>> round(risk_smooth_population(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 6)
+        0.161446
+    """
+    lam = reg_smooth_population(lipschitz, radius, smoothness, n, dim, epsilon, delta)
+    noise = risk_strongly_convex(lipschitz, lam, n, dim, epsilon, delta, smoothness=smoothness, population=True)
+    return noise + lam * radius**2 / 2
+
+
+def risk_strongly_convex(
+    lipschitz: float,
+    strong_convexity: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    *,
+    smoothness: float | None = None,
+    population: bool = False,
+    distance: float = 0.0,
+) -> float:
+    """Returns the bound on the excess risk of a perturbed minimizer of a mu-strongly convex objective.
+
+    L E|z| if projected, or beta E|z|^2 / 2 for beta-smooth losses without a projection; plus the stability 2 L^2/(mu n)
+    for the population risk; plus what a point at the given distance of the minimizer loses, L r or beta r^2 / 2.
+
+    Args:
+        lipschitz: L > 0.
+        strong_convexity: mu > 0.
+        n: >= 1.
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1).
+        smoothness: beta > 0; None for losses that are Lipschitz only.
+        population: whether the risk is that of the population.
+        distance: r >= 0, certified (grad_tol / mu); the noise grows by 2 r / Delta.
+
+    Source: output spec, section 10.
+
+    Example:
+        >>> round(risk_strongly_convex(1.0, 0.1, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.2
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    first, second = noise_norms(dim, epsilon, delta)
+    distance = check.nonnegative(distance=distance)
+    exact = 2 * lipschitz / (mu * check.positive_count(n=n))
+    stability = lipschitz * exact if population else 0.0
+    sensitivity = exact + 2 * distance
+    if smoothness is None:
+        return lipschitz * (first * sensitivity + distance) + stability
+    return check.positive(smoothness=smoothness) / 2 * (second * sensitivity**2 + distance**2) + stability
+
+
+def accuracy_paper(lipschitz: float, strong_convexity: float, n: int, dim: int, epsilon: float, delta: float) -> float:
+    """Returns the paper's accuracy of the solver, (L^2 / (mu n)) min(1/n, q n), for strongly convex objectives.
+
+    With a certificate it is not needed. Arguments as in `risk_strongly_convex`.
+
+    Source: output spec, section 5 (Corollary 3.1).
+
+    Example:
+        >>> accuracy_paper(1.0, 0.5, n=1000, dim=10, epsilon=1.0, delta=0)
+        2e-06
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    q = paper_ratio(n, dim, epsilon, delta)
+    return lipschitz**2 / (mu * n) * min(1 / n, q * n)
+
+
+def accuracy_paper_smooth(
+    lipschitz: float, strong_convexity: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
+) -> float:
+    """Returns the paper's accuracy for smooth objectives, (L^2 / (mu n^2)) min(kappa (q n)^2, 1), kappa = beta / mu.
+
+    Source: output spec, section 5 (Corollary 3.2).
+
+    Example:
+        >>> accuracy_paper_smooth(1.0, 0.5, 1.0, n=1000, dim=10, epsilon=1.0, delta=0)
+        2e-06
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    kappa = check.positive(smoothness=smoothness) / mu
+    q = paper_ratio(n, dim, epsilon, delta)
+    return lipschitz**2 / (mu * n**2) * min(kappa * (q * n) ** 2, 1)

@@ -1,0 +1,284 @@
+"""How far one record moves the minimizer of a strongly convex objective.
+
+Lemma. Let F and F' be mu-strongly convex on a closed convex set, w and w' their minimizers there. Then
+
+    ||w - w'|| <= ||s - s'|| / mu,
+
+s and s' subgradients of F and F' at w', s' that of the optimality condition: <s', w - w'> >= 0, and <t, w' - w> >= 0
+for the t of F at w, so that mu ||w - w'||^2 <= <s - t, w' - w> <= <s - s', w' - w>. Whatever the two objectives share
+cancels in s - s': regularizers, shifts, and the losses of the shared records.
+
+Differs from the paper in: 1. only the data-dependent loss counts, where the paper takes L + lam R for L. 2. Adding or
+removing a record is covered, for a public divisor. 3. Inexact minimizers are covered by a certificate of the distance,
+or by a failure probability: an accuracy in expectation is no bound. 4. Every figure is rounded up.
+
+Source: output spec, sections 3, 4 and 6.4.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import MissingConstantError
+from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.theory.holder_rounding import scaled_up
+
+__all__ = [
+    "argmin_sensitivity",
+    "certified_sensitivity",
+    "erm_sensitivity",
+    "expected_suboptimal_sensitivity",
+    "minimizer_radius",
+    "psgd_sensitivity",
+    "psgd_sensitivity_strongly_convex",
+    "safe",
+    "suboptimal_sensitivity",
+]
+
+
+def safe(value: float, roundings: int = 8) -> float:
+    """Returns an upper bound on a positive quantity that was computed with so many roundings, underflow included.
+
+    Example:
+        >>> safe(0.0) > 0, 1.0 < safe(1.0) < 1.0 + 1e-14
+        (True, True)
+    """
+    return max(scaled_up(value, roundings), sys.float_info.min)
+
+
+def erm_sensitivity(
+    lipschitz: float,
+    strong_convexity: float,
+    n: int,
+    adjacency: str = "replace_one",
+    gradient_diameter: float | None = None,
+) -> float:
+    """Returns a bound on ||w(X) - w(X')||, w(X) the minimizer of (1/n) sum_i l(w, x_i) + psi(w).
+
+    D / (mu n), where one record is replaced; L / (mu n), where one is added, removed or set to zero and n is a public
+    constant. In the minimizer psi cancels, so that L and D are those of l alone.
+
+    Args:
+        lipschitz: L > 0, bound on the subgradients of l at every possible minimizer.
+        strong_convexity: mu > 0, of the whole objective (lam for psi = lam/2 |w|^2).
+        n: the divisor, >= 1: the number of records under replace_one and zero_out, any public constant otherwise.
+        adjacency: "replace_one", "zero_out" or "add_remove".
+        gradient_diameter: D > 0, bound on the distance of two records' gradients at a possible minimizer; default 2 L.
+            Used as it is given, for replace_one only.
+
+    Returns:
+        The l2 sensitivity, in the unit of w, rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: holds for every pair of neighbors, for minimizers over R^d or over one closed convex set. Under
+        add_remove the objective must divide by the constant n, never by the number of records.
+
+    Source: output spec, section 3.
+
+    Example:
+        >>> round(erm_sensitivity(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
+        0.02
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    n = check.positive_count(n=n)
+    jump = sensitivity_factor(adjacency) * lipschitz
+    if gradient_diameter is not None:
+        gradient_diameter = check.positive(gradient_diameter=gradient_diameter)
+        jump = gradient_diameter if adjacency == "replace_one" else jump
+    # PRIVACY: the sensitivity of every output perturbation (test_no_pair_of_quadratics_moves_further)
+    return safe(jump / mu / n)
+
+
+def argmin_sensitivity(lipschitz: float, strong_convexity: float, radius: float = math.inf) -> float:
+    """Returns min(2 L / mu, 2 R): one record may change the whole objective, as where it is no mean over records.
+
+    Args:
+        lipschitz: L > 0, of the whole objective.
+        strong_convexity: mu > 0.
+        radius: R > 0, of a ball that holds every minimizer; inf if none is known.
+
+    Source: output spec, section 3 (c); Proposition 2.2 of the paper.
+
+    Example:
+        >>> round(argmin_sensitivity(lipschitz=1.0, strong_convexity=0.1, radius=1.3), 9)
+        2.6
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    radius = check.positive(radius=radius, allow_inf=True)
+    return safe(min(2 * lipschitz / mu, 2 * radius))
+
+
+def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol: float) -> float:
+    """Returns Delta + 2 g / mu: released points with a subgradient of norm <= g lie within g / mu of the minimizer.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0, of the whole objective.
+        grad_tol: g > 0, public, reached on EVERY data set and for every seed of the solver.
+
+    Guarantee: the sensitivity of the certified points, if the noise is drawn after the solver has ended, from a stream
+        of its own.
+
+    Source: output spec, section 4 (M1).
+
+    Example:
+        >>> round(certified_sensitivity(sensitivity=0.02, strong_convexity=0.1, grad_tol=1e-7), 9)
+        0.020002
+    """
+    sensitivity, mu = check.positive(sensitivity=sensitivity), check.positive(strong_convexity=strong_convexity)
+    # PRIVACY: both points may be off, in opposite directions (test_an_approximate_minimizer_moves_by_twice_its_error)
+    return safe(sensitivity + 2 * check.positive(grad_tol=grad_tol) / mu)
+
+
+def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
+
+    The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
+    `certified_sensitivity` or `expected_suboptimal_sensitivity` for those.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        accuracy: alpha > 0.
+
+    Source: output spec, section 4 and E1; Proposition 3.1 of the paper.
+
+    Example:
+        >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
+        0.048284271
+    """
+    sensitivity, mu = check.positive(sensitivity=sensitivity), check.positive(strong_convexity=strong_convexity)
+    return safe(sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu))
+
+
+def expected_suboptimal_sensitivity(
+    sensitivity: float, strong_convexity: float, expected_accuracy: float, failure: float
+) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / (mu p)): E[F(w) - min F] <= alpha gives F(w) - min F <= alpha / p but for p.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        expected_accuracy: alpha > 0, on every data set.
+        failure: p in (0, 1), of a failure on each side by itself: it adds (1 + e^epsilon) p to delta
+            (`delta_with_failure`, kind "per_side").
+
+    Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
+
+    Source: output spec, section 4 (M2).
+
+    Example:
+        >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
+        89.462719
+    """
+    alpha = check.positive(expected_accuracy=expected_accuracy)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    return safe(suboptimal_sensitivity(sensitivity, strong_convexity, safe(alpha / failure)))
+
+
+def minimizer_radius(
+    reg: float,
+    *,
+    lipschitz: float | None = None,
+    loss_at_zero: float | None = None,
+    radius: float = math.inf,
+    adjacency: str = "replace_one",
+    n: int | None = None,
+    n_max: int | None = None,
+) -> float:
+    """Returns rho >= |w| for every minimizer w of (1/n) sum_i l(w, x_i) + (lam/2) |w|^2, over R^d or a ball.
+
+    rho = min(R, c L / lam, sqrt(2 c l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the
+    second, for nonnegative losses, by F(w) <= F(0). c = 1, but under add_remove c = n_max / n, since the sum may have
+    up to n_max terms: with c = 1 the bound is false there.
+
+    Args:
+        reg: lam > 0.
+        lipschitz: L > 0, on the whole of R^d or of the ball.
+        loss_at_zero: l0 >= 0 with 0 <= l(w, x) everywhere and l(0, x) <= l0.
+        radius: R of the ball of a constrained problem, > 0; inf for none.
+        adjacency: "replace_one", "zero_out" or "add_remove".
+        n: the public divisor, add_remove only.
+        n_max: public cap on the number of records, add_remove only; without one R alone counts.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MissingConstantError: nothing that is given bounds the minimizer.
+
+    Guarantee: holds for exact minimizers only, so that constants of the ball of this radius must not be used for
+        objective perturbation or noisy gradient descent, whose iterates are unbounded.
+
+    Source: output spec, section 3 (b).
+
+    Example:
+        >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
+        1.0
+    """
+    reg, radius = check.positive(reg=reg), check.positive(radius=radius, allow_inf=True)
+    excess = 1.0
+    if sensitivity_factor(adjacency) and adjacency == "add_remove":
+        # PRIVACY: more records than n push the minimizer further (test_a_sum_of_many_records_leaves_the_replace_radius)
+        excess = math.inf if n is None or n_max is None else _excess(n, n_max)
+    bounds = [radius]
+    if lipschitz is not None:
+        bounds.append(safe(excess * check.positive(lipschitz=lipschitz) / reg))
+    if loss_at_zero is not None and excess < math.inf:
+        bounds.append(safe(math.sqrt(2 * excess * check.nonnegative(loss_at_zero=loss_at_zero) / reg)))
+    if min(bounds) == math.inf:
+        raise MissingConstantError(
+            "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and n_max), or radius"
+        )
+    return min(bounds)
+
+
+def _excess(n: int, n_max: int) -> float:
+    return check.positive_count(n_max=n_max) / check.positive_count(n=n)
+
+
+def psgd_sensitivity(lipschitz: float, lr: float, passes: int, batch_size: int = 1) -> float:
+    """Returns 2 k L eta / b: the last iterate, or the average, of k passes of SGD in one order of the records.
+
+    Args:
+        lipschitz: L > 0.
+        lr: eta > 0, constant and at most 2 / beta: steps that do not touch the record are then not expansive.
+        passes: k >= 1.
+        batch_size: b >= 1; all batches have b records.
+
+    Guarantee: replace_one, for convex beta-smooth losses, an order that does not depend on the data, and steps without
+        momentum; a projection on a convex set is allowed.
+
+    Source: output spec, section 6.4; Wu et al. 2017.
+
+    Example:
+        >>> round(psgd_sensitivity(lipschitz=1.0, lr=0.01, passes=5), 9)
+        0.1
+    """
+    lipschitz, lr = check.positive(lipschitz=lipschitz), check.positive(lr=lr)
+    passes, batch_size = check.positive_count(passes=passes), check.positive_count(batch_size=batch_size)
+    return safe(2 * passes * lipschitz * lr / batch_size)
+
+
+def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, n: int) -> float:
+    """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
+
+    It holds for any number of passes and any batches, and not for an average of iterates, as the specification has it:
+    early iterates move by more, their uniform average by about log(n) times as much (`theory.bolt_on` computes it).
+
+    Args:
+        lipschitz: L > 0, of the data-dependent part.
+        strong_convexity: mu > 0.
+        n: records used in each pass, a multiple of the batch size, >= 1.
+
+    Guarantee: as `psgd_sensitivity`, for the last iterate only.
+
+    Source: output spec, section 6.4; Wu et al. 2017.
+
+    Example:
+        >>> round(psgd_sensitivity_strongly_convex(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
+        0.02
+    """
+    return erm_sensitivity(lipschitz, strong_convexity, n)

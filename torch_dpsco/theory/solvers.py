@@ -1,0 +1,141 @@
+"""Steps and step sizes of the solvers: how long each runs in the worst case.
+
+Privacy does not rest on these figures where a certificate does, but for `dual_ascent_steps`, which replaces one.
+
+Source: output spec, sections 4 (termination), 5 (algorithms 2 to 4) and 6.2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import ConditionError, InfeasibleError
+
+__all__ = ["KatyushaParameters", "agd_certified_steps", "dual_ascent_steps", "katyusha_parameters", "subgradient_steps"]
+
+_ROUNDING = 1e-14  # relative, of a count before it is rounded up
+
+
+class KatyushaParameters(NamedTuple):
+    """Inner steps m of an epoch, weights tau1 and tau2 of the points that are mixed, and the step size gamma."""
+
+    m: int
+    tau1: float
+    tau2: float
+    gamma: float
+
+
+def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float) -> int:
+    """Returns T = ceil(2 L^2 / (mu alpha)), for which E[F - min F] <= 2 L^2 / (mu (T + 1)) <= alpha.
+
+    The method takes steps 2 / (mu (t + 1)) from w_(t-1) and averages w_(t-1) with weights 2 t / (T (T + 1)). The
+    accuracy holds in expectation only: it certifies nothing.
+
+    Args:
+        lipschitz: L > 0, bound on the subgradients on the ball.
+        strong_convexity: mu > 0.
+        accuracy: alpha > 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: T overflows.
+
+    Source: output spec, section 5 (algorithm 2).
+
+    Example:
+        >>> subgradient_steps(lipschitz=1.0, strong_convexity=0.5, accuracy=0.001)
+        4001
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    return _count(2 * lipschitz / mu * (lipschitz / check.positive(accuracy=accuracy)), "accuracy")
+
+
+def agd_certified_steps(strong_convexity: float, smoothness: float, distance: float, grad_tol: float) -> int:
+    """Returns T after which accelerated gradient descent has a gradient norm <= g, whatever the data.
+
+    F(y_T) - min F <= (mu + beta) R0^2 / 2 exp(-(T - 1) sqrt(mu / beta)) and |grad F|^2 <= 2 beta (F - min F), so that
+    T = 1 + ceil(sqrt(beta / mu) log(beta (mu + beta) R0^2 / g^2)) steps suffice.
+
+    Args:
+        strong_convexity: mu > 0.
+        smoothness: beta >= mu.
+        distance: R0 > 0, bound on the distance of the start to the minimizer.
+        grad_tol: g > 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: beta < mu.
+
+    Guarantee: in exact arithmetic and without a constraint.
+
+    Source: output spec, section 6.2.
+
+    Example:
+        >>> agd_certified_steps(strong_convexity=0.01, smoothness=1.0, distance=3.0, grad_tol=1e-8)
+        392
+    """
+    mu, beta = check.positive(strong_convexity=strong_convexity), check.positive(smoothness=smoothness)
+    distance, grad_tol = check.positive(distance=distance), check.positive(grad_tol=grad_tol)
+    if beta < mu:
+        raise ConditionError(f"smoothness must be >= strong_convexity = {mu:g} (got {beta:g})")
+    log_ratio = math.log(beta) + math.log(mu + beta) + 2 * (math.log(distance) - math.log(grad_tol))
+    return 1 + _count(math.sqrt(beta / mu) * log_ratio, "grad_tol") if log_ratio > 0 else 1
+
+
+def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> KatyushaParameters:
+    """Returns m = 2 n, tau1 = min(sqrt(m mu / (3 beta)), 1/2), tau2 = 1/2 and gamma = 1 / (3 tau1 beta).
+
+    Args:
+        n: records, >= 1.
+        smoothness: beta > 0, of each loss.
+        strong_convexity: mu > 0, of the regularizer.
+
+    Source: output spec, section 5 (algorithm 3; the paper's tau1 misses the beta).
+
+    Example:
+        >>> katyusha_parameters(n=10, smoothness=5.0, strong_convexity=5.0).tau1
+        0.5
+    """
+    m = 2 * check.positive_count(n=n)
+    beta, mu = check.positive(smoothness=smoothness), check.positive(strong_convexity=strong_convexity)
+    tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
+    return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
+
+
+def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float = 1.0) -> int:
+    """Returns T = ceil(c B / (lam r)): steps of dual FISTA after which the primal point is within r of the minimizer.
+
+    For hinge and pinball losses the dual variables lie in a box with sides of length 1. From its center, with the step
+    1 / L_D, L_D = B^2 n / (lam n0^2), the dual is within 2 L_D (n/4) / (t + 1)^2 of its maximum, and
+    (lam/2) |v_t - w|^2 is at most that: |v_t - w| <= (n / n0) B / (lam (t + 1)) for certain.
+
+    Args:
+        bound_x: B > 0, bound on |x|.
+        reg: lam > 0, in the mean form.
+        distance: r > 0.
+        excess: c >= n / n0 for every possible number n of records, n0 the divisor: 1 under replace_one and zero_out,
+            n_max / n0 under add_remove.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: T overflows.
+
+    Guarantee: a distance for every data set, in exact arithmetic: no certificate is needed at run time.
+
+    Source: output spec, section 4 (termination).
+
+    Example:
+        >>> dual_ascent_steps(bound_x=1.0, reg=0.01, distance=0.5)
+        201
+    """
+    bound, reg = check.positive(bound_x=bound_x), check.positive(reg=reg)
+    # PRIVACY: the fallback that always ends (test_dual_ascent_reaches_its_distance_on_every_data_set)
+    return _count(check.positive(excess=excess) * bound / reg / check.positive(distance=distance), "distance")
+
+
+def _count(steps: float, name: str) -> int:
+    if not steps * (1 + _ROUNDING) < 2.0**63:
+        raise InfeasibleError(f"{name} would take {steps:g} steps: use a larger {name}")
+    return max(1, math.ceil(steps * (1 + _ROUNDING)))
