@@ -34,6 +34,7 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.clipped import ClippedSGD
 from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ProximalSGD
 from torch_dpsco.optim.holder import HolderSGD
@@ -67,6 +68,7 @@ __all__ = [
     "AdjacencyError",
     "Assigned",
     "Audit",
+    "BoltOnPSGD",
     "Budget",
     "BudgetExceeded",
     "CalibrationError",

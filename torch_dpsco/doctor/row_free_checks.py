@@ -27,6 +27,7 @@ from torch_dpsco.doctor.model_checks import (
 )
 from torch_dpsco.doctor.probe import ROUNDING
 from torch_dpsco.doctor.script import Script
+from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader
 
@@ -150,7 +151,7 @@ def term_on_the_weights(script: Script, evidence: Evidence) -> Iterator[Finding]
 def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Convexity, and the size and change of gradients, must be as promised."""
     optimizer, line = script.optimizer, evidence.line
-    if line is None or not isinstance(optimizer, HolderOutputSGD):
+    if line is None or not isinstance(optimizer, (BoltOnPSGD, HolderOutputSGD)):
         return
     promises, parts = optimizer._plan.promises, []
     slopes, norms = line.grads @ line.direction, line.grads.norm(dim=2)

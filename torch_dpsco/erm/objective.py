@@ -13,6 +13,7 @@ Source: output spec, section 9; Chaudhuri, Monteleoni and Sarwate 2011; Kifer, S
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,14 +93,16 @@ def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
     curve = check.choice(("approx", "curve"), charge=charge) == "curve"
     epsilon, delta = task.budget.epsilon, _spent(task.budget.delta)
     reg = objpert_reg(epsilon, smoothness) if task.reg is None else task.reg
-    norm = task.n_max * lipschitz / reg  # of every minimizer without b; with b about twice that at most
-    rounding = gradient_rounding(
-        task.n_max, task.width, lipschitz=lipschitz, smoothness=smoothness, reg=reg, norm=norm, weight=task.n_max
-    )
+    size = _noise_std if delta else _pure_scale
+    scale = size(task, reg, lipschitz, smoothness)
+    rounding = _rounding(task, reg, scale)
+    while task.reg is None and 4 * rounding > 9e-5 * lipschitz:  # a large epsilon asks for less than float64 can solve
+        reg *= 2  # b can only be smaller then
+        rounding = _rounding(task, reg, scale)
     tolerance = amp_tolerance(lipschitz, rounding)
     if delta == 0:
-        return _pure(task, reg, tolerance / reg, lipschitz, smoothness)
-    noise = _noise_std(task, reg, lipschitz, smoothness)
+        return _pure(task, reg, tolerance / reg, size(task, reg, lipschitz, smoothness))
+    noise = size(task, reg, lipschitz, smoothness)
     return ObjectivePlan(
         task=task,
         reg=reg,
@@ -109,6 +112,28 @@ def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
         event=_event(task, reg, noise, lipschitz, smoothness) if curve else ApproxDP(epsilon, delta, (task.adjacency,)),
         pure=False,
         radius=task.radius,
+    )
+
+
+def _rounding(task: LinearTask, reg: float, scale: float) -> float:
+    """Returns what rounding may hide where |b| is not beyond all reason; at run time the actual one is taken off."""
+    assert task.lipschitz is not None
+    assert task.smoothness is not None
+    assert task.problem.loss_at_zero is not None
+    dim, most = task.parameters, task.n_max
+    linear = scale * (dim + 10 * math.sqrt(dim) if task.budget.delta == 0 else math.sqrt(dim) + 10)
+    # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
+    norm = (linear + math.sqrt(linear * linear + 2 * reg * most * task.problem.loss_at_zero)) / reg
+    return gradient_rounding(
+        most,
+        task.width,
+        lipschitz=task.lipschitz,
+        smoothness=task.smoothness,
+        reg=reg,
+        norm=norm,
+        weight=most,
+        linear=linear,
+        score_offset=task.problem.score_offset or 0.0,
     )
 
 
@@ -152,18 +177,23 @@ def _event(task: LinearTask, reg: float, noise: float, lipschitz: float, smoothn
     )
 
 
-def _pure(task: LinearTask, reg: float, distance: float, lipschitz: float, smoothness: float) -> ObjectivePlan:
+def _pure_scale(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
+    """Returns 1/g, the scale of b for the part of epsilon that it has."""
     if isinstance(task.loss, SoftmaxCrossEntropy):
         raise ConditionError("a pure epsilon is proved for one score only: use output perturbation for softmax")
-    epsilon, spare = task.budget.epsilon, AMP_PURE_SHARE * task.budget.epsilon
-    rate = objpert_pure_rate(epsilon - spare, reg, lipschitz, smoothness, task.adjacency)
+    epsilon = (1 - AMP_PURE_SHARE) * task.budget.epsilon * (1 - 1e-15)
+    return 1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)
+
+
+def _pure(task: LinearTask, reg: float, distance: float, scale: float) -> ObjectivePlan:
+    epsilon = task.budget.epsilon
     return ObjectivePlan(
         task=task,
         reg=reg,
-        noise_scale=1 / rate * (1 + 1e-15),
+        noise_scale=scale,
         distance=distance,
         # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
-        output_scale=2 * distance / spare * (1 + 1e-15),
+        output_scale=2 * distance / (AMP_PURE_SHARE * epsilon) * (1 + 1e-15),
         event=Pure(epsilon, (task.adjacency,)),
         pure=True,
         radius=task.radius,

@@ -34,6 +34,8 @@ from torch_dpsco.theory.output import minimizer_radius
 
 __all__ = ["LinearTask", "Preparation"]
 
+_LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -75,11 +77,21 @@ class Preparation:
             rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
         if self.scale is not None:
             rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
-        # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
-        rows = clip_rows(rows, self.bound_x)
+        rows = self._clip(rows)
         if not self.intercept:
             return rows
         return torch.cat([rows, rows.new_full((len(rows), 1), self.intercept)], dim=1)
+
+    def _clip(self, rows: Tensor) -> Tensor:
+        """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        most = self.bound_x * (1 - 2.0**-50 * (rows.shape[1] + 8))  # less by the rounding of norm and product
+        # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
+        clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
+        odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
+        if bool(odd.any()):
+            clipped[odd] = clip_rows(rows[odd], self.bound_x)
+        return clipped
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
@@ -30,8 +28,9 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import ApproxDP, Gaussian, SimpleEvent
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.errors import MissingConstantError, NotCertifiedError
+from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.optim import checks
+from torch_dpsco.optim.linear_layer import loss_promises, parameters_of, record_bounds, require_linear
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity
@@ -74,7 +73,7 @@ class HolderOutputSGD(RowFreeOptimizer):
 
     Example:
         >>> import torch_dpsco as dp
-        >>> model = nn.Linear(3, 1, bias=False).double()
+        >>> model = torch.nn.Linear(3, 1, bias=False).double()
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.sign(torch.randn(100, 1)))
         >>> loss = dp.losses.Hinge(power=1.5)
         >>> optimizer = HolderOutputSGD.calibrated(
@@ -99,7 +98,7 @@ class HolderOutputSGD(RowFreeOptimizer):
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        tensors = _tensors(params, plan.lr)
+        tensors = parameters_of(params, plan.lr)
         if _promises(problem, plan.mode, plan.promises.gradient_error) != plan.promises:
             # PRIVACY: records would be mapped into bounds that the noise does not cover
             # (test_a_problem_that_the_plan_was_not_made_from_is_refused)
@@ -107,7 +106,7 @@ class HolderOutputSGD(RowFreeOptimizer):
         dim = sum(p.numel() for p in tensors)
         if dim != plan.dim:
             raise ValueError(f"dim must be {dim}, the number of parameters, in the plan (got {plan.dim})")
-        bias = _require_linear(tensors, problem.is_glm, certify_convex)
+        bias = require_linear(tensors, problem.is_glm, certify_convex)
         self._plan = plan
         super().__init__(
             tensors,
@@ -117,7 +116,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             event=_event(plan),
             noise_std=plan.sigma,
             prox=Ball(plan.radius) if math.isfinite(plan.radius) else Identity(),
-            bounds=_record_bounds(problem, bias),
+            bounds=record_bounds(problem, bias),
             loss_reduction=loss_reduction,
             accountant=accountant,
             adjacency=_adjacency(plan),
@@ -205,7 +204,7 @@ class HolderOutputSGD(RowFreeOptimizer):
         generator: torch.Generator | None = None,
     ) -> _SELF:
         """Returns an optimizer whose answer meets the budget; see `plan` and the class for the arguments."""
-        tensors = _tensors(params, lr)
+        tensors = parameters_of(params, lr)
         plan = cls.plan(
             problem=problem,
             n=n,
@@ -232,35 +231,8 @@ class HolderOutputSGD(RowFreeOptimizer):
         )
 
 
-@dataclass(frozen=True)
-class _GradBound:
-    """r -> G(r) of a problem, as a value that compares: bound methods compare by identity."""
-
-    problem: Problem
-    paper: bool
-
-    def __call__(self, radius: float) -> float:
-        return self.problem.paper_grad_bound(radius) if self.paper else self.problem.grad_bound(radius)
-
-
 def _promises(problem: Problem, mode: str, gradient_error: float | None) -> LossPromises:
-    exponent, constant = problem.require("holder_exponent", "holder_constant", by="HolderOutputSGD")
-    if problem.is_glm and problem.score_offset is None:
-        raise MissingConstantError(
-            "HolderOutputSGD needs score_offset, the largest number that the loss adds to the score over bound_x: "
-            "promise Problem(score_offset=...) (0 if it adds none), or use losses.<Loss>().problem(bound_x=...)"
-        )
-    return LossPromises(
-        holder_exponent=exponent,
-        holder_constant=constant,
-        grad_bound=_GradBound(problem, mode == "paper"),
-        grad_at_zero=problem.grad_at_zero,
-        loss_at_zero=problem.loss_at_zero,
-        radius=problem.radius,
-        glm=problem.is_glm,
-        score_offset=problem.score_offset or 0.0,
-        gradient_error=gradient_error,
-    )
+    return loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error, paper=mode == "paper")
 
 
 def _adjacency(plan: HolderOutputPlan) -> Adjacency:
@@ -276,47 +248,3 @@ def _event(plan: HolderOutputPlan) -> SimpleEvent:
         # the number of hits is random: the calibrated pair is what is proved
         return ApproxDP(plan.epsilon, plan.delta, (_adjacency(plan),))
     return Gaussian(plan.sigma, {_adjacency(plan): plan.sensitivity})
-
-
-def _record_bounds(problem: Problem, bias: bool) -> tuple[float | None, float | None]:
-    """Returns the bounds that the loader enforces: the ones of a bias take their share of bound_x."""
-    if problem.bound_x is None:
-        return None, None
-    if not bias:
-        return problem.bound_x, problem.bound_y
-    if problem.bound_x <= 1:
-        raise ValueError(
-            f"bound_x must be > 1 with a bias, whose column of ones has norm 1 by itself (got {problem.bound_x:g}): "
-            f"use Linear(bias=False), or bound_x = sqrt(B^2 + 1) for features of norm B"
-        )
-    # PRIVACY: rounded down (test_the_ones_of_a_bias_are_part_of_the_bound)
-    return math.sqrt(problem.bound_x**2 - 1) * (1 - 1e-15), problem.bound_y
-
-
-def _tensors(params: Any, lr: float | Sequence[float] | None) -> list[nn.Parameter]:
-    """Returns parameters, given as such, as (name, parameter), or as one group without a step size of its own."""
-    items = list(params)
-    if items and isinstance(items[0], dict):
-        if len(items) > 1:
-            raise ValueError(f"params must be one group: the plan has one step size (got {len(items)} groups)")
-        if items[0].get("lr", lr) != lr:
-            raise ValueError(f"lr must be given to the plan, and be the step size of the plan (got {items[0]['lr']})")
-        items = list(items[0]["params"])
-    return [item[1] if isinstance(item, tuple) else item for item in items]
-
-
-def _require_linear(params: Sequence[nn.Parameter], is_glm: bool, certified: bool) -> bool:
-    """Returns whether there is a bias; raises NotCertifiedError for parameters that are not of one Linear layer."""
-    shapes = [tuple(p.shape) for p in params]
-    linear = 1 <= len(shapes) <= 2 and len(shapes[0]) == 2 and shapes[1:] in ([], [(shapes[0][0],)])
-    if not linear and certified is not True:
-        # PRIVACY: the sensitivity is that of convex losses (test_other_models_need_a_certificate)
-        raise NotCertifiedError(
-            f"params must be weight and bias of one Linear layer (got shapes {shapes}): output perturbation needs a "
-            f"loss that is convex in all of them. If it is, with the constants of the problem, give certify_convex=True"
-        )
-    if linear and is_glm and shapes[0][0] != 1:
-        raise NotCertifiedError(
-            f"params must be those of a layer with one output, the scalar score of this loss (got {shapes[0][0]})"
-        )
-    return linear and len(shapes) == 2

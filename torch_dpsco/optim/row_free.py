@@ -299,9 +299,9 @@ class RowFreeOptimizer(CommonOptimizer):
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         answers = [averaged(p, self.state, self.average).clone() for p in self._params]
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
-        noise = draw(sum(p.numel() for p in answers), self.noise_std, self._noise).split([p.numel() for p in answers])
+        noise = draw(sum(p.numel() for p in answers), 1.0, self._noise).split([p.numel() for p in answers])
         for answer, part in zip(answers, noise, strict=True):
-            answer.add_(part.view_as(answer))
+            answer.add_(part.view_as(answer), alpha=self.noise_std)
         self.prox.apply_(answers, [0.0] * len(answers))
         for p, answer in zip(self._params, answers, strict=True):
             p.copy_(answer)
