@@ -519,7 +519,7 @@ def test_a_pure_statement_says_what_holds_and_speaks_of_no_slack():
 
 def test_a_release_computed_from_all_records_claims_no_batches():
     sampling = " ".join(dict(stated().sections)["How batches are drawn"])
-    assert sampling == "No sampling: the answer is computed from all examples, and 100 is public."
+    assert sampling == "No sampling: the answer is computed from all examples; 100, their number, is public."
 
 
 def test_a_pure_statement_is_exact_in_json():

@@ -312,7 +312,8 @@ def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
 def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
     design = run.design
     if isinstance(run, OneRelease) and isinstance(design, Full):
-        yield f"No sampling: the answer is computed from all {report.unit}s, and {design.n} is public."
+        what = "a public reference for their number" if report.adjacency == ADD_REMOVE else "their number, is public"
+        yield f"No sampling: the answer is computed from all {report.unit}s; {design.n}, {what}."
         return
     if isinstance(run, OneRelease):
         how = (

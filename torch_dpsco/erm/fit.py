@@ -22,6 +22,7 @@ from torch_dpsco.objectives import Adversarial, LinearObjective, SoftmaxObjectiv
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.solvers import SOLVERS
 
 __all__ = ["MECHANISMS", "build_objective", "choose_mechanism", "fit_linear", "make_records"]
 
@@ -156,7 +157,7 @@ def fit_linear(
         The budget of the task, for the weights. Unit: one row. What is assumed: public numbers that are public; under
         replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
-    chosen = check.choice(MECHANISMS, mechanism=mechanism)
+    chosen, solver = check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
     chosen = choose_mechanism(task) if chosen == "auto" else chosen
     ledger = Accountant(task.budget) if accountant is None else accountant
     ledger.require_unit("example")

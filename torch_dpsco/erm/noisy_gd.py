@@ -93,7 +93,14 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
     radius = min(task.radius, safe(_ROOM * most * task.lipschitz / reg))
     # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
     moved += 2 * gradient_rounding(
-        most, task.width, lipschitz=task.lipschitz, smoothness=task.smoothness, reg=reg, norm=radius, weight=most
+        most,
+        task.width,
+        lipschitz=task.lipschitz,
+        smoothness=task.smoothness,
+        reg=reg,
+        norm=radius,
+        weight=most,
+        score_offset=task.problem.score_offset or 0.0,
     )
     mu = gaussian_mu(task.budget.epsilon, task.budget.delta)
     noise = safe(noisy_gd_mu(total, contraction, moved, 1.0) / mu)

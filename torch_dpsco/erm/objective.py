@@ -13,6 +13,7 @@ Source: output spec, section 9; Chaudhuri, Monteleoni and Sarwate 2011; Kifer, S
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
     lipschitz, smoothness = _constants(task)
     curve = check.choice(("approx", "curve"), charge=charge) == "curve"
     epsilon, delta = task.budget.epsilon, _spent(task.budget.delta)
-    reg = objpert_reg(epsilon, smoothness) if task.reg is None else task.reg
+    ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
+    reg = objpert_reg(epsilon, ranks * smoothness) if task.reg is None else task.reg
     size = _noise_std if delta else _pure_scale
     scale = size(task, reg, lipschitz, smoothness)
     rounding = _rounding(task, reg, scale)
@@ -156,17 +158,26 @@ def _constants(task: LinearTask) -> tuple[float, float]:
 def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
     epsilon, delta = task.budget.epsilon, _spent(task.budget.delta)
     replaced = task.adjacency == REPLACE_ONE
+    moved = (1 + replaced) * lipschitz
+    if task.monotone:
+        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, task.adjacency)
     if isinstance(task.loss, SoftmaxCrossEntropy):
         classes = task.loss.num_classes
         determinant = softmax_log_det(task.preparation.bound, reg, classes)
-        return amp_sigma_general(
-            epsilon, delta, determinant, (1 + replaced) * lipschitz, (1 + replaced) * (classes - 1), AMP_MU_OUT
-        )
-    if task.monotone:
-        return amp_sigma_monotone(epsilon, delta, reg, lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
-    return amp_sigma_general(
-        epsilon, delta, log_det(reg, smoothness), (1 + replaced) * lipschitz, 1 + replaced, AMP_MU_OUT
-    )
+        return _general_std(epsilon, delta, determinant, moved, (1 + replaced) * (classes - 1))
+    return _general_std(epsilon, delta, log_det(reg, smoothness), moved, 1 + replaced)
+
+
+@functools.lru_cache(maxsize=256)  # a plan is made more than once, and the quadrature takes a second
+def _monotone_std(
+    epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float, adjacency: str
+) -> float:
+    return amp_sigma_monotone(epsilon, delta, reg, lipschitz, smoothness, AMP_MU_OUT, adjacency)
+
+
+@functools.lru_cache(maxsize=256)
+def _general_std(epsilon: float, delta: float, determinant: float, diameter: float, subspace_dim: int) -> float:
+    return amp_sigma_general(epsilon, delta, determinant, diameter, subspace_dim, AMP_MU_OUT)
 
 
 def _event(task: LinearTask, reg: float, noise: float, lipschitz: float, smoothness: float) -> RDPCurve:

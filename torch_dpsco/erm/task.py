@@ -90,7 +90,7 @@ class Preparation:
         clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
         odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
         if bool(odd.any()):
-            clipped[odd] = clip_rows(rows[odd], self.bound_x)
+            clipped[odd] = clip_rows(rows[odd], most)
         return clipped
 
 

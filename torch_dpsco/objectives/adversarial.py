@@ -132,7 +132,9 @@ class Adversarial(Objective):
         reach = self._widest * size + self.attack_radius * self._offset()
         mass = self._at_zero + self._weight * reach
         roundings = self.records.depth + EVALUATION + self.dim + 8
-        return (2 * gamma(roundings) * mass / self.normalizer + gamma(self.dim + 8) * self.reg * size**2) * (1 + 1e-9)
+        return (2 * gamma(roundings) * mass / self.normalizer + gamma(self.dim + 8) * self.reg * size * size) * (
+            1 + 1e-9
+        )
 
     def smoothed(self, gap: float) -> tuple[Adversarial, float]:
         """The same with nu such that the values differ by at most `gap`: 0 <= phi(. - rho N_nu) - phi(. - rho N)."""

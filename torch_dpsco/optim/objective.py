@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.erm.fit import build_objective
@@ -19,6 +20,7 @@ from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.optim.checks import require_budget
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_shape
+from torch_dpsco.solvers import SOLVERS
 
 __all__ = ["ObjectivePerturbation"]
 
@@ -62,7 +64,7 @@ class ObjectivePerturbation(SolvedOptimizer):
         generator: torch.Generator | None = None,
     ) -> None:
         self._plan = plan
-        self._solver = solver
+        self._solver = check.choice(SOLVERS, solver=solver)
         self._held: Records | None = None
         super().__init__(params, task=plan.task, event=plan.event, accountant=accountant, generator=generator)
 

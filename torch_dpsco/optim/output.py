@@ -19,6 +19,7 @@ from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.optim.checks import require_budget
 from torch_dpsco.optim.solved import Inner, SolvedOptimizer, linear_shape
+from torch_dpsco.solvers import SOLVERS
 
 __all__ = ["OutputPerturbation"]
 
@@ -63,7 +64,7 @@ class OutputPerturbation(SolvedOptimizer):
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._plan, self._solver = plan, solver
+        self._plan, self._solver = plan, check.choice(SOLVERS, solver=solver)
         self._point: Tensor | None = None
         super().__init__(
             params, task=plan.task, event=plan.event, inner=inner, accountant=accountant, generator=generator

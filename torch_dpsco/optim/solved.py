@@ -158,7 +158,9 @@ class SolvedOptimizer(CommonOptimizer):
             # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
             rows = [torch.as_tensor(x) for x, _ in pairs] or [torch.zeros(0, self.task.dim)]
             features = torch.stack(rows) if pairs else rows[0]
-            targets = torch.stack([torch.as_tensor(y) for _, y in pairs]) if pairs else torch.zeros(0)
+            targets = (
+                torch.stack([torch.as_tensor(y) for _, y in pairs]) if pairs else torch.zeros(0, dtype=torch.int64)
+            )
         if features.dim() < 2:
             raise ValueError(f"features must be of shape (n, {self.task.dim}) (got {tuple(features.shape)})")
         device = self._params[0].device

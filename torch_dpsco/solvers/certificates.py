@@ -221,7 +221,8 @@ def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> 
     error = gap_error(objective, size) + gamma(records.depth + 16) * shares
     drift = gamma(records.depth + 16) * width * objective.constants.norm_mass / objective.normalizer
     drift = (drift + gamma(4) * (mu * norm_up(center) + objective.linear_size())) / mu
-    gap = shares + error + mu / 2 * (norm_up(point - center) + drift + gamma(4) * size) ** 2
+    apart = norm_up(point - center) + drift + gamma(4) * size
+    gap = shares + error + mu / 2 * apart * apart  # ** 2 would raise where the square overflows
     return Certificate(distance_of_gap(gap * _UP, mu))
 
 
@@ -294,7 +295,8 @@ def saddle_certificate(gradient_norm: float, ascent_gap: float, strong_convexity
         True
     """
     mu, error = positive(strong_convexity=strong_convexity), nonnegative(error=error)
-    gap = (gradient_norm + error) ** 2 / (2 * mu) + max(ascent_gap, 0.0) + error
+    norm = gradient_norm + error
+    gap = norm * norm / (2 * mu) + max(ascent_gap, 0.0) + error
     return Certificate(distance_of_gap(gap * _UP, mu) if math.isfinite(gap) else math.inf)
 
 

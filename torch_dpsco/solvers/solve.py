@@ -150,11 +150,16 @@ def _solve_kinked(objective: Objective, distance: float, radius: float, start: T
 
 def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> Tensor:
     """The point of an unconstrained solver that nobody trusts."""
-    if isinstance(objective, LinearObjective) and solver == "katyusha":
-        start = katyusha(objective, start, distance)
-    elif isinstance(objective, LinearObjective) and solver == "subgradient":
-        start = stochastic_subgradient(objective, start, 2 * objective.records.count)
-    elif solver == "agd":
+    # PRIVACY: whether there is a record to draw is private (test_every_solver_takes_an_empty_data_set)
+    if isinstance(objective, LinearObjective) and objective.records.count:
+        # PRIVACY: the state of torch's own generator would tell how many draws were made
+        # (test_a_solver_leaves_the_global_generator_where_it_was)
+        draws = torch.Generator().manual_seed(0)
+        if solver == "katyusha":
+            start = katyusha(objective, start, distance, generator=draws)
+        elif solver == "subgradient":
+            start = stochastic_subgradient(objective, start, 2 * objective.records.count, generator=draws)
+    if solver == "agd":
         return start
     if not _dense(objective, solver):
         return lbfgs(objective, start, distance)

@@ -1,0 +1,185 @@
+"""Solvers that lie, accuracies that are only promised, and an audit of what is released in one dimension."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.analysis.convert import delta_with_failure
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
+from torch_dpsco.erm import LinearTask, Preparation
+from torch_dpsco.erm.fit import build_objective, make_records
+from torch_dpsco.erm.output import OutputPlan, draw_output, markov_plan, plan_output, solve_output
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
+from torch_dpsco.solvers import solve
+from torch_dpsco.solvers.certificates import project
+from torch_dpsco.theory.output import expected_suboptimal_sensitivity
+
+SOLVE = importlib.import_module("torch_dpsco.solvers.solve")
+
+
+def task(delta: float = 1e-6, **settings: object) -> LinearTask:
+    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0), "dim": 1, "n": 4, "reg": 2.0}
+    return LinearTask(**(given | {"budget": dp.Budget(1.0, delta)} | settings))
+
+
+def data(sign: float) -> tuple[Tensor, Tensor]:
+    """Neighbors: the last record of the one pulls up, that of the other down."""
+    return torch.tensor([[1.0], [1.0], [-0.5], [sign]]), torch.ones(4)
+
+
+# -- output.md 4: a solver that is right in expectation, and tells one record where it errs ---------------------------
+
+
+def lying(error: float) -> Callable[..., Tensor]:
+    def solver(objective, start: Tensor, distance: float) -> Tensor:
+        exact = solve(objective, distance / 100, solver="agd").w
+        # the sign of the last record's gradient, at an error of size `error`
+        return exact + error * float(objective.row_gradient(3, exact).sign())
+
+    return solver
+
+
+@pytest.mark.parametrize("error", [1e-4, 0.1, 1.0, 1e9, 1e200, math.inf, math.nan])
+@pytest.mark.parametrize("settings", [{}, {"radius": 0.3}, {"residual_clip": 0.2}])
+def test_a_solver_that_tells_a_record_is_repaired(
+    settings: dict[str, object], error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = task(**settings)
+    plan = plan_output(given)
+    exact, found = [], []
+    for sign in (1.0, -1.0):
+        objective = build_objective(given, plan.reg, make_records(given, *data(sign)))
+        exact.append(solve(objective, plan.distance / 100, radius=plan.radius).w)
+        with monkeypatch.context() as patch:
+            patch.setattr(SOLVE, "newton", lying(error))
+            found.append(solve_output(objective, plan))
+    for right, given_out in zip(exact, found, strict=True):
+        assert float((right - given_out).abs()) <= plan.distance * 1.01
+    assert float((found[0] - found[1]).abs()) <= dict(plan.event.sens)["replace_one"]
+
+
+def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = task(loss=dp.losses.Hinge())
+    plan = plan_output(given)
+    objective = build_objective(given, plan.reg, make_records(given, *data(1.0)))
+    exact = solve(objective, plan.distance / 10).w
+    continuation = importlib.import_module("torch_dpsco.solvers.continuation")
+    for error in (0.1, 1e9, math.nan):
+        monkeypatch.setattr(continuation, "newton", lambda smooth, start, distance, error=error: start + error)
+        assert float((solve_output(objective, plan) - exact).abs()) <= plan.distance * 1.1
+
+
+def test_a_loop_that_diverged_is_solved_from_zero() -> None:
+    for settings in ({}, {"radius": 0.3}, {"tilt": 1.0}, {"loss": dp.losses.Hinge()}, {"attack_radius": 0.5}):
+        given = task(**settings)
+        plan = plan_output(given)
+        objective = build_objective(given, plan.reg, make_records(given, *data(1.0)))
+        ball = plan.radius if objective.smoothness is not None else math.inf
+        exact = solve(objective, plan.distance / 10, radius=ball).w
+        for start in (math.nan, math.inf, -math.inf, 1e30, 1e155, 1e200, 1.7e308):
+            found = solve_output(objective, plan, start=torch.full((1,), start, dtype=torch.float64))
+            assert float((found - exact).abs()) <= plan.distance * 1.1
+
+
+# -- promised accuracies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["tight", "paper"])
+def test_delta_pays_for_the_failures_of_a_promised_accuracy(mode: str) -> None:
+    given, accuracy, failure = task(), 1e-9, 1e-8
+    plan = markov_plan(given, accuracy, failure, mode)
+    moved = expected_suboptimal_sensitivity(plan.sensitivity, 2.0, accuracy, failure)
+    assert moved >= plan.sensitivity + 2 * math.sqrt(2 * accuracy / (2.0 * failure))
+    inside = gaussian_delta(moved / plan.noise_scale, 1.0)
+    spent = delta_with_failure(inside, failure, 1.0, "per_side")
+    assert spent == pytest.approx(inside + (1 + math.e) * failure)
+    assert spent <= 1e-6
+    if mode == "tight":
+        left = 1e-6 - (1 + math.e) * failure
+        assert plan.noise_scale == pytest.approx(gaussian_sigma(1.0, left, moved), rel=1e-9)
+    assert plan.trusted
+    ledger = dp.Accountant(given.budget)
+    ledger.authorize(plan.event)
+    assert (0.9 if mode == "tight" else 0.7) < ledger.get_epsilon(1e-6) <= 1
+
+
+def test_a_promised_accuracy_is_that_of_an_unconstrained_loop() -> None:
+    squared = {"loss": dp.losses.Squared(), "bound_y": 5.0, "reg": 0.5}
+    for settings in (squared, {}, {"tilt": 1.0, "reg": 4.0}):
+        free = markov_plan(task(**settings), 1e-9, 1e-8)
+        small = markov_plan(task(**settings, radius=1e-2), 1e-9, 1e-8)
+        assert (small.sensitivity, small.noise_scale) == (free.sensitivity, free.noise_scale)
+        assert small.radius == 1e-2
+    # a loop that is exact moves by more than the minimizer in the ball
+    given = task(**squared, radius=1e-2, n=1)
+    reg, ends = 0.5, []
+    for target in (5.0, -5.0):
+        records = make_records(given, torch.ones(1, 1), torch.tensor([target]))
+        ends.append(solve(build_objective(given, reg, records), 1e-9).w)
+    move = float((ends[0] - ends[1]).abs())
+    assert plan_output(given).sensitivity < markov_plan(given, 1e-9, 1e-8).sensitivity
+    assert move <= markov_plan(given, 1e-9, 1e-8).sensitivity
+
+
+def test_a_failure_that_delta_does_not_pay_for_is_refused() -> None:
+    for failure in (1e-6 / (1 + math.e), 1e-6, 0.5):
+        with pytest.raises(dp.ConditionError, match="failure"):
+            markov_plan(task(), 1e-9, failure)
+    with pytest.raises(dp.ConditionError):
+        markov_plan(task(delta=0.0), 1e-9, 1e-8)
+    for wrong in ({"failure": 0.0}, {"failure": 1.0}, {"expected_accuracy": 0.0}):
+        with pytest.raises((ValueError, dp.ConditionError)):
+            markov_plan(task(), **({"expected_accuracy": 1e-9, "failure": 1e-8} | wrong))
+
+
+# -- audit: releases on neighbors, told apart by thresholds -----------------------------------------------------------
+
+RUNS = 20_000
+
+
+def releases(given: LinearTask, plan: OutputPlan, sign: float, scale: float, seed: int) -> Tensor:
+    """Many releases, all of one solve; the noise is drawn by the code, times `scale` in place of the planned one."""
+    objective = build_objective(given, plan.reg, make_records(given, *data(sign)))
+    point = solve_output(objective, plan)
+    draws, ledger = torch.Generator().manual_seed(seed), dp.Accountant(given.budget)
+    one = draw_output(point, replace(plan, noise_scale=scale), ledger, draws)
+    draw = knorm_vector if given.budget.delta == 0 else gaussian_vector
+    assert torch.equal(one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.radius))
+    if given.budget.delta:
+        return point + gaussian_vector(RUNS, scale, draws)
+    signs = torch.where(torch.rand(RUNS, generator=draws) < 0.5, -1.0, 1.0)
+    return point + scale * signs * torch.empty(RUNS, dtype=torch.float64).exponential_(generator=draws)
+
+
+def proved_loss(one: Tensor, other: Tensor, delta: float) -> float:
+    """Lower confidence bound on epsilon at delta, over 40 thresholds and both orders; false alarms: 1e-6."""
+    level, best = 1e-6 / 160, 0.0
+    values = np.quantile(torch.cat([one, other]).numpy(), np.linspace(0.02, 0.98, 40))
+    for first, second in ((one, other), (other, one)):
+        for value in values:
+            for hits in ((first > value, second > value), (first < value, second < value)):
+                often, rarely = (int(h.sum()) for h in hits)
+                low = stats.beta.ppf(level, often, RUNS - often + 1) if often else 0.0
+                high = stats.beta.ppf(1 - level, rarely + 1, RUNS - rarely) if rarely < RUNS else 1.0
+                best = max(best, math.log(max(low - delta, 1e-300) / high))
+    return best
+
+
+@pytest.mark.parametrize("delta", [1e-2, 0.0])
+def test_an_audit_catches_half_of_the_noise_and_passes_the_planned_one(delta: float) -> None:
+    # strong regularization and a clip: the two minimizers are as far apart as one record can move them
+    given = task(delta, reg=100.0, residual_clip=0.2)
+    plan = plan_output(given)
+    for scale, caught in ((plan.noise_scale, False), (plan.noise_scale / 2, True)):
+        one, other = (releases(given, plan, sign, scale, seed) for sign, seed in ((1.0, 5), (-1.0, 6)))
+        assert (proved_loss(one, other, delta) > 1.0) == caught

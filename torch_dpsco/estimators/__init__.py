@@ -1,0 +1,33 @@
+"""Private linear models with the manners of scikit-learn, which is used if it is installed and not needed.
+
+    model = LogisticRegression(epsilon=1.0, n=32_561, bound_x=3.47, classes=(0, 1)).fit(X, y)
+    model.predict_proba(X_new);   print(model.report())
+
+| class | loss | mechanism by default, delta > 0 |
+|---|---|---|
+| `LogisticRegression` | logistic, gradients clipped | objective perturbation |
+| `SoftmaxRegression` | softmax cross-entropy | objective perturbation |
+| `LinearSVC` | hinge, smoothed | objective perturbation |
+| `HuberRegressor` | Huber | objective perturbation |
+| `QuantileRegressor` | pinball | output perturbation |
+| `Ridge` | squared | AdaSSP |
+| `TiltedClassifier` | tilted logistic | output perturbation |
+| `AdversarialClassifier` | logistic under attack | output perturbation |
+
+* `protocol`, `own`: scikit-learn's base classes, or ours; * `data`: what `fit` reads; * `base`: what all models do.
+"""
+
+from torch_dpsco.estimators.classifiers import LinearSVC, LogisticRegression, SoftmaxRegression
+from torch_dpsco.estimators.regressors import HuberRegressor, QuantileRegressor, Ridge
+from torch_dpsco.estimators.robust import AdversarialClassifier, TiltedClassifier
+
+__all__ = [
+    "AdversarialClassifier",
+    "HuberRegressor",
+    "LinearSVC",
+    "LogisticRegression",
+    "QuantileRegressor",
+    "Ridge",
+    "SoftmaxRegression",
+    "TiltedClassifier",
+]

@@ -1,0 +1,290 @@
+"""What all private linear models do: read data, fit once within a budget, predict, and say what it cost.
+
+Every argument is a public number, chosen without looking at the data. Rows are prepared as
+
+    x = (clip((raw - feature_center) / feature_scale, bound_x), intercept_scaling)
+
+in training, and alike in prediction, since the weights were found for rows prepared so. The objective is in sum form,
+
+    sum_i c_i l(<w, x_i>; y_i) + (reg / 2) |w|^2
+
+with the weight of the intercept regularized like the rest. See `erm` for the mechanisms.
+
+Differs from the paper in: see `erm.output`; the rest is not there. Source: output spec, sections 0, 3 and 6;
+architecture, section 10 (20a).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
+from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.events import SimpleEvent
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.report import OneRelease, PrivacyReport
+from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.erm import MECHANISMS, LinearTask, Preparation, choose_mechanism, fit_linear
+from torch_dpsco.erm.adassp import plan_adassp
+from torch_dpsco.erm.least_risk import least_risk_reg
+from torch_dpsco.erm.noisy_gd import plan_noisy_gd
+from torch_dpsco.erm.objective import plan_objective
+from torch_dpsco.erm.output import plan_output
+from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.estimators.data import as_column, as_features, require_finite
+from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
+from torch_dpsco.losses.base import TableLoss
+
+__all__ = ["LinearModel"]
+
+_BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
+_HOW_TO_BOUND = (
+    "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are clipped to it. Add up "
+    "what a row can be at most by its code book (k features in [0, 1]: sqrt(k); a one-hot group: 1); never its largest "
+    "norm in the data"
+)
+_HOW_TO_COUNT = (
+    "a public number of records: the true one under replace_one; under add_remove, where the true one is private, one "
+    "of the size that was planned for (a power of ten will do). It sets the regularizer of some mechanisms and the cap "
+    "n_max = 2 n, never the noise of a record"
+)
+_Model = TypeVar("_Model", bound="LinearModel")
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearModel(BaseEstimator):
+    """Base: settings, one release, scores.
+
+    Args:
+        epsilon: > 0, of the budget of each fit.
+        delta: in [0, 1) of the budget; 0 for pure differential privacy. Choose it far below 1/n.
+        adjacency: "add_remove" (the number of records is private), "replace_one" or "zero_out" (it is n).
+        n: public number of records; required. It must be the true one but under add_remove.
+        bound_x: B > 0, norm that rows are clipped to; required.
+        feature_center: (d,), subtracted from rows; None for 0.
+        feature_scale: (d,), > 0, that they are divided by; None for 1.
+        fit_intercept: whether a constant is appended to rows.
+        intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise.
+        reg: in sum form, > 0; None for the mechanism's default.
+        radius: > 0, norm that the answer is projected to; inf for none.
+        mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
+        solver: see `solvers.solve`; never trusted.
+        n_max: public cap on the number of records; None for 2 n.
+        accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
+
+    Attributes:
+        coef_: weights for raw rows, float64; (1, d), (K, d), or (d,) of a regressor.
+        intercept_: (1,), (K,), or a float. Scores of rows within bound_x are rows @ coef_.T + intercept_.
+        mechanism_: that was used.
+        privacy_: `PrivacyReport` of the ledger after the fit.
+        n_features_in_: d.
+        feature_names_in_: names of the columns of a data frame (with scikit-learn only).
+
+    Guarantee:
+        (epsilon, delta)-differential privacy of each fit, unit: one row with its target and weight; for all fitted
+        attributes together, and for predictions of rows that are public. Nothing fitted depends on a noiseless weight,
+        a loss, a number of iterations or a certificate. What must hold: the settings are public; n_max bounds the
+        number of records. Running time is not covered.
+    """
+
+    epsilon: float = 1.0
+    delta: float = 1e-6
+    adjacency: str = "add_remove"
+    n: int | None = None
+    bound_x: float | None = None
+    feature_center: Any = None
+    feature_scale: Any = None
+    fit_intercept: bool = True
+    intercept_scaling: float = 1.0
+    reg: float | None = None
+    radius: float = math.inf
+    mechanism: str = "auto"
+    solver: str = "auto"
+    n_max: int | None = None
+    accountant: Accountant | None = None
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _loss(self) -> TableLoss:
+        """The loss, of public settings."""
+
+    @abstractmethod
+    def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Targets in the form of `fit_linear`, and public weights by class or None; raises for shapes and dtypes."""
+
+    @abstractmethod
+    def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
+        """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
+
+    def _options(self) -> dict[str, Any]:
+        """Further arguments of the `LinearTask`."""
+        return {}
+
+    # -- fitting -----------------------------------------------------------------------------------------------------
+
+    def fit(self: _Model, X: Any, y: Any, sample_weight: Any = None) -> _Model:
+        """Fits by one private release, with fresh noise, charged to the ledger before it is drawn.
+
+        Args:
+            X: rows (n, d): numpy array, torch tensor on any device, data frame or lists. A row with a non-finite value
+                counts as a record without influence.
+            y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise.
+            sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
+                one would count for more than the noise hides; NaN makes a null record. None for ones.
+
+        Returns:
+            The model.
+
+        Raises:
+            BudgetExceeded: nothing was drawn; the model is what it was.
+            CalibrationError: the settings do not go together; nothing was charged.
+            ValueError: a setting, a shape or a dtype; never a value of a record.
+            UnitError: X has not n rows, where n is public.
+        """
+        features = as_features(X)
+        count, width = features.shape
+        # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
+        task = self._task(width)
+        chosen = check.choice(MECHANISMS, mechanism=self.mechanism)
+        chosen = choose_mechanism(task) if chosen == "auto" else chosen
+        if chosen == "output" and task.reg is None:
+            task = replace(task, reg=least_risk_reg(task, plan_output))
+        targets, factors = self._read(y, count, features.device)
+        weights = _weights(sample_weight, factors, count, features.device)
+        ledger, columns = self._ledger(task), read_columns(X, width)
+        self._report_of(ledger, task)  # raises if the ledger will have no answer at this delta
+        answer = fit_linear(task, features, targets, weights, mechanism=chosen, solver=self.solver, accountant=ledger)
+        self.privacy_ = self._report_of(ledger, task)
+        self._fitted, self.mechanism_ = task, chosen
+        self._install(answer.cpu())
+        vars(self).pop("feature_names_in_", None)
+        vars(self).update(columns)
+        return self
+
+    def _task(self, width: int) -> LinearTask:
+        if self.bound_x is None:
+            raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND} (got None)")
+        if self.n is None:
+            raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
+        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
+        preparation = Preparation(
+            check.positive(bound_x=self.bound_x),
+            center=_numbers("feature_center", self.feature_center),
+            scale=_numbers("feature_scale", self.feature_scale),
+            intercept=check.positive(intercept_scaling=self.intercept_scaling) if self.fit_intercept else 0.0,
+        )
+        return LinearTask(
+            loss=self._loss(),
+            preparation=preparation,
+            dim=width,
+            n=check.positive_count(n=self.n),
+            budget=budget,
+            reg=None if self.reg is None else check.positive(reg=self.reg),
+            radius=check.positive(radius=self.radius, allow_inf=True),
+            n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
+            **self._options(),
+        )
+
+    def _ledger(self, task: LinearTask) -> Accountant:
+        if self.accountant is None:
+            return Accountant(task.budget)
+        if self.accountant.adjacency != task.adjacency:
+            raise AdjacencyError(
+                f"adjacency must be {self.accountant.adjacency!r}, the accountant's (got {task.adjacency!r})"
+            )
+        return self.accountant
+
+    @staticmethod
+    def _report_of(ledger: Accountant, task: LinearTask) -> PrivacyReport:
+        return ledger.report(task.budget.delta if ledger.budget is None else None)
+
+    def _install(self, answer: Tensor) -> None:
+        given, dim = self._fitted.preparation, self._fitted.dim
+        weight = answer[:, :dim].numpy() / _array(given.scale, 1.0)
+        bias = answer[:, dim:].sum(1).numpy() * given.intercept - (weight * _array(given.center, 0.0)).sum(1)
+        self.coef_, self.intercept_ = self._shaped(weight, bias)
+
+    # -- scores ------------------------------------------------------------------------------------------------------
+
+    def _scores(self, X: Any) -> NDArray[np.float64]:
+        """Scores (n, K) of public rows, prepared as in training."""
+        return np.concatenate([scores for scores, _ in self._blocks(X)])
+
+    def _blocks(self, X: Any) -> Iterable[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Yields scores (m, K) and norms of prepared rows (m,), block by block."""
+        if not hasattr(self, "coef_"):
+            raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: call fit before")
+        features = as_features(X)
+        if len(features) == 0:
+            raise ValueError(f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict")
+        check_columns(self, X, features.shape[1])
+        weight = np.atleast_2d(self.coef_)
+        given = self._fitted.preparation
+        center, scale = _array(given.center, 0.0), _array(given.scale, 1.0)
+        prepared = torch.from_numpy(weight * scale).to(features.device)
+        # the score of the center, which lies at the origin of prepared rows
+        bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(features.device)
+        for rows in torch.split(features, _BLOCK_ROWS):
+            require_finite(rows)
+            block = given(rows)
+            scores = block[:, : self._fitted.dim] @ prepared.T + bias
+            yield scores.cpu().numpy(), torch.linalg.vector_norm(block, dim=1).cpu().numpy()
+
+    # -- what is public ----------------------------------------------------------------------------------------------
+
+    def report(self) -> Statement:
+        """Returns what the last fit guarantees, in plain words, with all else on its ledger at that time."""
+        if not hasattr(self, "privacy_"):
+            raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: nothing was released")
+        task = self._fitted
+        promises = ["All settings (bounds, center, scale, classes, n) were chosen without a look at these data."]
+        if task.adjacency == ADD_REMOVE:
+            promises.append(f"There are no more than n_max = {task.n_max} examples.")
+        run = OneRelease(type(self).__name__, Full(task.n), self._event(), 0, 0, True, tuple(promises))
+        return make_statement(self.privacy_, run)
+
+    def _event(self) -> SimpleEvent:
+        plans = {"output": plan_output, "objective": plan_objective, "noisy_gd": plan_noisy_gd, "adassp": plan_adassp}
+        event: SimpleEvent = plans[self.mechanism_](self._fitted).event  # type: ignore[operator]
+        return event
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it
+        tags.target_tags.required = True
+        tags.non_deterministic = True
+        return tags
+
+
+def _weights(given: Any, factors: Tensor | None, count: int, device: torch.device) -> Tensor | None:
+    """Returns the weights of records in [0, 1], times factors by class; None for ones."""
+    if given is None:
+        return factors
+    # PRIVACY: clipped before it meets a factor (test_a_large_sample_weight_counts_as_one)
+    weights = as_column(given, "sample_weight", count, device).double().clamp(0.0, 1.0)
+    return weights if factors is None else weights * factors
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...] | None:
+    """Returns public numbers, one per feature, as a tuple."""
+    if values is None:
+        return None
+    given = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name} must have one number per feature (got {values!r})")
+    return tuple(check.finite(**{name: value}) for value in given)
+
+
+def _array(values: tuple[float, ...] | None, default: float) -> NDArray[np.float64]:
+    return np.asarray(default if values is None else values, dtype=np.float64)

@@ -1,0 +1,266 @@
+"""Private linear classifiers: logistic and softmax regression, support vectors.
+
+The classes are public and given: what labels occur is a fact about the data. Their order is that of columns and signs:
+the first of two classes is -1, the second is +1.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.estimators.base import LinearModel
+from torch_dpsco.estimators.data import as_codes
+from torch_dpsco.estimators.protocol import ClassifierMixin
+from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
+from torch_dpsco.losses.base import TableLoss
+
+__all__ = ["BinaryClassifier", "Classifier", "LinearSVC", "LogisticRegression", "SoftmaxRegression"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Classifier(ClassifierMixin, LinearModel):
+    """Base: public classes, labels that are none of them make null records.
+
+    Args:
+        classes: the public labels, all different: numbers or strings.
+        class_weight: public weights in (0, 1] of labels, as a dict; those not named have 1. None for ones. To count
+            one class k times as much as another, give the other 1/k.
+    """
+
+    classes: Any = None
+    class_weight: dict[Any, float] | None = None
+
+    def _classes(self) -> list[Any]:
+        if self.classes is None:
+            raise ValueError("classes must be given: the public labels, as (0, 1); which occur is private (got None)")
+        given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
+        if len(set(given)) < max(2, len(given)):
+            raise ValueError(f"classes must be two or more different labels (got {given})")
+        return given
+
+    def _factors(self) -> list[float]:
+        """Returns the weight of each class, and 1 for what is none."""
+        given, classes = self.class_weight, self._classes()
+        if not isinstance(given, dict) or not set(given) <= set(classes):
+            raise ValueError(
+                f"class_weight must be a dict of public weights in (0, 1] by label (got {given!r}); 'balanced' would "
+                f"count labels, which are private"
+            )
+        weights = [check.positive(class_weight=given.get(label, 1.0)) for label in classes]
+        return [*(check.between(0.0, 1.0, class_weight=weight) for weight in weights), 1.0]
+
+    def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        codes = as_codes(y, self._classes(), count, device)
+        if self.class_weight is None:
+            return self._coded(codes), None
+        return self._coded(codes), torch.tensor(self._factors(), dtype=torch.float64, device=device)[codes]
+
+    @abstractmethod
+    def _coded(self, codes: Tensor) -> Tensor:
+        """Targets of the loss, of places among the classes; -1 is none."""
+
+    def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
+        self.classes_ = _labels(self._classes())
+        return weight, bias
+
+    @abstractmethod
+    def decision_function(self, X: Any) -> Array:
+        """Returns scores: (n,) for the second of two classes, or (n, K)."""
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Returns labels (n,) of public rows; they are prepared, and clipped, as in training."""
+        scores = self.decision_function(X)
+        places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
+        return np.asarray(self.classes_[places])
+
+
+def _labels(classes: Sequence[Any]) -> NDArray[Any]:
+    labels = np.asarray(classes)
+    if labels.tolist() == list(classes):
+        return labels
+    labels = np.empty(len(classes), dtype=object)  # of several kinds, which numpy would turn into one
+    labels[:] = classes
+    return labels
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class BinaryClassifier(Classifier):
+    """Base: two classes, one score."""
+
+    def _classes(self) -> list[Any]:
+        classes = super()._classes()
+        if len(classes) != 2:
+            raise ValueError(
+                f"classes must be two for {type(self).__name__} (got {len(classes)}): use SoftmaxRegression"
+            )
+        return classes
+
+    def _coded(self, codes: Tensor) -> Tensor:
+        return torch.where(codes >= 0, 2 * codes - 1, 0)  # 0: a null record
+
+    def decision_function(self, X: Any) -> Array:
+        """Returns scores (n,) of public rows; positive ones are of the second class."""
+        scores: Array = self._scores(X)[:, 0]
+        return scores
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LogisticRegression(BinaryClassifier):
+    """Private logistic regression for two classes.
+
+    The gradient of a record is clipped at `residual_clip` of its largest possible norm, which for a linear model is the
+    gradient of another convex loss, and the noise shrinks by as much. Scores keep their order; probabilities of records
+    that the model gets wrong are pulled in (see `predict_proba`).
+
+    Args:
+        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
+            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+        classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
+        residual_clip: in (0, 1], or None for no clip. 0.5 by default; 0.2 for few rows where accuracy alone counts, 1
+            where n epsilon / d is large.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
+        >>> model = LogisticRegression(epsilon=2.0, n=2000, bound_x=1.0, classes=("low", "high"))
+        >>> _ = model.fit(X, np.where(X[:, 0] > 0, "high", "low"))
+        >>> model.predict([[-0.9], [0.9]]).tolist(), model.mechanism_
+        (['low', 'high'], 'objective')
+        >>> model.privacy_.epsilon <= 2.0
+        True
+
+    Source:
+        output.md 0, 3, 9.
+    """
+
+    residual_clip: float | None = 0.5
+
+    def _loss(self) -> TableLoss:
+        return Logistic()
+
+    def _options(self) -> dict[str, Any]:
+        return {"residual_clip": self.residual_clip}
+
+    def predict_proba(self, X: Any, link: str = "logistic") -> Array:
+        """Returns probabilities (n, 2) of public rows.
+
+        Args:
+            X: rows.
+            link: "logistic": q = sigmoid(score). "clipped": what minimizes the clipped loss over a population is not
+                its probability p, but q with p = min(q, k) / (min(q, k) + min(1 - q, k)), k = clip / |x|; this undoes
+                it, and helps where labels are noisy, not where weights are shrunk by noise.
+        """
+        check.choice(("logistic", "clipped"), link=link)
+        columns = []
+        for scores, norms in self._blocks(X):
+            pair = np.stack([_sigmoid(-scores[:, 0]), _sigmoid(scores[:, 0])], axis=1)
+            if link == "clipped" and self._fitted.clipped is not None:
+                with np.errstate(divide="ignore"):
+                    pair = np.minimum(pair, (self._fitted.clipped.clip / norms)[:, None])
+                pair /= pair.sum(1, keepdims=True)
+            columns.append(pair)
+        return np.concatenate(columns)
+
+    def predict_log_proba(self, X: Any, link: str = "logistic") -> Array:
+        """Returns the logarithms of `predict_proba`."""
+        result: Array = np.log(self.predict_proba(X, link))
+        return result
+
+
+def _sigmoid(scores: Array) -> Array:
+    small = np.exp(-np.abs(scores))
+    result: Array = np.where(scores >= 0, 1.0, small) / (1.0 + small)
+    return result
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SoftmaxRegression(Classifier):
+    """Private softmax (multinomial logistic) regression for any number of classes.
+
+    Args:
+        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
+            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+        classes, class_weight: see `Classifier`; the labels in the order of columns.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.repeat(np.eye(3), 500, axis=0)
+        >>> model = SoftmaxRegression(epsilon=4.0, n=1500, bound_x=1.0, classes=("a", "b", "c"))
+        >>> model.fit(X, np.repeat(["a", "b", "c"], 500)).predict(np.eye(3)).tolist()
+        ['a', 'b', 'c']
+
+    Source:
+        output.md 3, 9.
+    """
+
+    def _loss(self) -> TableLoss:
+        return SoftmaxCrossEntropy(num_classes=len(self._classes()))
+
+    def _coded(self, codes: Tensor) -> Tensor:
+        return codes
+
+    def decision_function(self, X: Any) -> Array:
+        """Returns scores (n, K) of public rows; (n,) of the second class against the first, for two classes."""
+        scores = self._scores(X)
+        return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]
+
+    def predict_proba(self, X: Any) -> Array:
+        """Returns probabilities (n, K) of public rows."""
+        scores = self._scores(X)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        result: Array = weights / weights.sum(1, keepdims=True)
+        return result
+
+    def predict_log_proba(self, X: Any) -> Array:
+        """Returns the logarithms of `predict_proba`, which do not underflow."""
+        scores = self._scores(X)
+        scores = scores - scores.max(1, keepdims=True)
+        result: Array = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        return result
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearSVC(BinaryClassifier):
+    """Private linear support vector machine for two classes.
+
+    Args:
+        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
+            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+        classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
+        loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
+            by far) or "hinge" (output perturbation, and slow for many rows).
+        width: > 0, of the parabola.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
+        >>> model = LinearSVC(epsilon=2.0, n=2000, bound_x=1.0, classes=(0, 1)).fit(X, X[:, 0] > 0)
+        >>> model.predict([[-0.9], [0.9]]).tolist()
+        [0, 1]
+
+    Source:
+        output.md 3, 9.
+    """
+
+    loss: str = "smoothed_hinge"
+    width: float = 1.0
+
+    def _loss(self) -> TableLoss:
+        chosen = check.choice(("smoothed_hinge", "hinge"), loss=self.loss)
+        return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
