@@ -168,7 +168,7 @@ def test_another_number_of_records_is_refused(adjacency: str) -> None:
 
 def test_any_number_of_records_is_taken_where_it_is_private() -> None:
     private = task(budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
-    for count in (0, 1, 3, 9):
+    for count in (0, 1, 3, 8):
         assert make_records(private, torch.ones(count, 2), torch.ones(count)).count == count
 
 
@@ -273,3 +273,10 @@ def test_a_ledger_of_users_is_refused() -> None:
     ledger = dp.Accountant(unit="user")
     with pytest.raises(dp.UnitError):
         fit_linear(task(), torch.ones(4, 2), torch.ones(4), accountant=ledger)
+
+
+def test_more_records_than_promised_are_refused() -> None:
+    private = task(n=5, n_max=6, budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
+    assert make_records(private, torch.ones(6, 2), torch.ones(6)).count == 6
+    with pytest.raises(dp.UnitError, match="n_max=6 must be a public cap"):
+        make_records(private, torch.ones(7, 2), torch.ones(7))

@@ -72,7 +72,8 @@ def make_records(task: LinearTask, features: Tensor, targets: Tensor, weights: T
 
     Raises:
         ConditionError: weights for a tilted mean, whose constants have equal ones.
-        UnitError: their number is not the public one under replace_one and zero_out.
+        UnitError: their number is not the public one under replace_one and zero_out, or is above n_max under
+            add_remove, which tells that the promise was broken.
         ValueError: shapes or dtypes.
     """
     if features.dim() != 2 or features.shape[1] != task.dim:
@@ -82,6 +83,9 @@ def make_records(task: LinearTask, features: Tensor, targets: Tensor, weights: T
     if task.adjacency != ADD_REMOVE and len(features) != task.n:
         # PRIVACY: n is public there, and the data must have it (test_another_number_of_records_is_refused)
         raise UnitError(f"features must have n={task.n} records under {task.adjacency} (got {len(features)})")
+    if task.adjacency == ADD_REMOVE and len(features) > task.n_max:
+        # PRIVACY: contraction and norms of minimizers rest on it (test_more_records_than_promised_are_refused)
+        raise UnitError(f"n_max={task.n_max} must be a public cap on the number of records: there are more")
     if weights is not None:
         if task.tilt:
             raise ConditionError("weights must not be given for a tilted mean, whose constants have equal ones")

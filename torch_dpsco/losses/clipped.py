@@ -22,7 +22,7 @@ from torch_dpsco.losses.residual import ResidualLoss
 
 __all__ = ["ClippedRows", "ResidualClipped"]
 
-_GUARD = 1e-12  # relative; more than the rounding of a norm of up to 2000 coordinates, of C/||x|| and of the product
+_GUARD = 1e-9  # relative; more than the rounding of a norm of up to 10^6 coordinates, of C/||x|| and of the product
 
 
 @dataclass(frozen=True)
