@@ -21,6 +21,7 @@ from torch_dpsco.engine import attach_sound, require_same_parameters, require_so
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.optim.user_base import UserOptimizer
 from torch_dpsco.sampling import PrivateLoader
 
@@ -33,7 +34,7 @@ _SHOW_EVERY = 0.5  # seconds
 
 def fit(
     model: _Model,
-    optimizer: PrivateOptimizer | RowFreeOptimizer,
+    optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer,
     dataset: Dataset[Any],
     loss_fn: _LossFn,
     *,
@@ -91,6 +92,10 @@ def fit(
         if given:
             raise ValueError(f"{given[0]} must not be given: it is fixed in the plan of {type(optimizer).__name__}")
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress)
+    if isinstance(optimizer, SolvedOptimizer):
+        raise ValueError(
+            f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
+        )
     goal = _steps_to_make(optimizer, steps) + optimizer.steps
     require_same_parameters(model, optimizer)
     reduction = _agreed_reduction(model, loss_reduction)

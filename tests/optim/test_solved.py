@@ -521,3 +521,14 @@ def test_a_pure_budget_is_spent_purely(kind: str) -> None:
     assert 0.9 < optimizer.privacy_spent(0.0).epsilon <= 1
     with pytest.raises(dp.ConditionError, match="delta"):
         make("NoisyGD", budget=dp.Budget(1.0, 0.0))
+
+
+def test_the_doctor_finds_nothing_in_what_no_pass_over_the_model_enters() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = dp.OutputPerturbation.calibrated(
+        model.parameters(), loss=dp.losses.Logistic(), n=10, budget=dp.Budget(1.0, 1e-6), bound_x=1.0
+    )
+    data = torch.utils.data.TensorDataset(torch.ones(10, 2), torch.ones(10))
+    assert dp.doctor(model, None, torch.utils.data.DataLoader(data), optimizer).healthy
+    with pytest.raises(ValueError, match=r"call optimizer.solve\(dataset\) and finalize\(\)"):
+        dp.fit(model, optimizer, data, dp.losses.Logistic())

@@ -16,6 +16,7 @@ from torch_dpsco.doctor.model_checks import MODEL_CHECKS
 from torch_dpsco.doctor.probe import examine
 from torch_dpsco.doctor.row_free_checks import ROW_FREE_CHECKS
 from torch_dpsco.doctor.script import NO_RECORD, Script
+from torch_dpsco.optim.solved import SolvedOptimizer
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
@@ -54,6 +55,8 @@ def doctor(
         >>> print(dp.doctor(model, dp.losses.Logistic(), loader, optimizer))
         healthy: nothing found
     """
+    if isinstance(optimizer, SolvedOptimizer):
+        return Diagnosis.of(())  # it reads records by itself: no model, loss or loader of the script is in its release
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
     checks = (*MODEL_CHECKS, *LOOP_CHECKS) if script.row_free is None else ROW_FREE_CHECKS
