@@ -183,3 +183,22 @@ def test_an_audit_catches_half_of_the_noise_and_passes_the_planned_one(delta: fl
     for scale, caught in ((plan.noise_scale, False), (plan.noise_scale / 2, True)):
         one, other = (releases(given, plan, sign, scale, seed) for sign, seed in ((1.0, 5), (-1.0, 6)))
         assert (proved_loss(one, other, delta) > 1.0) == caught
+
+
+def test_a_tolerance_below_the_rounding_is_not_planned() -> None:
+    """Public numbers decide, before there are data that could fail: smooth losses are refused, gaps are widened."""
+    given = LinearTask(
+        loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=3, n=10**6, budget=dp.Budget(1.0, 1e-6), reg=1e4
+    )
+    assert plan_output(given).distance * 1e4 == pytest.approx(1e-3 * plan_output(given).sensitivity * 1e4 / 2)
+    with pytest.raises(dp.ConditionError, match="rounding"):
+        plan_output(replace(given, reg=1e-9))
+    for loss, bound_y in ((dp.losses.Hinge(), None), (dp.losses.Pinball(0.5), 1.0)):
+        kinked = replace(given, loss=loss, bound_y=bound_y)
+        usual, wide = (plan_output(replace(kinked, reg=reg)) for reg in (10.0, 1e6))
+        assert usual.distance == pytest.approx(0.05 * usual.sensitivity / 2)
+        assert wide.distance > 0.06 * wide.sensitivity / 2
+        # the sum of residuals is rounded by at least u for each record, whatever the weights are
+        assert 1e6 * wide.distance**2 / 2 > 4 * 10**6 * 2.0**-53
+        (moved,) = (bound for _, bound in wide.event.sens)
+        assert moved >= wide.sensitivity + 2 * wide.distance

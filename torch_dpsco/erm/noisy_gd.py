@@ -29,6 +29,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.solvers.certificates import project
+from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.objective_perturbation import objpert_reg
 from torch_dpsco.theory.output import gradient_rounding
 from torch_dpsco.theory.output_sensitivity import safe
@@ -102,6 +103,9 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
         weight=most,
         score_offset=task.problem.score_offset or 0.0,
     )
+    # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
+    # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+    moved += 2 * 8 * DOUBLE * radius / lr
     mu = gaussian_mu(task.budget.epsilon, task.budget.delta)
     noise = safe(noisy_gd_mu(total, contraction, moved, 1.0) / mu)
     return NoisyGDPlan(
