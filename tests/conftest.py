@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import hypothesis
+import numpy as np
+import pytest
 
 # Whole and first: pytest's importlib mode would otherwise load the module it collects doctests from a second time when
 # the package's own file imports it, and a class would no longer be the class.
 importlib.import_module("torch_dpsco")
+rng = importlib.import_module("torch_dpsco.rng")
 
-# No test may depend on the speed of the machine; CI must not fail on a draw that nobody can repeat.
+# No test may depend on the speed of the machine; CI must not fail on a draw that nobody can repeat (without CI every
+# run draws anew, so that what a fixed draw hides is found).
 hypothesis.settings.register_profile("torch_dpsco", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("torch_dpsco")
 
@@ -24,6 +29,21 @@ def pytest_addoption(parser):
         default=None,
         help="folder of vector files FAMILY.json for tests/test_vectors.py (default: tests/vectors)",
     )
+
+
+def _entropy_of(words: str) -> SimpleNamespace:
+    """Returns what replaces `os` in `torch_dpsco.rng`: bytes that depend on the words alone."""
+    return SimpleNamespace(urandom=np.random.default_rng(list(words.encode())).bytes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Draws noise and batches from a stream of the test's own name in CI; everywhere else every run is fresh."""
+    if "CI" not in os.environ or item.get_closest_marker("real_entropy"):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng, "os", _entropy_of(item.nodeid))
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -11,6 +11,7 @@ from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rng import noise_generator, sampling_generator
 from torch_dpsco.sampling import PoissonSampler
 
+pytestmark = pytest.mark.real_entropy
 WORDS, OFFSET = 624, 24  # the generator of the CPU: 624 words in fields of 8 bytes
 
 

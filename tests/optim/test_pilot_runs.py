@@ -39,7 +39,14 @@ from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
 # Seeds warn in every test here, and pilots that are too small to resolve their quantile.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
-    for words in ("seed= makes", "generator=", "a pilot of", "noise dominates", "the clip is at an end")
+    for words in (
+        "seed= makes",
+        "generator=",
+        "a pilot of",
+        "noise dominates",
+        "the clip is at an end",
+        "the private threshold",
+    )
 ]
 N, SIZE = 150, 30
 PILOT = dp.Pilot(size=SIZE)
