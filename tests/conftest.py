@@ -32,8 +32,9 @@ def pytest_addoption(parser):
 
 
 def _entropy_of(words: str) -> SimpleNamespace:
-    """Returns what replaces `os` in `torch_dpsco.rng`: bytes that depend on the words alone."""
-    return SimpleNamespace(urandom=np.random.default_rng(list(words.encode())).bytes)
+    """Returns what replaces `os` in `torch_dpsco.rng`: bytes that depend on the words alone, fresh ones in forks."""
+    process, stream = os.getpid(), np.random.default_rng(list(words.encode()))
+    return SimpleNamespace(urandom=lambda size: (stream.bytes if os.getpid() == process else os.urandom)(size))
 
 
 @pytest.hookimpl(wrapper=True)
