@@ -237,7 +237,7 @@ def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
         optimizer.step()
     assert optimizer.steps == 5
     memory = DataLoader(records(), batch_size=BATCH)
-    assert private(linear(), loader=memory)[2]._gathers  # tensors in memory are gathered at once
+    assert private(linear(), loader=memory)[2].gathers  # tensors in memory are gathered at once
 
 
 def test_any_sampler_of_the_old_loader_is_replaced_by_the_accounted_one() -> None:

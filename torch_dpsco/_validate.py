@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 def _unpack(field: dict[str, Any]) -> tuple[str, Any]:
     if len(field) != 1:
         raise TypeError(f"exactly one keyword argument expected (got {sorted(field)})")
-    return next(iter(field.items()))
+    return field.popitem()
 
 
 def _number(name: str, value: Any) -> float:
@@ -120,9 +120,9 @@ def count(**field: Any) -> int:
 
 def positive_count(**field: Any) -> int:
     """Returns the field as an int; raises ValueError unless it is an integer >= 1."""
-    name, value = _unpack(field)
     number = count(**field)
     if number < 1:
+        name, value = _unpack(field)
         raise ValueError(f"{name} must be an integer >= 1 (got {value!r})")
     return number
 

@@ -157,7 +157,9 @@ class Problem:
             >>> Problem(holder_exponent=0, holder_constant=1, grad_at_zero=1, loss_at_zero=1).grad_bound()
             1.0
         """
-        reach = self.radius if radius is None else nonnegative(allow_inf=True, radius=radius)
+        reach = self.radius if radius is None else radius
+        if not (type(reach) is float and reach >= 0.0):
+            reach = nonnegative(allow_inf=True, radius=reach)
         # PRIVACY: sensitivity of unclipped gradients (test_grad_bound_is_the_least_promised_bound)
         least = min(self._bounds(reach), default=math.inf)
         if math.isinf(least):
@@ -232,7 +234,10 @@ class Problem:
             beyond = math.pow(reach - self.radius, self.holder_exponent)
             yield round_up(self.lipschitz + self.holder_constant * beyond)
         if self.exact_grad_bound is not None:
-            yield round_up(nonnegative(allow_inf=True, exact_grad_bound=self.exact_grad_bound(reach)))
+            exact = self.exact_grad_bound(reach)
+            if not (type(exact) is float and exact >= 0.0):
+                exact = nonnegative(allow_inf=True, exact_grad_bound=exact)
+            yield round_up(exact)
         if self.grad_at_zero is not None and reach == 0:
             yield self.grad_at_zero
         if self.holder_exponent is not None and self.holder_constant is not None:

@@ -70,7 +70,7 @@ class Schedule:
 
     def locate(self, step: int) -> tuple[int, int]:
         """Returns (phase, step within it) of step 0, 1, ...; raises ValueError past the end."""
-        k = check.count(step=step)
+        k = step if type(step) is int and step >= 0 else check.count(step=step)
         for index, phase in enumerate(self.phases):
             if phase.steps is None or k < phase.steps:
                 return index, k

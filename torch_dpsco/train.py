@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch_dpsco.attach import is_attached
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.closed_form import closed_form
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.optim.user_base import UserOptimizer
@@ -123,20 +125,36 @@ def fit(
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
+    rows = None if protects_users else closed_form(model, loss_fn, dataset, loader)
+    steps_to_make = (
+        _autograd_steps(model, optimizer, loader, loss_fn, device)
+        if rows is None
+        else (partial(optimizer.step_on, given) for given in rows.batches(loader))
+    )
     with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
-        for batch in loader:
-            optimizer.zero_grad()
-            ids = None
-            if protects_users:
-                *batch, ids = batch
-            if optimizer.outstanding_rows:  # an empty draw is a step of noise only
-                inputs, targets = to_device(batch, device)
-                loss_fn(model(inputs), targets).backward()
-            if not _made(optimizer, to_device(ids, device)):
-                break
-            progress_bar.show(goal - optimizer.steps)
+        optimizer.zero_grad()
+        with torch.set_grad_enabled(rows is None):
+            for make_step in steps_to_make:
+                if not _made(optimizer, make_step):
+                    break
+                progress_bar.show(goal - optimizer.steps)
     return model.eval()
+
+
+def _autograd_steps(
+    model: nn.Module, optimizer: PrivateOptimizer, loader: PrivateLoader, loss_fn: _LossFn, device: torch.device
+) -> Iterator[Callable[[], None]]:
+    """Runs forward and backward on each batch, and yields the step that is due."""
+    for batch in loader:
+        optimizer.zero_grad()
+        users = None
+        if isinstance(optimizer, UserOptimizer):
+            *batch, users = batch
+        if optimizer.outstanding_rows:  # an empty draw is a step of noise only
+            inputs, targets = to_device(batch, device)
+            loss_fn(model(inputs), targets).backward()
+        yield partial(optimizer.step, users=to_device(users, device))
 
 
 def _fit_row_free(
@@ -228,10 +246,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _made(optimizer: PrivateOptimizer, users: Tensor | None) -> bool:
+def _made(optimizer: PrivateOptimizer, make_step: Callable[[], None]) -> bool:
     """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
     try:
-        optimizer.step(users=users)
+        make_step()
     except BudgetExceeded:
         if not optimizer.oracle.adaptive or not optimizer.steps:
             raise

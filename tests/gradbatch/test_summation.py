@@ -270,3 +270,49 @@ def test_few_numbers_are_summed_in_float64_whatever_the_plan():
     rows = all_equal(16, 100)
     plan = Summation(8, 8, 16, 16, 1.0)
     assert largest_error(dense(rows), vector(rows), plan) <= float64_error(16)
+
+
+@pytest.mark.parametrize("batch_size", [64, 512, 4096])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 1e-3, 0.0])
+@pytest.mark.parametrize("make", [all_equal, halves, huge])
+def test_short_rows_are_summed_in_larger_tiles_within_the_claim(make, share, batch_size):
+    plan, dim = plan_for(batch_size)
+    rows = make(plan.rows, dim)
+    weights = clip_weights(GradBatch([DenseBlock(rows)]).norms(), 1.0) * share
+    mean_norm = float(weights @ GradBatch([DenseBlock(rows)]).norms()) / plan.rows
+    assert mean_norm <= max(share, 1e-9)
+    used = plan.for_rows(plan.rows, mean_norm)
+    assert used.vector_tile >= plan.vector_tile
+    assert used.error == plan.error
+    if 0 < share <= 0.1:
+        assert used.vector_tile > plan.vector_tile
+    [total] = GradBatch([DenseBlock(rows)]).weighted_sum(weights, used)
+    error = integers(total) * int(SCALE) - integers(weights) @ integers(rows)
+    assert length(error) <= plan.error / 2
+    acts, backprops = rows[:, : dim // 16], torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1)
+    [total] = GradBatch([FactoredBlock(acts, backprops, bias=False)]).weighted_sum(weights, used)
+    exact = sum(
+        integers(weights[i : i + 1])[0] * integers(backprops[i])[:, None] * integers(acts[i])[None]
+        for i in range(plan.rows)
+    )
+    if used.matrix_tile:
+        assert length(integers(total) * int(SCALE) ** 2 - exact, factors=3) <= plan.error / 2
+
+
+@pytest.mark.parametrize("mean_norm", [1.0, 1.5, math.nan, math.inf, -1.0])
+def test_a_mean_norm_that_says_nothing_leaves_the_planned_tiles(mean_norm):
+    plan, _ = plan_for(512)
+    assert plan.for_rows(plan.rows, mean_norm) is plan
+
+
+@pytest.mark.parametrize("batch_size", [64, 512, 4096, 10**5])
+@pytest.mark.parametrize("mean_norm", [0.9, 0.5, 0.2, 0.01, 1e-6])
+def test_chains_are_longer_by_no_more_than_rows_are_shorter(batch_size, mean_norm):
+    plan = plan_summation(batch_size, 10**4)
+    used = plan.for_rows(1, mean_norm)
+    for tile, chain in (
+        (used.vector_tile, used.vector_tile + 3),
+        (used.matrix_tile, used._matrix_chain(used.matrix_tile or 1)),
+    ):
+        if tile:
+            assert 2 * chain * 2.0**-24 * plan.rows * mean_norm <= plan.error

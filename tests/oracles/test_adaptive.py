@@ -12,7 +12,7 @@ from scipy import stats
 from torch import nn
 
 import torch_dpsco as dp
-from tests.problems import gradients
+from tests.problems import gradients, release_in_float64
 from torch_dpsco.accounting.events import ADJACENCIES, CLIP_UNITS, clipped_gaussian
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles import adaptive
@@ -38,7 +38,7 @@ def sums(oracle: AdaptiveClipped, rows: GradBatch, dim: int = 1) -> tuple[torch.
     oracle.open([torch.zeros(dim)])
     if len(rows):
         oracle.observe(rows)
-    oracle._dtype = torch.float64
+    release_in_float64(oracle)
     mean = oracle.release(torch.Generator()).mean[0].clone()
     return mean * oracle.batch_size, -math.log(oracle.state()["clip"]) / oracle.lr * oracle.batch_size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -287,3 +288,61 @@ def test_calls_before_open_are_refused():
         oracle.observe(GradBatch([DenseBlock(torch.ones(1, 2))]))
     with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
         oracle.release(torch.Generator())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda oracle: pickle.loads(pickle.dumps(oracle))], ids=["copy", "file"]
+)
+def test_releases_of_copied_oracles_have_noise(copied):
+    oracle = Clipped(1.0, 1.0, batch_size=1)
+    oracle.open([torch.zeros(3), torch.zeros(1)])
+    oracle.release(torch.Generator())
+    twin = copied(oracle)
+    for _ in range(2):
+        twin.open([torch.zeros(3), torch.zeros(1)])
+        twin.observe(GradBatch([DenseBlock(torch.zeros(1, 3)), DenseBlock(torch.zeros(1, 1))]))
+        parts = twin.release(torch.Generator().manual_seed(1)).mean
+        assert len({*torch.cat(parts).tolist(), 0.0}) == 5
+
+
+# -- rows of one score ------------------------------------------------------------------------------------------------
+
+SCORES = {
+    "short": [0.1, -0.2, 0.0, 0.05],
+    "long": [3.0, -0.1, 100.0, -7.0],
+    "zero": [0.0, 0.0, 0.0, 0.0],
+    "not finite": [math.nan, 0.5, math.inf, -0.1],
+    "tiny": [2.0**-149, -(2.0**-130), 1.0, 2.0**-126],
+}
+
+
+@pytest.mark.parametrize(
+    "features", [[1.0, -2.0], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0], [1e30, -1e30]], ids=str
+)
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("cls", [Clipped, dp.oracles.AutoClip])
+def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(cls, name, features):
+    slopes = torch.tensor(SCORES[name])
+    acts = torch.tensor([[0.5, 0.25], features, [-1.0, 2.0], [3.0, 0.0]])
+    block = FactoredBlock(acts, slopes[:, None])
+    rows = GradBatch([block])
+    assert rows.linear() is not None
+    query = [torch.zeros(1, 2), torch.zeros(1)]
+    others = GradBatch([DenseBlock(part) for part in block.dense()])
+    assert others.linear() is None
+
+    def answer(batch: GradBatch) -> Tensor:
+        oracle = Clipped(0.5, 0.0, 4) if cls is Clipped else cls(0.5, 0.0, 4, offset=0.1)
+        return released(oracle, query, [batch, batch])
+
+    torch.testing.assert_close(answer(rows), answer(others), rtol=0, atol=1e-4)  # norms are bounds, 2^-14 apart
+    assert torch.isfinite(answer(rows)).all()
+
+
+def test_tiny_gradients_of_huge_inputs_are_summed_in_float64():
+    """A slope of 2^-149 has one bit: divided by 3 in float32 it would be 0, and its row of norm 2^-22 lost."""
+    size = 3 * 2**16
+    rows = GradBatch([FactoredBlock(torch.full((size, 1), 2.0**127), torch.full((size, 1), 2.0**-149))])
+    assert plan_summation(size, 2).uses_float32
+    mean = released(Clipped(1.0, 0.0, size), [torch.zeros(1, 1), torch.zeros(1)], [rows])
+    assert mean[0] == pytest.approx(2.0**-22, rel=1e-12)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
+from tests.problems import release_in_float64
 from torch_dpsco.accounting.events import CLIP_UNITS
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles import Clipped
@@ -79,7 +80,7 @@ def test_no_replaced_row_moves_a_release_by_more_than_the_sensitivity(
     for replaced in (batch[place], other, [0.0, 0.0]):
         changed = [*batch[:place], replaced, *batch[place + 1 :]]
         oracle.open(QUERY, step)
-        oracle.phases[step // 3][0]._dtype = torch.float64
+        release_in_float64(oracle.phases[step // 3][0])
         oracle.observe(rows(*changed))
         means.append(oracle.release(torch.Generator()).mean[0].clone())
     clip = [1.0, 0.5][step // 3] / [10, 5][step // 3]

@@ -1,9 +1,17 @@
 """Per-sample gradients: dense rows from Opacus' grad samplers and factored rows of Linear layers, one interface."""
 
-from torch_dpsco.gradbatch.base import FLOAT64, Block, Summation, plan_summation, row_norms
+from torch_dpsco.gradbatch.base import (
+    FLOAT64,
+    Block,
+    Summation,
+    plan_summation,
+    row_norm,
+    row_norms,
+    weighted_rows,
+)
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
-from torch_dpsco.gradbatch.factored import FactoredBlock
+from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows, input_factors
 from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
@@ -15,6 +23,7 @@ __all__ = [
     "FactoredBlock",
     "FactoredLinear",
     "GradBatch",
+    "LinearRows",
     "PassCounter",
     "Points",
     "Summation",
@@ -22,9 +31,12 @@ __all__ = [
     "clear_rows",
     "forget_wrappers",
     "has_rows",
+    "input_factors",
     "neighbor_counts",
     "plan_summation",
     "require_unwrapped",
     "retire_forwards",
+    "row_norm",
     "row_norms",
+    "weighted_rows",
 ]

@@ -29,6 +29,7 @@ __all__ = [
     "Summation",
     "float64_tiles",
     "plan_summation",
+    "row_norm",
     "row_norms",
     "weighted_rows",
     "work_dtype",
@@ -40,8 +41,9 @@ NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}
 # A square below the least normal number may be flushed to 0: each coordinate hides at most its square root.
 _UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
-_FEW, _SMALL = 2**14, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
+_FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
 _MAX_ERROR32 = 2.0**-7
+_MAX_FACTOR32 = 2.0**60
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,9 +62,9 @@ def row_norms(rows: Tensor) -> Tensor:
     """
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
-    if width == 1:
-        norms = rows[:, 0].abs().double()
-    elif width <= PIECE:
+    if width == 1:  # exact, unless subnormal numbers are read as 0
+        return rows[:, 0].abs().double().add_(torch.finfo(rows.dtype).tiny)
+    if width <= PIECE:
         norms = torch.linalg.vector_norm(rows, dim=1).double()
     else:
         whole = width - width % PIECE
@@ -73,6 +75,14 @@ def row_norms(rows: Tensor) -> Tensor:
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
     bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(_UNDERFLOW[rows.dtype] * width**0.5)
     return bounds
+
+
+def row_norm(row: Tensor) -> float:
+    """Returns a certified upper bound of the L2 norm of one tensor, as `row_norms` does; inf or NaN as there."""
+    if row.numel() > PIECE or row.dtype not in NORM_ERROR:
+        return float(row_norms(row.reshape(1, -1)))
+    norm = float(torch.linalg.vector_norm(row))
+    return norm * (1.0 + NORM_ERROR[row.dtype]) + _UNDERFLOW[row.dtype] * math.sqrt(PIECE)
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,48 @@ class Summation:
     max_rows: int
     error: float
 
-    def for_rows(self, n_rows: int) -> Summation:
-        """Returns the precision for a logical batch that has this many rows by now."""
-        exact = n_rows > self.rows or not _float32_is_exact()
-        return replace(self, vector_tile=0, matrix_tile=0) if exact else self
+    @property
+    def uses_float32(self) -> bool:
+        """Whether some sums may run in float32."""
+        return self.vector_tile > 0 or self.matrix_tile > 0
+
+    def for_rows(self, n_rows: int, mean_norm: float = 1.0) -> Summation:
+        """Returns the precision for a physical batch.
+
+        A float32 sum errs by at most u times the longest chain of roundings times the sum of the rows' weighted norms.
+        The tiles of the plan have room for norms of the clip; shorter rows leave room for longer chains, that is for
+        larger tiles, within the same error.
+
+        Args:
+            n_rows: rows of the logical batch so far, those of this physical batch included.
+            mean_norm: upper bound of the mean of the weighted norms in this physical batch, in units of the clip; what
+                is above 1, or NaN, counts as 1.
+        """
+        if n_rows > self.rows or not _float32_is_exact():
+            return replace(self, vector_tile=0, matrix_tile=0)
+        # PRIVACY: any choice keeps each sum within the declared error, so that it may depend on private norms
+        # (test_short_rows_are_summed_in_larger_tiles_within_the_claim)
+        room = 1.0 / mean_norm if 0.0 < mean_norm < 1.0 else 1.0
+        if room < 1.1:
+            return self
+        vector = _largest_tile(lambda t: t + 3, room * (self.vector_tile + 3)) if self.vector_tile else 0
+        matrix = 0
+        if self.matrix_tile:
+            matrix = _largest_tile(self._matrix_chain, room * self._matrix_chain(self.matrix_tile))
+        return replace(self, vector_tile=max(vector, self.vector_tile), matrix_tile=max(matrix, self.matrix_tile))
+
+    def for_factors(self, factors: Tensor) -> Summation:
+        """Returns the precision for rows that are products: float64 if the norm of an input passes 2^60 (of a single number:
+        the squares of several overflow before, and their row is dropped).
+
+        The other factor may then be so small that float32 has few digits for it; below 2^60 what that loses is less
+        than 2^-90 per row, and a clip is at least 2^-40 where float32 is used.
+        """
+        # PRIVACY: (test_tiny_gradients_of_huge_inputs_are_summed_in_float64)
+        return self if not self.uses_float32 or float(factors.max()) <= _MAX_FACTOR32 else FLOAT64
+
+    def _matrix_chain(self, tile: int) -> int:
+        return tile + self.rows // tile + 12
 
 
 FLOAT64 = Summation(0, 0, 0, 0, 0.0)
@@ -137,6 +185,11 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always)
 
 
+def _largest_tile(chain_of: Callable[[int], int], longest: float) -> int:
+    """Returns the largest tile whose chain of roundings is at most that long; 0 if none is."""
+    return next((t for t in (512, 256, 128, 64, 32, 16) if chain_of(t) <= longest), 0)
+
+
 def _float32_is_exact() -> bool:
     """Whether float32 products run in float32: TensorFloat-32 and bfloat16 shortcuts are off."""
     try:
@@ -163,6 +216,8 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
         return total
     rows, small = rows.float(), weights.float()
     n_rows = rows.shape[0]
+    if n_rows <= tile:
+        return (small @ rows).double()
     whole = n_rows - n_rows % tile
     parts = torch.bmm(small[:whole].view(-1, 1, tile), rows[:whole].view(-1, tile, rows.shape[1]))
     total = parts.sum(dim=(0, 1), dtype=torch.float64)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows
 from torch_dpsco.gradbatch.linear import Tape
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
@@ -135,9 +136,8 @@ class GradBatch:
     ) -> None:
         if not blocks:
             raise ValueError("blocks must hold at least one block (got none)")
-        sizes = [len(block) for block in blocks]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"blocks must have the same number of rows (got {sizes})")
+        if len(blocks) > 1 and len({len(block) for block in blocks}) > 1:
+            raise ValueError(f"blocks must have the same number of rows (got {[len(block) for block in blocks]})")
         self.blocks = list(blocks)
         self.passes, self.averaged = passes, averaged
         self._scale = 1.0
@@ -189,6 +189,13 @@ class GradBatch:
         rows = GradBatch(self.blocks, self.order, self.passes, self.averaged)
         rows._scale = self._scale / scale
         return rows
+
+    def linear(self) -> LinearRows | None:
+        """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
+        block = self.blocks[0]
+        if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1] or not isinstance(block, FactoredBlock):
+            return None
+        return block.linear() if len(block) else None
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""

@@ -6,12 +6,37 @@ gradient of the loss in its output. Norm: |b| sqrt(|a|^2 + 1); weighted sum: (w 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from torch_dpsco.gradbatch.base import Block, Summation, float64_tiles, row_norms, weighted_rows
+from torch_dpsco.gradbatch.base import NORM_ERROR, Block, Summation, float64_tiles, row_norms, weighted_rows
 
-__all__ = ["FactoredBlock"]
+__all__ = ["FactoredBlock", "LinearRows", "input_factors"]
+
+
+class LinearRows(NamedTuple):
+    """Rows slope_i (x_i, 1) of a linear model with one output.
+
+    Args:
+        features: (B, d) x_i.
+        slopes: (B,) derivatives of the losses in the score.
+        factors: (B,) float64 upper bounds of |(x_i, 1)|, see `input_factors`.
+    """
+
+    features: Tensor
+    slopes: Tensor
+    factors: Tensor
+
+
+def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
+    """Returns certified upper bounds of sqrt(|a|^2 + bias): the input's factor of the norm of a row; (B,) float64."""
+    norms = row_norms(acts)
+    if bias:
+        norms = norms.square_().add_(1.0).sqrt_()
+    # the roundings here, and in the product of the factors, are far inside the slack of the norms of several numbers
+    return norms if acts.shape[1] > 1 else norms.mul_(1.0 + NORM_ERROR[torch.float64])
 
 
 class FactoredBlock(Block):
@@ -22,12 +47,21 @@ class FactoredBlock(Block):
         backprops: (B, out) gradients of the per-sample losses in its output.
         weight: whether the weight is trained.
         bias: whether there is a bias that is trained.
+        factors: (B,) float64 upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, where they are known.
     """
 
-    def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self,
+        acts: Tensor,
+        backprops: Tensor,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        factors: Tensor | None = None,
+    ) -> None:
         if acts.dim() != 2 or backprops.dim() != 2 or acts.shape[0] != backprops.shape[0]:
             raise ValueError(f"acts and backprops must be (B, in) and (B, out) (got {acts.shape}, {backprops.shape})")
-        self.acts, self.backprops, self.weight, self.bias = acts, backprops, weight, bias
+        self.acts, self.backprops, self.weight, self.bias, self.factors = acts, backprops, weight, bias, factors
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -38,19 +72,28 @@ class FactoredBlock(Block):
     def __len__(self) -> int:
         return self.acts.shape[0]
 
+    def linear(self) -> LinearRows | None:
+        """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
+        if not (self.weight and self.bias) or self.backprops.shape[1] != 1:
+            return None
+        return LinearRows(self.acts, self.backprops[:, 0], self._factors())
+
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
         backprops = row_norms(self.backprops)
         if not self.weight:
             return backprops
-        acts = row_norms(self.acts)
-        if self.bias:
-            acts = acts.square_().add_(1.0).sqrt_()
-        # the roundings in float64 are far inside the slack that row_norms adds
-        return backprops.mul_(acts)
+        return backprops.mul_(self._factors())
+
+    def _factors(self) -> Tensor:
+        if self.factors is None:
+            self.factors = input_factors(self.acts, bias=self.bias)
+        return self.factors
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
+        if self.weight and len(self):
+            precision = precision.for_factors(self._factors())
         matrix32 = self.backprops.shape[1] > 1 and precision.matrix_tile and self.acts.dtype != torch.float64
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * weights.to(dtype)[:, None]
@@ -77,7 +120,10 @@ class FactoredBlock(Block):
 
     def select(self, index: Tensor) -> FactoredBlock:
         """Returns the block of some rows."""
-        return FactoredBlock(self.acts[index], self.backprops[index], weight=self.weight, bias=self.bias)
+        factors = None if self.factors is None else self.factors[index]
+        return FactoredBlock(
+            self.acts[index], self.backprops[index], weight=self.weight, bias=self.bias, factors=factors
+        )
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per trained parameter."""

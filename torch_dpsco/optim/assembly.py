@@ -63,6 +63,8 @@ class Assembly(CommonOptimizer):
         rule.check_groups(self.param_groups)
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
+        self._planned = self.schedule.steps
+        self._smooths = any(phase.smoothing for phase in self.schedule.phases)
         rule.check_schedule(self.schedule)
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
         self.adjacency = checks.agreed_adjacency(adjacency, accountant)
@@ -102,7 +104,7 @@ class Assembly(CommonOptimizer):
 
     def _place(self) -> None:
         """Leaves the next query in the parameters, which hold the iterate: another point where losses are smoothed."""
-        if self.schedule.steps is None or self._steps < self.schedule.steps:
+        if self._smooths and (self._planned is None or self._steps < self._planned):
             radius = self.schedule.phases[self.schedule.locate(self._steps)[0]].smoothing
             if radius:
                 self._shifts.place(self._trained(), self.state, radius)

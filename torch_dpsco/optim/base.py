@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
-from torch_dpsco.oracles.base import Release
+from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.prox import Identity
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import trained
@@ -39,6 +39,33 @@ from torch_dpsco.sampling import Partition
 from torch_dpsco.schedule import Phase
 
 __all__ = ["PrivateOptimizer"]
+
+
+class Rows(Protocol):
+    """Per-sample gradients of one physical batch, for an oracle to observe."""
+
+    @property
+    def passes(self) -> int:
+        """Number of backward passes that they come from."""
+
+    def __len__(self) -> int: ...
+
+    def show(self, oracle: MeanOracle) -> None:
+        """Lets the oracle observe them."""
+
+
+class _Recorded:
+    """Rows that the backward has left on the parameters."""
+
+    def __init__(self, rows: GradBatch, users: Tensor | None, scale: float | None) -> None:
+        self._rows, self._users = rows if scale is None else rows.unscaled(scale), users
+        self.passes = rows.passes
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def show(self, oracle: MeanOracle) -> None:
+        oracle.observe(self._rows, self._users)
 
 
 class PrivateOptimizer(Assembly):
@@ -89,25 +116,40 @@ class PrivateOptimizer(Assembly):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            try:
-                draw = self._observe(users, partial=False, scale=scale)
-                if draw is None:
-                    return loss
-                # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
-                self._charge(draw)
-                release = self.oracle.release(self._noise)
-            except BaseException:
-                # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
-                self._abort()
-                raise
-            self._batch.finish(used=True)
-            self._apply(release)
+            self._make(users, scale)
         return loss
 
-    # accounting is Python: nothing to compile, and caches that a tracer would look through
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step_on(self, rows: Rows) -> None:
+        """Makes a step like `step()`, from rows that were computed without a backward; `fit` does it, in no_grad mode.
+
+        Args:
+            rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
+        """
+        self._require_open()
+        self._make(None, None, rows)
+
+    def _make(self, users: Tensor | None, scale: float | None, rows: Rows | None = None) -> None:
+        try:
+            draw = self._observe(users, partial=False, scale=scale, given=rows)
+            if draw is None:
+                return
+            # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
+            self._charge(draw)
+            release = self.oracle.release(self._noise)
+        except BaseException:
+            # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+            self._abort()
+            raise
+        self._batch.finish(used=True)
+        self._apply(release)
+
     def _charge(self, draw: Draw) -> None:
-        planned = 1 if self.schedule.steps is None else self.schedule.steps - self._steps
+        # accounting is Python: nothing to compile, and caches that a tracer would look through
+        charge = torch.compiler.disable(self._charge_now) if torch.compiler.is_compiling() else self._charge_now
+        charge(draw)
+
+    def _charge_now(self, draw: Draw) -> None:
+        planned = 1 if self._planned is None else self._planned - self._steps
         if self.oracle.adaptive:
             planned = 1  # the next event is another one
         elif draw.partition:  # that of the next part is; within one all are equal
@@ -130,12 +172,19 @@ class PrivateOptimizer(Assembly):
             raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
         if self._shown:
             raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
-        planned = self.schedule.steps
+        planned = self._planned
         if planned is not None and self._steps >= planned:
             self.discard()
             raise SequenceError(f"all {planned} planned steps are made: call finalize(), or plan more steps")
 
-    def _observe(self, users: Tensor | None, *, partial: bool, scale: float | None = None) -> Draw | None:
+    def _observe(
+        self,
+        users: Tensor | None,
+        *,
+        partial: bool,
+        scale: float | None = None,
+        given: Rows | None = None,
+    ) -> Draw | None:
         params = self._trained()
         chunk = self._batch.current()
         if isinstance(self.design, Parts) and chunk.draw.index != self._steps:
@@ -143,15 +192,19 @@ class PrivateOptimizer(Assembly):
                 f"step {self._steps} needs batch {self._steps} of the phases (got batch {chunk.draw.index}): after "
                 f"discard(), or to go on with a run, use optimizer.loader(dataset, resume=True)"
             )
-        rows = GradBatch.consume(params) if has_rows(params) or self._batch.needs_rows else None
-        retire_forwards(params)
-        if not self._batch.admit(0 if rows is None else len(rows), 1 if rows is None else rows.passes, partial):
+        rows: Rows | None = given
+        if given is None and (has_rows(params) or self._batch.needs_rows):
+            rows = _Recorded(GradBatch.consume(params), users, scale)
+        if given is None:
+            retire_forwards(params)
+        n_rows = 0 if rows is None else len(rows)
+        if not self._batch.admit(n_rows, 1 if rows is None else rows.passes, partial):
             return None  # a late chunk of a draw that was given up
         if not self._batch.opened:
             self.oracle.open(params, self._steps)
             self._batch.opened = True
-        if rows is not None and len(rows):
-            self.oracle.observe(rows if scale is None else rows.unscaled(scale), users)
+        if rows is not None and n_rows:
+            rows.show(self.oracle)
         self._grad_scale = scale
         return self._batch.close(chunk) if not partial else None
 

@@ -59,9 +59,10 @@ class MeanOracle(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: the ledger was told these numbers (test_what_the_ledger_relies_on_cannot_be_reassigned)
-        constant = not callable(getattr(type(self), name, len))  # a property, or a flag of the class
-        if not name.startswith("_") and (name in self.__dict__ or constant):
-            raise PrivacyError(f"{name} is fixed at construction: make a new oracle and optimizer")
+        if not name.startswith("_"):
+            constant = not callable(getattr(type(self), name, len))  # a property, or a flag of the class
+            if name in self.__dict__ or constant:
+                raise PrivacyError(f"{name} is fixed at construction: make a new oracle and optimizer")
         super().__setattr__(name, value)
 
     def take(self) -> None:

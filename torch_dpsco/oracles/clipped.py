@@ -31,11 +31,13 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import MissingConstantError, SequenceError
-from torch_dpsco.gradbatch import FLOAT64, GradBatch, plan_summation, row_norms
+from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, row_norm, weighted_rows
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
+
+_ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 
 
 def clip_weights(norms: Tensor, clip: float) -> Tensor:
@@ -48,16 +50,16 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
     Returns:
         (B,) float64 in [0, 1]; weight * norm <= clip also after rounding.
     """
-    # 8 eps covers the roundings here and in the product with the row
-    scaled = (clip * (1.0 - 8 * torch.finfo(torch.float64).eps)) / norms
+    scaled = norms.reciprocal().mul_(clip * _ROUNDED)
     # PRIVACY: clip / inf = 0 and NaN becomes 0 (test_non_finite_rows_contribute_nothing)
     return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> float:
     """Returns an upper bound of the L2 norm of the concatenated tensors; inf if it is not finite."""
-    with torch.no_grad():
-        norm = float(row_norms(torch.cat([t.reshape(-1) for t in tensors])[None]))
+    # one row of all tensors, unless a weight and a bias are read faster by themselves
+    flat = tensors if len(tensors) <= 2 else [torch.cat([t.detach().reshape(-1) for t in tensors])]
+    norm = math.hypot(*[row_norm(t.detach()) for t in flat]) * (1.0 + 2.0**-50)
     return norm if math.isfinite(norm) else math.inf
 
 
@@ -78,12 +80,19 @@ class ClippedMean(MeanOracle):
         super().__init__(check.positive_count(batch_size=batch_size))
         self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         self._event = clipped_gaussian(self._multiplier)
+        self._clips_only = type(self).weights is ClippedMean.weights  # short rows have weight 1
         self._summation = FLOAT64
         self._clip: float | None = None
+        self._form: list[Any] = []  # of the parameters
         self._shapes: list[torch.Size] = []
         self._means: list[Tensor] | None = None
         self._n_rows = 0
-        self._answer: Tensor | None = None
+        self._flat, self._answer = torch.empty(0), list[Tensor]()  # memory of a release, and its parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PRIVACY: parts of a copy need not be views of its flat memory, where the noise is drawn
+        # (test_releases_of_copied_oracles_have_noise)
+        return self.__dict__ | {"_flat": torch.empty(0), "_answer": []}
 
     @abstractmethod
     def bound(self, query: Sequence[Tensor]) -> float:
@@ -115,12 +124,23 @@ class ClippedMean(MeanOracle):
         """Fixes the clip by the public point and forgets an unfinished batch."""
         self.discard()
         self._clip = self.bound(query)
-        shapes = [p.shape for p in query]
-        if shapes != self._shapes:
-            self._shapes = shapes
-            self._summation = plan_summation(self.batch_size, sum(shape.numel() for shape in shapes))
-        self._device = query[0].device
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        form = [(p.shape, p.dtype, p.device) for p in query]
+        if form != self._form:
+            self._form, self._shapes = form, [p.shape for p in query]
+            self._summation = plan_summation(self.batch_size, sum(shape.numel() for shape in self._shapes))
+            self._answer = []
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        # for all releases: fresh memory costs as much as the arithmetic
+        sizes = [shape.numel() for shape in self._shapes]
+        self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = self._flat.split(sizes)
+        self._answer = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _count(self, rows: int) -> None:
+        self._n_rows += rows
+        if self._n_rows > self._summation.max_rows:
+            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
@@ -128,11 +148,8 @@ class ClippedMean(MeanOracle):
         self._n_rows += len(rows)
         if self._n_rows > self._summation.max_rows:
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
-        # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
-        weights = self.weights(rows.norms(), clip) / self.batch_size
-        in_range = 2.0**-40 < clip < 2.0**40  # the error bound of float32 leaves out overflow and underflow
-        precision = self._summation.for_rows(self._n_rows) if in_range else FLOAT64
-        means = rows.weighted_sum(weights, precision)
+        linear = rows.linear()
+        means = self._clipped_means(rows, clip) if linear is None else self._linear_means(linear, clip)
         if [m.shape for m in means] != self._shapes:
             raise ValueError(
                 f"rows must be of shapes {self._shapes}, those of the query (got {[m.shape for m in means]})"
@@ -143,9 +160,42 @@ class ClippedMean(MeanOracle):
             self._means = [m.double() for m in self._means]
             torch._foreach_add_(self._means, means)
 
+    def _clipped_means(self, rows: GradBatch, clip: float) -> list[Tensor]:
+        # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
+        norms = rows.norms()
+        weights = self.weights(norms, clip)
+        precision = self._precision(clip, weights * norms)
+        return rows.weighted_sum(weights.div_(self.batch_size), precision)
+
+    def _linear_means(self, rows: LinearRows, clip: float) -> list[Tensor]:
+        """Returns what `_clipped_means` does, in fewer calls."""
+        slopes, features, factors = rows.slopes, rows.features, rows.factors
+        norms = slopes.abs() * factors  # in float64; the factors have room for its rounding
+        # PRIVACY: (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
+        if self._clips_only and float(norms.max()) <= clip * _ROUNDED:  # not so if one is NaN
+            coefficients = slopes.to(torch.float64, copy=True)
+        else:
+            weights = self.weights(norms, clip)
+            if not bool((weights > 0).all()):
+                index = (weights > 0).nonzero().squeeze(1)  # dropped, not multiplied by 0
+                slopes, features, factors = slopes[index], features[index], factors[index]
+                weights, norms = weights[index], norms[index]
+            coefficients, norms = weights * slopes, weights * norms
+        precision = self._precision(clip, norms)
+        if precision.uses_float32:
+            precision = precision.for_factors(factors)
+        total = weighted_rows(features, coefficients.div_(self.batch_size), precision)
+        return [total[None], coefficients.sum(0, keepdim=True)]
+
+    def _precision(self, clip: float, norms: Tensor) -> Summation:
+        """Returns that of the sum of rows of these norms, after the clip: (B,)."""
+        if not self._summation.uses_float32 or not 2.0**-40 < clip < 2.0**40 or not len(norms):
+            return FLOAT64  # the error bound of float32 leaves out overflow and underflow
+        return self._summation.for_rows(self._n_rows, float(norms.mean()) / clip)
+
     def discard(self) -> None:
         """Forgets the rows observed since open."""
-        self._means, self._n_rows = None, 0
+        self.__dict__.update(_means=None, _n_rows=0)  # __setattr__ is slow
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""
@@ -158,20 +208,17 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        sizes = [shape.numel() for shape in self._shapes]
-        flat = self._answer
-        if flat is None or flat.numel() != sum(sizes) or flat.dtype != self._dtype or flat.device != self._device:
-            # kept for the next release: fresh memory costs as much as the arithmetic
-            self._answer = flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
-        if self.noise_multiplier > 0:
-            flat.normal_(std=noise_std, generator=generator)
+        if not self._answer and self._form:
+            double = any(dtype == torch.float64 for _, dtype, _ in self._form)
+            self._allocate(torch.float64 if double else torch.float32, self._form[0][2])
+        if self._multiplier > 0:
+            self._flat.normal_(std=noise_std, generator=generator)
         else:
-            flat.zero_()
-        answer = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
-        for part, mean in zip(answer, self._means or [], strict=self._means is not None):
+            self._flat.zero_()
+        for part, mean in zip(self._answer, self._means or [], strict=self._means is not None):
             part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
-        return Release(answer)
+        return Release(list(self._answer))
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -90,7 +90,7 @@ class PrivateLoader:
         plain = collate_fn.collate if isinstance(collate_fn, _EmptyLikeOne) else collate_fn or default_collate
         self.collate_fn = _EmptyLikeOne(plain, dataset)
         # a subclass may override __getitem__
-        self._gathers = type(dataset) is TensorDataset and plain is default_collate and not num_workers
+        self.gathers = type(dataset) is TensorDataset and plain is default_collate and not num_workers
         self._require_size(len(dataset))  # type: ignore[arg-type]
 
     def _require_size(self, records: int) -> None:
@@ -121,12 +121,9 @@ class PrivateLoader:
             yield part
 
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
-        if self._gathers:
+        if self.gathers:
             assert isinstance(self.dataset, TensorDataset)
-            tensors = self.dataset.tensors
-            for part in parts:
-                index = torch.from_numpy(part)
-                yield [t.index_select(0, index.to(t.device)) for t in tensors]
+            yield from _gathered(self.dataset.tensors, parts)
             return
         lists = (part.tolist() for part in parts)
         yield from DataLoader(
@@ -138,12 +135,33 @@ class PrivateLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        return self._delivered(self._batches)
+
+    def read_only(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Iterates over the rows of other tensors of as many rows; a draw of all records is not copied.
+
+        Args:
+            tensors: (n, ...) each; who writes to a batch may write to them.
+        """
+        return self._delivered(lambda parts: _gathered(tensors, parts, share=True))
+
+    def _delivered(self, batches: Callable[[Iterator[_Indices]], Iterator[Any]]) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
         chunks: deque[Chunk] = deque()  # of this iteration only: nothing is left over when it is broken off
-        for batch in self._batches(self._split(chunks)):
+        for batch in batches(self._split(chunks)):
             log.deliver(chunks.popleft())
             yield batch
+
+
+def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False) -> Iterator[list[Tensor]]:
+    """Yields the rows of tensors at some positions, which are sorted and differ if there are as many as rows."""
+    for part in parts:
+        if share and len(part) == len(tensors[0]):
+            yield list(tensors)
+            continue
+        index = torch.from_numpy(part)
+        yield [t.index_select(0, index if t.device.type == "cpu" else index.to(t.device)) for t in tensors]
 
 
 class PhysicalBatches:

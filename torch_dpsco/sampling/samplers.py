@@ -167,8 +167,9 @@ class FullSampler(DesignSampler):
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
+        everyone = np.arange(self.size, dtype=np.int64)
         for _ in range(self.steps):
-            yield Draw(self.size), np.arange(self.size, dtype=np.int64)
+            yield Draw(self.size), everyone
 
 
 _KINDS: tuple[type[DesignSampler], ...] = (PoissonSampler, FixedSampler, ShuffledSampler, FullSampler)

@@ -1,0 +1,159 @@
+"""Rows of a linear model in closed form: what a forward and a backward would record, from two products with the data.
+
+For scores s = W x + c the row of a record is the outer product of l'(s; y) and (x, 1), so that neither autograd nor
+hooks are needed. `fit` takes this path by itself where model, loss and data allow it, and the ordinary one elsewhere;
+oracle, ledger, noise and update are the same code, and the rows are equal up to rounding.
+
+| taken | left to the ordinary path |
+|---|---|
+| the model is one `nn.Linear`, attached, without hooks of others | any other model |
+| losses of `torch_dpsco.losses`; BCEWithLogitsLoss, CrossEntropyLoss and MSELoss without options | other losses |
+| a TensorDataset of (features (n, d), targets) in memory, of the model's dtype and device | other data |
+
+A record's row is a function of that record alone: products are with its own features only. The input's factor of the
+norms, sqrt(|x|^2 + 1), is computed once per data set.
+
+Source: perf spec, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from torch_dpsco.gradbatch import FactoredBlock, FactoredLinear, GradBatch, input_factors
+from torch_dpsco.losses.base import Loss
+from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.sampling import PrivateLoader
+
+__all__ = ["ClosedForm", "GivenRows", "closed_form"]
+
+_Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K), targets -> derivatives of the losses (B, K)
+_BLOCK_ROWS = 8192
+
+
+class ClosedForm:
+    """The rows of one attached Linear layer on a data set in memory.
+
+    Args:
+        layer: attached.
+        slope: derivative of the loss of a record in its scores.
+        features: (n, d) of the layer's dtype and device.
+        targets: (n,) or (n, K).
+    """
+
+    def __init__(self, layer: FactoredLinear, slope: _Slope, features: Tensor, targets: Tensor) -> None:
+        self._slope = slope
+        self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
+        trained = {name for name, p in layer.named_parameters() if p.requires_grad}
+        weight, bias = self._trained = "weight" in trained, "bias" in trained
+        columns = [features, targets]
+        if weight:
+            columns.append(torch.cat([input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]))
+        self._columns = columns
+
+    def batches(self, loader: PrivateLoader) -> Iterator[GivenRows]:
+        """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
+        for columns in loader.read_only(self._columns):
+            yield self._rows(*columns)
+
+    def _rows(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GivenRows:
+        weight, bias = self._params
+        if len(weight) > 1:
+            scores = nn.functional.linear(features, weight, bias)
+        else:  # a product with a vector is several times faster
+            scores = torch.mv(features, weight[0]).unsqueeze_(1)
+            if bias is not None:
+                scores += bias
+        trained_weight, trained_bias = self._trained
+        slopes = self._slope(scores, targets)
+        return GivenRows(FactoredBlock(features, slopes, weight=trained_weight, bias=trained_bias, factors=factors))
+
+
+class GivenRows:
+    """Rows of one batch that were computed without a backward."""
+
+    passes = 1
+
+    def __init__(self, block: FactoredBlock) -> None:
+        self._block = block
+
+    def __len__(self) -> int:
+        return len(self._block)
+
+    def show(self, oracle: MeanOracle) -> None:
+        """Lets an oracle observe them."""
+        oracle.observe(GradBatch([self._block]))
+
+
+def closed_form(model: nn.Module, loss_fn: Any, dataset: Dataset[Any], loader: PrivateLoader) -> ClosedForm | None:
+    """Returns the closed form of the rows of a model on a data set, None if there is none.
+
+    Args:
+        model: attached.
+        loss_fn: loss_fn(model(input), target) -> scalar, reduced as the model was attached.
+        dataset: of (input, target) pairs.
+        loader: of the data set, without a collate function of its own.
+    """
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
+        return None
+    features, targets = dataset.tensors
+    if type(model) is not FactoredLinear or _has_other_hooks(model):
+        return None
+    weight = model.weight
+    same = features.dtype == weight.dtype and features.device == weight.device == targets.device
+    if not same or features.dim() != 2 or features.shape[1] != model.in_features or not features.is_contiguous():
+        return None
+    slope = _slope_of(loss_fn, model.out_features, targets, mean=bool(model._dpsco.mean))
+    return None if slope is None else ClosedForm(model, slope, features, targets)
+
+
+def _has_other_hooks(model: FactoredLinear) -> bool:
+    # attach has one before and one after the forward; a hook of a user's may change the output
+    hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_hooks, model._backward_pre_hooks)
+    return [len(own) for own in hooks] != [1, 1, 0, 0] or any(
+        p._backward_hooks for p in model.parameters() if p.requires_grad
+    )
+
+
+def _slope_of(loss_fn: Any, outputs: int, targets: Tensor, *, mean: bool) -> _Slope | None:
+    if isinstance(loss_fn, Loss):
+        fits = mean and loss_fn.num_scores == outputs and targets.shape in ((len(targets),), (len(targets), 1))
+        if not fits or (loss_fn.target_kind == "class") == targets.is_floating_point():
+            return None
+        return _of_loss(loss_fn)
+    if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
+        return None
+    if type(loss_fn) is nn.CrossEntropyLoss:
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+        fits = targets.dtype == torch.int64 and targets.dim() == 1
+        return _softmax_slope if plain and fits and outputs > 1 and bool((targets >= 0).all()) else None
+    if outputs != 1 or targets.shape != (len(targets), 1) or not targets.is_floating_point():
+        return None
+    if type(loss_fn) is nn.BCEWithLogitsLoss and loss_fn.weight is None and loss_fn.pos_weight is None:
+        return _logistic_slope
+    return _square_slope if type(loss_fn) is nn.MSELoss else None
+
+
+def _of_loss(loss: Loss) -> _Slope:
+    if loss.num_scores > 1:
+        return lambda scores, targets: loss.derivative(scores, targets.reshape(-1).long())
+    return lambda scores, targets: loss.derivative(scores[:, 0], targets.reshape(-1).to(scores.dtype)).unsqueeze(1)
+
+
+def _logistic_slope(scores: Tensor, targets: Tensor) -> Tensor:
+    return torch.sigmoid_(scores).sub_(targets)
+
+
+def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:
+    return scores.sub_(targets).mul_(2.0)
+
+
+def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
+    slopes = torch.softmax(scores, dim=1)
+    index = targets[:, None]
+    return slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
