@@ -43,7 +43,6 @@ _UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
 _MAX_ERROR32 = 2.0**-7
-_MAX_FACTOR32 = 2.0**60
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -132,16 +131,6 @@ class Summation:
         if self.matrix_tile:
             matrix = _largest_tile(self._matrix_chain, room * self._matrix_chain(self.matrix_tile))
         return replace(self, vector_tile=max(vector, self.vector_tile), matrix_tile=max(matrix, self.matrix_tile))
-
-    def for_factors(self, factors: Tensor) -> Summation:
-        """Returns the precision for rows that are products: float64 if the norm of an input passes 2^60 (of a single number:
-        the squares of several overflow before, and their row is dropped).
-
-        The other factor may then be so small that float32 has few digits for it; below 2^60 what that loses is less
-        than 2^-90 per row, and a clip is at least 2^-40 where float32 is used.
-        """
-        # PRIVACY: (test_tiny_gradients_of_huge_inputs_are_summed_in_float64)
-        return self if not self.uses_float32 or float(factors.max()) <= _MAX_FACTOR32 else FLOAT64
 
     def _matrix_chain(self, tile: int) -> int:
         return tile + self.rows // tile + 12

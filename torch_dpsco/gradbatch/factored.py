@@ -92,8 +92,8 @@ class FactoredBlock(Block):
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
-        if self.weight and len(self):
-            precision = precision.for_factors(self._factors())
+        # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
+        # and the row is dropped), or a single number per record, of which float32 never sums enough
         matrix32 = self.backprops.shape[1] > 1 and precision.matrix_tile and self.acts.dtype != torch.float64
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * weights.to(dtype)[:, None]

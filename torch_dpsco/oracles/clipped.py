@@ -169,8 +169,8 @@ class ClippedMean(MeanOracle):
 
     def _linear_means(self, rows: LinearRows, clip: float) -> list[Tensor]:
         """Returns what `_clipped_means` does, in fewer calls."""
-        slopes, features, factors = rows.slopes, rows.features, rows.factors
-        norms = slopes.abs() * factors  # in float64; the factors have room for its rounding
+        slopes, features = rows.slopes, rows.features
+        norms = slopes.abs() * rows.factors  # in float64; the factors have room for its rounding
         # PRIVACY: (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
         if self._clips_only and float(norms.max()) <= clip * _ROUNDED:  # not so if one is NaN
             coefficients = slopes.to(torch.float64, copy=True)
@@ -178,12 +178,9 @@ class ClippedMean(MeanOracle):
             weights = self.weights(norms, clip)
             if not bool((weights > 0).all()):
                 index = (weights > 0).nonzero().squeeze(1)  # dropped, not multiplied by 0
-                slopes, features, factors = slopes[index], features[index], factors[index]
-                weights, norms = weights[index], norms[index]
+                slopes, features, weights, norms = slopes[index], features[index], weights[index], norms[index]
             coefficients, norms = weights * slopes, weights * norms
         precision = self._precision(clip, norms)
-        if precision.uses_float32:
-            precision = precision.for_factors(factors)
         total = weighted_rows(features, coefficients.div_(self.batch_size), precision)
         return [total[None], coefficients.sum(0, keepdim=True)]
 
