@@ -1,0 +1,290 @@
+"""Linear models in closed form: the same rows, steps and ledger as by a backward, and taken only where that holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
+from torch_dpsco.optim.closed_form import closed_form
+from torch_dpsco.sampling import PrivateLoader, samplers
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning") for words in ("generator=", "seed=")
+]
+N, D = 60, 4
+LOSSES: dict[str, tuple[Any, int]] = {
+    "Logistic": (dp.losses.Logistic(), 1),
+    "Squared": (dp.losses.Squared(), 1),
+    "Huber": (dp.losses.Huber(0.3), 1),
+    "Softmax": (dp.losses.SoftmaxCrossEntropy(3), 3),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), 1),
+    "MSELoss": (nn.MSELoss(), 1),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(), 3),
+}
+
+
+def targets_of(loss: Any, n: int = N) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    if "Softmax" in type(loss).__name__ or "Cross" in type(loss).__name__:
+        return torch.randint(3, (n,), generator=generator)
+    if isinstance(loss, dp.losses.Logistic):
+        return torch.where(torch.rand(n, 1, generator=generator) < 0.5, -1.0, 1.0)
+    return torch.rand(n, 1, generator=generator).round()
+
+
+def records(loss: Any, n: int = N, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    features = torch.randn(n, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    target = targets_of(loss, n)
+    return TensorDataset(features, target.to(dtype) if target.is_floating_point() else target)
+
+
+def linear(outputs: int = 1, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Linear(D, outputs, bias=bias, dtype=dtype)
+
+
+def optimizer_of(model: nn.Module, design: Design, *, noise: float = 0.5, clip: float = 0.7, **more: Any) -> Any:
+    parts: dict[str, Any] = {
+        "oracle": dp.oracles.Clipped(clip, noise, design.batch_size),
+        "rule": dp.rules.SGD(more.pop("average", "last")),
+        "adjacency": "replace_one",
+        "generator": torch.Generator().manual_seed(5),
+    }
+    return dp.PrivateOptimizer(model.parameters(), 0.3, design=design, **parts | more)
+
+
+@pytest.fixture
+def same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "sampling_generator", lambda seed: np.random.default_rng(7))
+
+
+class Passed(Dataset[Any]):
+    """The records, one by one: no tensors in memory, so that fit makes a forward and a backward."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+def both(
+    loss: Any, design: Design, *, outputs: int = 1, bias: bool = True, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[list[Any], list[Any]]:
+    """Returns (weights, optimizer) of a run in closed form, and of one by backwards."""
+    runs = []
+    physical = more.pop("physical_batch_size", None)
+    for wrap in (lambda dataset: dataset, Passed):
+        model = linear(outputs, bias=bias, dtype=dtype)
+        optimizer = optimizer_of(model, design, **more)
+        dataset = wrap(records(loss, design.n, dtype))
+        dp.fit(model, optimizer, dataset, loss, steps=6, progress=False, physical_batch_size=physical)
+        runs.append([torch.cat([p.detach().flatten() for p in model.parameters()]).double(), optimizer])
+    return runs[0], runs[1]
+
+
+DESIGNS = [Full(N), Poisson(20, N), Fixed(20, N), Shuffled(10, N), Disjoint(10, N), Poisson(1, N)]
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("design", DESIGNS, ids=repr)
+@pytest.mark.parametrize("name", LOSSES)
+def test_fit_in_closed_form_is_fit_by_backwards(name: str, design: Design) -> None:
+    loss, outputs = LOSSES[name]
+    fast, slow = both(loss, design, outputs=outputs)
+    torch.testing.assert_close(fast[0], slow[0], rtol=1e-6, atol=1e-6)
+    assert fast[1].accountant.ledger.digest() == slow[1].accountant.ledger.digest()
+    assert fast[1].metrics == slow[1].metrics
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bias": False},
+        {"dtype": torch.float64},
+        {"physical_batch_size": 7},
+        {"average": "uniform"},
+        {"reg": 0.1},
+        {"prox": dp.prox.Ball(0.2)},
+        {"clip": 1e-3},
+        {"clip": 100.0},
+        {"oracle": dp.oracles.AutoClip},
+    ],
+    ids=str,
+)
+def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any]) -> None:
+    if "oracle" in settings:
+        settings = {"oracle": None}
+        runs = []
+        for wrap in (lambda dataset: dataset, Passed):
+            model, loss = linear(), nn.BCEWithLogitsLoss()
+            optimizer = optimizer_of(model, Poisson(20, N), oracle=dp.oracles.AutoClip(0.5, 0.5, 20, offset=0.1))
+            dp.fit(model, optimizer, wrap(records(loss)), loss, steps=6, progress=False)
+            runs.append(model.weight.detach())
+        torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-6)
+        return
+    fast, slow = both(nn.BCEWithLogitsLoss(), Poisson(20, N), **settings)
+    torch.testing.assert_close(fast[0], slow[0], rtol=1e-6, atol=1e-6)
+
+
+def taken(model: nn.Module, loss: Any, dataset: Dataset[Any], **loader: Any) -> bool:
+    optimizer = optimizer_of(model, Full(len(dataset)))  # type: ignore[arg-type]
+    return closed_form(model, loss, dataset, optimizer.loader(dataset, **loader)) is not None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_linear_models_with_known_losses_are_taken(name: str) -> None:
+    loss, outputs = LOSSES[name]
+    assert taken(dp.attach(linear(outputs)), loss, records(loss))
+
+
+def hooked() -> nn.Linear:
+    model = linear()
+    model.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+class Own(nn.Linear):
+    """Another forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).exp()
+
+
+BCE = nn.BCEWithLogitsLoss()
+OTHERS: dict[str, Callable[[], tuple[nn.Module, Any, Dataset[Any]]]] = {
+    "a hook": lambda: (hooked(), BCE, records(BCE)),
+    "a subclass": lambda: (Own(D, 1), BCE, records(BCE)),
+    "more layers": lambda: (nn.Sequential(linear()), BCE, records(BCE)),
+    "a function": lambda: (linear(), lambda a, b: BCE(a, b), records(BCE)),
+    "a weighted loss": lambda: (linear(), nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), records(BCE)),
+    "a smoothed loss": lambda: (linear(3), nn.CrossEntropyLoss(label_smoothing=0.1), records(nn.CrossEntropyLoss())),
+    "another reduction": lambda: (linear(), nn.BCEWithLogitsLoss(reduction="sum"), records(BCE)),
+    "targets (n,)": lambda: (linear(), BCE, TensorDataset(torch.zeros(N, D), torch.zeros(N))),
+    "data of another dtype": lambda: (linear(), BCE, records(BCE, dtype=torch.float64)),
+    "data not in memory": lambda: (linear(), BCE, Passed(records(BCE))),
+    "sequences": lambda: (linear(), BCE, TensorDataset(torch.zeros(N, 2, D), torch.zeros(N, 2, 1))),
+    "an ignored class": lambda: (
+        linear(3),
+        nn.CrossEntropyLoss(),
+        TensorDataset(torch.zeros(N, D), torch.full((N,), -100)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_everything_else_is_left_to_the_ordinary_path(name: str) -> None:
+    model, loss, dataset = OTHERS[name]()
+    assert not taken(dp.attach(model), loss, dataset)
+
+
+def test_a_collate_function_is_left_to_the_ordinary_path() -> None:
+    assert not taken(dp.attach(linear()), BCE, records(BCE), collate_fn=lambda items: items)
+
+
+def neighbors(x: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """Yields the features with one record changed, and the relation."""
+    for value in (1e6, -1e-6, math.nan, math.inf, 0.0):
+        changed = x.clone()
+        changed[3] = value
+        yield changed, "replace_one"
+    yield torch.cat([x[:3], x[4:]]), "add_remove"
+    yield torch.cat([x, torch.full((1, D), 1e8)]), "add_remove"
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> None:
+    def moved(features: Tensor) -> tuple[Tensor, Any]:
+        model = linear(dtype=torch.float64)
+        optimizer = optimizer_of(
+            model, Full(N), noise=0.0, adjacency="add_remove", oracle=dp.oracles.Clipped(0.7, 0.0, N)
+        )
+        data = TensorDataset(features.double(), torch.ones(len(features), 1, dtype=torch.float64))
+        dp.fit(model, optimizer, data, BCE, steps=1, progress=False)
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) / 0.3, optimizer.oracle
+
+    x = torch.randn(N, D, generator=torch.Generator().manual_seed(4)) * scale
+    start, oracle = moved(x)
+    distances = []
+    for changed, relation in neighbors(x):
+        distances.append(float((moved(changed)[0] - start).norm()) / oracle.sensitivity(relation))
+    assert max(distances) <= 1 + 1e-9
+    assert max(distances) > (0.4 if scale >= 1 else 0.0)
+
+
+def test_empty_draws_are_steps_of_noise() -> None:
+    model = linear()
+    optimizer = optimizer_of(model, Poisson(1, 10**6), adjacency="add_remove")
+    before = model.weight.detach().clone()
+    dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)
+    assert optimizer.steps == 5
+    assert not torch.equal(model.weight, before)
+
+
+def test_the_data_are_not_written_to_and_no_gradient_is_left() -> None:
+    dataset = records(BCE)
+    before = [t.clone() for t in dataset.tensors]
+    model = linear()
+    dp.fit(model, optimizer_of(model, Full(N)), dataset, BCE, steps=3, progress=False)
+    for old, new in zip(before, dataset.tensors, strict=True):
+        assert torch.equal(old, new)
+    assert torch.is_grad_enabled()
+    assert model.weight.requires_grad
+
+
+def test_a_budget_that_is_used_up_ends_a_run_in_closed_form_as_any_other() -> None:
+    model = linear()
+    budget = dp.Budget(1.0, 1e-3)
+    optimizer = dp.ClippedSGD.calibrated(
+        model.parameters(), n=N, budget=budget, clip=0.5, problem=dp.Problem(), steps=4, sampling="full", lr=0.1
+    )
+    dp.fit(model, optimizer, records(BCE), BCE, progress=False)
+    assert optimizer.privacy_spent().epsilon == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(dp.errors.SequenceError, match="finalized"):
+        dp.fit(model, optimizer, records(BCE), BCE, progress=False)
+
+
+def test_an_interrupted_run_keeps_its_steps_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linear()
+    optimizer = optimizer_of(model, Full(N))
+    release, calls = optimizer.oracle.release, itertools.count()
+
+    def interrupted(generator: torch.Generator) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return release(generator)
+
+    monkeypatch.setitem(optimizer.oracle.__dict__, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)
+    assert optimizer.steps == 2
+    assert len(optimizer.accountant) == 3  # charged before the noise
+    assert torch.is_grad_enabled()
+    dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)
+    assert optimizer.steps == 7
+
+
+def test_whole_draws_are_shared_only_with_who_reads() -> None:
+    data = TensorDataset(torch.zeros(N, D), torch.zeros(N, 1))
+    loader = optimizer_of(dp.attach(linear()), Full(N)).loader(data, steps=1)
+    assert isinstance(loader, PrivateLoader)
+    [batch] = loader.read_only(data.tensors)
+    assert batch[0] is data.tensors[0]
+    loader = optimizer_of(dp.attach(linear()), Full(N)).loader(data, steps=1)
+    [batch] = loader
+    assert batch[0].data_ptr() != data.tensors[0].data_ptr()
