@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ class Summation:
                 is above 1, or NaN, counts as 1.
         """
         if n_rows > self.rows or not _float32_is_exact():
-            return replace(self, vector_tile=0, matrix_tile=0)
+            return _with_tiles(self, 0, 0)
         # PRIVACY: any choice keeps each sum within the declared error, so that it may depend on private norms
         # (test_short_rows_are_summed_in_larger_tiles_within_the_claim)
         room = 1.0 / mean_norm if 0.0 < mean_norm < 1.0 else 1.0
@@ -130,7 +131,7 @@ class Summation:
         matrix = 0
         if self.matrix_tile:
             matrix = _largest_tile(self._matrix_chain, room * self._matrix_chain(self.matrix_tile))
-        return replace(self, vector_tile=max(vector, self.vector_tile), matrix_tile=max(matrix, self.matrix_tile))
+        return _with_tiles(self, max(vector, self.vector_tile), max(matrix, self.matrix_tile))
 
     def _matrix_chain(self, tile: int) -> int:
         return tile + self.rows // tile + 12
@@ -172,6 +173,11 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     vector_tile, vector_error = largest(lambda t: t + 3)
     matrix_tile, matrix_error = largest(lambda t: t + rows // t + 12)
     return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always)
+
+
+@lru_cache(maxsize=256)
+def _with_tiles(plan: Summation, vector: int, matrix: int) -> Summation:
+    return replace(plan, vector_tile=vector, matrix_tile=matrix)
 
 
 def _largest_tile(chain_of: Callable[[int], int], longest: float) -> int:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import Adjacency, Event, Repeat
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
@@ -77,6 +77,7 @@ class Assembly(CommonOptimizer):
         checks.require_same_parts(oracle, design, self.schedule)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
+        self._drawn: tuple[BaseEvent, Event] | None = None  # the oracle's event, and that of a draw
         self._stills = 0  # releases of this phase that were no means
         self._batch = LogicalBatch(self.design)
         self._grad_scale: float | None = None

@@ -21,8 +21,8 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.designs import BaseEvent, Draw
+from torch_dpsco.accounting.events import ADD_REMOVE, Event
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire_forwards
@@ -157,8 +157,17 @@ class PrivateOptimizer(Assembly):
         base = self.oracle.event()
         if self.oracle.per_run:
             planned = 1
-        event = base if self.oracle.sampled else self.design.draw_event(base, draw)
-        self.accountant.authorize(event, planned=planned, adaptive=self.oracle.adaptive)
+        self.accountant.authorize(self._event_of(base, draw), planned=planned, adaptive=self.oracle.adaptive)
+
+    def _event_of(self, base: BaseEvent, draw: Draw) -> Event:
+        if self.oracle.sampled:
+            return base
+        known = self._drawn
+        if known is not None and known[0] is base and not draw.partition:  # draws differ in their part only
+            return known[1]
+        event = self.design.draw_event(base, draw)
+        self._drawn = None if draw.partition else (base, event)
+        return event
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
