@@ -285,6 +285,11 @@ def test_whole_draws_are_shared_only_with_who_reads() -> None:
     assert isinstance(loader, PrivateLoader)
     [batch] = loader.read_only(data.tensors)
     assert batch[0] is data.tensors[0]
+    order = torch.arange(N, dtype=torch.float32)[:, None]
+    loader = optimizer_of(dp.attach(linear()), Shuffled(N, N)).loader(data, steps=1)
+    [[shuffled]] = loader.read_only([order])
+    assert not torch.equal(shuffled, order)
+    assert torch.equal(shuffled.sort(dim=0).values, order)
     loader = optimizer_of(dp.attach(linear()), Full(N)).loader(data, steps=1)
     [batch] = loader
     assert batch[0].data_ptr() != data.tensors[0].data_ptr()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.designs import Design, Draw, Full
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk
@@ -143,7 +143,8 @@ class PrivateLoader:
         Args:
             tensors: (n, ...) each; who writes to a batch may write to them.
         """
-        return self._delivered(lambda parts: _gathered(tensors, parts, share=True))
+        share = isinstance(self.design, Full)  # other draws of all records have them in another order
+        return self._delivered(lambda parts: _gathered(tensors, parts, share=share))
 
     def _delivered(self, batches: Callable[[Iterator[_Indices]], Iterator[Any]]) -> Iterator[Any]:
         log = self.batch_sampler.log
@@ -155,7 +156,7 @@ class PrivateLoader:
 
 
 def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False) -> Iterator[list[Tensor]]:
-    """Yields the rows of tensors at some positions, which are sorted and differ if there are as many as rows."""
+    """Yields the rows of tensors at some positions; `share`: as many positions as rows are all of them, in order."""
     for part in parts:
         if share and len(part) == len(tensors[0]):
             yield list(tensors)
