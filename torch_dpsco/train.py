@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import is_attached
+from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
@@ -64,7 +65,7 @@ def fit(
         loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
-        progress: whether to show the bar.
+        progress: whether to show the bar (that of rank 0, in several processes).
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
@@ -123,7 +124,8 @@ def fit(
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
-    with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
+    shown = progress and is_first()
+    with optimizer, tqdm(total=left, disable=not shown, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
         for batch in loader:
             optimizer.zero_grad()

@@ -37,6 +37,8 @@ from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
 
+_MAX_PROCESSES = 1020  # see `ClippedMean.share`
+
 
 def clip_weights(norms: Tensor, clip: float) -> Tensor:
     """Returns min(1, clip / norm), a little below it, and 0 for rows that must not count.
@@ -83,6 +85,7 @@ class ClippedMean(MeanOracle):
         self._shapes: list[torch.Size] = []
         self._means: list[Tensor] | None = None
         self._n_rows = 0
+        self._processes = 1
         self._answer: Tensor | None = None
 
     @abstractmethod
@@ -131,7 +134,7 @@ class ClippedMean(MeanOracle):
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         weights = self.weights(rows.norms(), clip) / self.batch_size
         in_range = 2.0**-40 < clip < 2.0**40  # the error bound of float32 leaves out overflow and underflow
-        precision = self._summation.for_rows(self._n_rows) if in_range else FLOAT64
+        precision = self._summation.for_rows(self._n_rows * self._processes) if in_range else FLOAT64
         means = rows.weighted_sum(weights, precision)
         if [m.shape for m in means] != self._shapes:
             raise ValueError(
@@ -147,6 +150,43 @@ class ClippedMean(MeanOracle):
         """Forgets the rows observed since open."""
         self._means, self._n_rows = None, 0
 
+    def share(self, processes: int) -> None:
+        """Declares that logical batches are spread over W processes, each of which observes its own rows.
+
+        The declared error of the sum stays that of one process. Float32 is used by a process with m_r rows where
+        W m_r <= rows, so that all such rows together are at most `rows`, and no process has a longer chain of roundings
+        than the planned one: the errors add up to at most chain u sum_r m_r C. The sums of the processes are added in
+        float64, by W - 1 roundings more. The planned float64 chain, 1024 + max_rows, has room for them: that of a
+        process is at most m_r + 4 (tiles of its chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by
+        `replace_sum`, and W <= 1020.
+        """
+        # PRIVACY: else each process could spend the whole room for float32
+        # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)
+        if check.positive_count(processes=processes) > _MAX_PROCESSES:
+            raise ValueError(f"processes must be <= {_MAX_PROCESSES}, for which rounding is bounded (got {processes})")
+        self._processes = processes
+
+    @property
+    def processes(self) -> int:
+        """Over how many processes logical batches are spread."""
+        return self._processes
+
+    def partial_sum(self) -> tuple[Tensor, int]:
+        """Returns the clipped sum of own rows over batch_size, (d,) float64, and their number. NOT private."""
+        means = self._means or [torch.zeros(shape, device=self._device) for shape in self._shapes]
+        return torch.cat([mean.reshape(-1).double() for mean in means]), self._n_rows
+
+    def replace_sum(self, total: Tensor, n_rows: int) -> None:
+        """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
+        if n_rows > self._summation.max_rows:
+            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+        self._means = self.views(total)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Returns the parts of a (d,) vector in the shapes of the parameters."""
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""
         return CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
@@ -158,16 +198,16 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        sizes = [shape.numel() for shape in self._shapes]
+        size = sum(shape.numel() for shape in self._shapes)
         flat = self._answer
-        if flat is None or flat.numel() != sum(sizes) or flat.dtype != self._dtype or flat.device != self._device:
+        if flat is None or flat.numel() != size or flat.dtype != self._dtype or flat.device != self._device:
             # kept for the next release: fresh memory costs as much as the arithmetic
-            self._answer = flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+            self._answer = flat = torch.empty(size, dtype=self._dtype, device=self._device)
         if self.noise_multiplier > 0:
             flat.normal_(std=noise_std, generator=generator)
         else:
             flat.zero_()
-        answer = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
+        answer = self.views(flat)
         for part, mean in zip(answer, self._means or [], strict=self._means is not None):
             part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
