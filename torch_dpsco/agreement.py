@@ -147,7 +147,8 @@ def digest(*things: Any) -> int:
 
 def read_bytes(tensor: Tensor) -> bytes:
     """Returns the numbers of a tensor, bit by bit."""
-    numbers: bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().cpu().reshape(-1).clone()  # one number after the other
+    numbers: bytes = flat.view(torch.uint8).numpy().tobytes()
     return numbers
 
 
