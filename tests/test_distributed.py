@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import distributed
+from torch_dpsco import agreement, distributed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
-from torch_dpsco.oracles import AdaptiveClipped, Clipped
-from torch_dpsco.rules import SGD
+from torch_dpsco.oracles import AdaptiveClipped, AutoClip, Clipped
+from torch_dpsco.rules import SGD, TorchRule
 from torch_dpsco.sampling import RankSampler
 from torch_dpsco.sampling import distributed as parts
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 60  # for a launch; a hang must fail
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
 N, DIM = 64, 5
@@ -232,14 +235,15 @@ def count_noise(optimizer: dp.PrivateOptimizer) -> list[int]:
 def noise_alone(rank: int, mutated: bool) -> Tensor:
     """Returns a released mean of 20,000 coordinates over empty rows; `mutated`: every rank adds noise to its sum."""
     if mutated and rank:
-        partial_sum = Clipped.partial_sum
+        write_sum = Clipped.write_sum
 
-        def noisy(self: Clipped) -> tuple[Tensor, int]:
-            flat, n_rows = partial_sum(self)
+        def noisy(self: Clipped, out: Tensor) -> int:
+            n_rows = write_sum(self, out)
             own = torch.Generator().manual_seed(100 + rank)
-            return flat + self.noise_std * torch.randn(flat.shape, generator=own, dtype=flat.dtype), n_rows
+            out += self.noise_std * torch.randn(out.shape, generator=own, dtype=out.dtype)
+            return n_rows
 
-        Clipped.partial_sum = noisy
+        Clipped.write_sum = noisy
     x = torch.zeros(4, 20_000)
     model = layer(inputs=20_000, dtype=torch.float32)
     model.bias.requires_grad_(False)
@@ -262,7 +266,12 @@ def noise_once(rank: int) -> dict[str, Any]:
 def failures(rank: int, folder: str) -> dict[str, Any]:
     checks = (missing_rows, failed_chunk, failed_charge, failed_release, over_budget, given_up, other_lr, other_call)
     found = {check.__name__: check(rank) for check in checks}
-    found |= {"refused": refusals(rank), "continued": continued(rank), "ledger file": ledger_file(rank, folder)}
+    found |= {
+        "refused": refusals(rank),
+        "continued": continued(rank),
+        "ledger file": ledger_file(rank, folder),
+        "others": others(rank),
+    }
     return found
 
 
@@ -307,17 +316,26 @@ def steps_of(model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int) -> li
     return errors
 
 
-def failed_charge(rank: int) -> list[str]:
+def failed_charge(rank: int) -> dict[str, Any]:
     """Rank 1 cannot charge: nobody waits for its sum; the ledgers differ from then on, and no step is made any more."""
     model = layer()
     optimizer = full(model, noise=1.0)
+    send, sent = agreement.Group.send, []
+
+    def noted(group: agreement.Group, said: Tensor) -> None:
+        send(group, said)
+        sent.append(said.clone())
+
+    agreement.Group.send = noted
     if rank == 1:
 
         def refuse(*args: Any, **options: Any) -> None:
             raise dp.PrivacyError("no disk")
 
         optimizer.accountant.authorize = refuse
-    return steps_of(model, optimizer, 2)
+    errors = steps_of(model, optimizer, 2)
+    agreement.Group.send = send
+    return {"errors": errors, "sent": sent[-1]}
 
 
 def failed_release(rank: int) -> list[str]:
@@ -437,6 +455,35 @@ def continued(rank: int) -> dict[str, Any]:
         "answer": numbers(other),
         "ledger": ledger,
     } | found
+
+
+def others(rank: int) -> dict[str, Any]:
+    """Other optimizers, rules and oracles; a schedule of step sizes; chunks; the printed statement."""
+    answers, said = [], ""
+    for kind in ("proximal", "adam"):
+        model = layer()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", dp.UtilityWarning)  # no theorem is left
+            if kind == "proximal":
+                oracle, options = Clipped(0.5, 1.0, 6), {"prox": dp.prox.L1(0.01)}
+                optimizer = dp.ProximalSGD(model.parameters(), 0.1, oracle=oracle, design=dp.Poisson(6, N), **options)
+            else:
+                inner = torch.optim.Adam(model.parameters(), lr=0.1)
+                optimizer = dp.PrivateOptimizer(
+                    inner.param_groups,
+                    0.1,
+                    oracle=AutoClip(0.5, 1.0, 6),
+                    rule=TorchRule(inner),
+                    design=dp.Poisson(6, N),
+                )
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            for _ in range(2):
+                train(model, optimizer, dp.PhysicalBatches(optimizer.loader(records(), steps=3), 2))
+                schedule.step()
+        optimizer.finalize()
+        said = str(optimizer.report(1e-3))
+        answers.append(numbers(model))
+    return {"answer": torch.cat(answers), "steps": optimizer.steps, "said": said}
 
 
 def ledger_file(rank: int, folder: str) -> dict[str, Any]:
@@ -701,11 +748,17 @@ def test_a_rank_that_fails_in_a_chunk_is_waited_for_and_its_later_chunks_are_dro
 
 
 def test_a_rank_that_cannot_charge_makes_all_raise_and_ends_the_run(failed: list[dict[str, Any]]) -> None:
-    first, second = (rank["failed_charge"] for rank in failed)
+    first, second = (rank["failed_charge"]["errors"] for rank in failed)
     assert second[0] == "PrivacyError: no disk"
     assert "a rank could not charge or release this step" in first[0]
     for errors in (first, second):
         assert "charges must be equal on all ranks (rank 1 differs from 0)" in errors[1]
+
+
+def test_a_rank_that_cannot_charge_is_sent_no_sum(failed: list[dict[str, Any]]) -> None:
+    for rank in failed:
+        assert len(rank["failed_charge"]["sent"]) == DIM + 1 + 2  # the answer that was not given
+        assert not rank["failed_charge"]["sent"].any()
 
 
 def test_a_rank_that_cannot_make_noise_makes_all_raise(failed: list[dict[str, Any]]) -> None:
@@ -776,6 +829,13 @@ def test_checkpoints_copies_and_the_memory_manager_go_on_on_all_ranks(failed: li
     assert [len(draw) for draw in union(ranks)] != [0] * 4
 
 
+def test_other_optimizers_rules_and_chunks_stay_equal_on_all_ranks(failed: list[dict[str, Any]]) -> None:
+    ranks = [rank["others"] for rank in failed]
+    assert_equal_on_ranks(ranks, "steps", "said")
+    assert ranks[0]["steps"] == 6
+    assert "2 processes that trust each other read the same records in the same order" in ranks[0]["said"]
+
+
 def test_one_rank_keeps_the_ledger_file_and_the_others_take_it_over(failed: list[dict[str, Any]]) -> None:
     for rank in failed:
         assert rank["ledger file"]["charged"] == [2, 4]
@@ -793,6 +853,24 @@ def test_a_rank_that_dies_makes_the_others_raise(tmp_path: Path) -> None:
         said = torch.load(tmp_path / str(rank))
         assert "the other ranks cannot be reached" in said
         assert said.endswith(" 1 1")  # charges and steps: nothing of the broken step
+
+
+# -- the example ------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_trains_one_model_on_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its children are forked from the server that has the package already; `main` compares their models."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for name in ("adult", "distributed"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("distributed")
+    monkeypatch.setattr(module, "START_METHOD", "forkserver")
+    figures = module.main(["--quick"])
+    for name in ("adult", "distributed"):
+        del sys.modules[name]
+    assert figures["steps"] == 7
+    assert 0.99 < figures["epsilon"] <= 1.0
+    assert figures["auc"] > 0.7
 
 
 # -- in one process ---------------------------------------------------------------------------------------------------
@@ -846,13 +924,15 @@ def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(pr
             oracle.share(processes)
             oracle.open(query)
             oracle.observe(rows_of(count, dim, seed))
-            part, n_rows = oracle.partial_sum()
-            assert n_rows == count
+            part = torch.zeros(dim, dtype=torch.float64)
+            assert oracle.write_sum(part) == count
             total += part
             exact.open(query)
             exact.share(1020)  # which leaves no room for float32
             exact.observe(rows_of(count, dim, seed))
-            expected += exact.partial_sum()[0]
+            part = torch.zeros(dim, dtype=torch.float64)
+            exact.write_sum(part)
+            expected += part
         gap = float((total - expected).norm()) * batch_size
         assert gap <= room._summation.error / 2
         assert (gap > 1e-9) == float32

@@ -256,29 +256,34 @@ class Ranks(World):
         """Returns the noisy mean; raises SequenceError on all ranks if one could not charge it."""
         assert isinstance(oracle, ClippedMean)
         self._stage = _CALLING
-        answer = self._answer(oracle, *oracle.partial_sum(), noise)
+        answer = self._answer(oracle, noise)
         oracle.discard()
         self._stage = _COLLECTING
         return Release(answer)
 
-    def _answer(self, oracle: ClippedMean, flat: Tensor, n_rows: int, noise: torch.Generator | None) -> list[Tensor]:
+    def _answer(self, oracle: ClippedMean, noise: torch.Generator | None) -> list[Tensor]:
         """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
         group = self._group
-        message = torch.cat([flat, flat.new_tensor([n_rows, noise is not None])]).to(group.device)
+        message = torch.zeros(oracle.dim + 2, dtype=torch.float64, device=group.device)  # sum, rows, ranks ready
+        if noise is not None:
+            message[-2], message[-1] = oracle.write_sum(message[:-2]), 1
         group.add_up(message)
         released = False
         try:
             if group.first and noise is not None and message[-1] == group.processes:
-                oracle.replace_sum(message[:-2].to(flat.device), int(message[-2]))
+                oracle.replace_sum(message[:-2], int(message[-2]))
                 # PRIVACY: drawn once, on one rank (test_noise_of_every_rank_is_caught)
                 message[:-2] = torch.cat([mean.reshape(-1) for mean in oracle.release(noise).mean])
                 released = True
         finally:
+            if not released:
+                # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
+                message.zero_()
             message[-1] = released
             group.send(message)  # on the other ranks it overwrites partial sums
         if not message[-1]:
             raise SequenceError("a rank could not charge or release this step, so that no rank makes it: see its error")
-        return oracle.views(message[:-2].to(flat.device))
+        return oracle.views(message[:-2])
 
     def failed(self, run: Run, *, in_progress: bool) -> None:
         """Takes part in the call that the others wait in, and says that this rank has failed."""
@@ -286,8 +291,7 @@ class Ranks(World):
         with suppress(RuntimeError):  # where the group is broken they fail by themselves; the caller raises its error
             if stage == _AGREED:
                 assert isinstance(run.oracle, ClippedMean)
-                flat, _ = run.oracle.partial_sum()
-                self._answer(run.oracle, flat.zero_(), 0, None)
+                self._answer(run.oracle, None)
             elif stage == _COLLECTING and in_progress:
                 self._group.exchange("step", ready=False)
 

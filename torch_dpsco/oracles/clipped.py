@@ -171,10 +171,21 @@ class ClippedMean(MeanOracle):
         """Over how many processes logical batches are spread."""
         return self._processes
 
-    def partial_sum(self) -> tuple[Tensor, int]:
-        """Returns the clipped sum of own rows over batch_size, (d,) float64, and their number. NOT private."""
-        means = self._means or [torch.zeros(shape, device=self._device) for shape in self._shapes]
-        return torch.cat([mean.reshape(-1).double() for mean in means]), self._n_rows
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What several processes take for granted."""
+        if self._processes == 1:
+            return ()
+        return (f"{self._processes} processes that trust each other read the same records in the same order",)
+
+    def write_sum(self, out: Tensor) -> int:
+        """Copies the clipped sum of own rows over batch_size into (d,) float64 zeros, and returns their number.
+
+        NOT private: for the process that adds the sums up.
+        """
+        for part, mean in zip(self._split(out), self._means or [], strict=self._means is not None):
+            part.copy_(mean)
+        return self._n_rows
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
@@ -182,8 +193,16 @@ class ClippedMean(MeanOracle):
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
         self._means = self.views(total)
 
+    @property
+    def dim(self) -> int:
+        """Coordinates of the means of the open batch."""
+        return sum(shape.numel() for shape in self._shapes)
+
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Returns the parts of a (d,) vector in the shapes of the parameters."""
+        """Returns a (d,) vector cut into the shapes of the parameters, on their device."""
+        return self._split(flat.to(self._device))
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
         parts = flat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
@@ -198,16 +217,15 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        size = sum(shape.numel() for shape in self._shapes)
         flat = self._answer
-        if flat is None or flat.numel() != size or flat.dtype != self._dtype or flat.device != self._device:
+        if flat is None or flat.numel() != self.dim or flat.dtype != self._dtype or flat.device != self._device:
             # kept for the next release: fresh memory costs as much as the arithmetic
-            self._answer = flat = torch.empty(size, dtype=self._dtype, device=self._device)
+            self._answer = flat = torch.empty(self.dim, dtype=self._dtype, device=self._device)
         if self.noise_multiplier > 0:
             flat.normal_(std=noise_std, generator=generator)
         else:
             flat.zero_()
-        answer = self.views(flat)
+        answer = self._split(flat)
         for part, mean in zip(answer, self._means or [], strict=self._means is not None):
             part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
