@@ -162,7 +162,7 @@ class Ranks(World):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._group = Group(device)
+        self._device, self._group = device, Group(device)
         self._settings: int | None = None
         self._stage = _COLLECTING
 
@@ -271,7 +271,7 @@ class Ranks(World):
         released = False
         try:
             if group.first and noise is not None and message[-1] == group.processes:
-                oracle.replace_sum(message[:-2], int(message[-2]))
+                oracle.replace_sum(message[:-2].to(self._device), int(message[-2]))
                 # PRIVACY: drawn once, on one rank (test_noise_of_every_rank_is_caught)
                 message[:-2] = torch.cat([mean.reshape(-1) for mean in oracle.release(noise).mean])
                 released = True
@@ -283,7 +283,7 @@ class Ranks(World):
             group.send(message)  # on the other ranks it overwrites partial sums
         if not message[-1]:
             raise SequenceError("a rank could not charge or release this step, so that no rank makes it: see its error")
-        return oracle.views(message[:-2])
+        return oracle.views(message[:-2].to(self._device))
 
     def failed(self, run: Run, *, in_progress: bool) -> None:
         """Takes part in the call that the others wait in, and says that this rank has failed."""

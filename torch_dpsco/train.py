@@ -97,6 +97,7 @@ def fit(
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
         )
+    progress = progress and is_first()
     goal = _steps_to_make(optimizer, steps) + optimizer.steps
     require_same_parameters(model, optimizer)
     reduction = _agreed_reduction(model, loss_reduction)
@@ -124,8 +125,7 @@ def fit(
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
-    shown = progress and is_first()
-    with optimizer, tqdm(total=left, disable=not shown, unit="step", mininterval=0, miniters=1) as bar:
+    with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
         for batch in loader:
             optimizer.zero_grad()

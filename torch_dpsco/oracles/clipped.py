@@ -37,8 +37,6 @@ from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
 
-_MAX_PROCESSES = 1020  # see `ClippedMean.share`
-
 
 def clip_weights(norms: Tensor, clip: float) -> Tensor:
     """Returns min(1, clip / norm), a little below it, and 0 for rows that must not count.
@@ -76,6 +74,8 @@ class ClippedMean(MeanOracle):
         (z, {add_remove: 1, zero_out: 1, replace_one: 2}). Assumes that a record's row does not depend on other records.
     """
 
+    _processes, _max_processes = 1, 1020  # over which logical batches are spread, see `share`
+
     def __init__(self, noise_multiplier: float, batch_size: int) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
@@ -85,7 +85,6 @@ class ClippedMean(MeanOracle):
         self._shapes: list[torch.Size] = []
         self._means: list[Tensor] | None = None
         self._n_rows = 0
-        self._processes = 1
         self._answer: Tensor | None = None
 
     @abstractmethod
@@ -158,12 +157,15 @@ class ClippedMean(MeanOracle):
         than the planned one: the errors add up to at most chain u sum_r m_r C. The sums of the processes are added in
         float64, by W - 1 roundings more. The planned float64 chain, 1024 + max_rows, has room for them: that of a
         process is at most m_r + 4 (tiles of its chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by
-        `replace_sum`, and W <= 1020.
+        `replace_sum`, and W <= 1020. The last bits of a mean loss depend on the rows of one process, and are bounded by
+        the rows of all, as before.
         """
         # PRIVACY: else each process could spend the whole room for float32
         # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)
-        if check.positive_count(processes=processes) > _MAX_PROCESSES:
-            raise ValueError(f"processes must be <= {_MAX_PROCESSES}, for which rounding is bounded (got {processes})")
+        if check.positive_count(processes=processes) > self._max_processes:
+            raise ValueError(
+                f"processes must be <= {self._max_processes}, for which rounding is bounded (got {processes})"
+            )
         self._processes = processes
 
     @property
@@ -183,7 +185,7 @@ class ClippedMean(MeanOracle):
 
         NOT private: for the process that adds the sums up.
         """
-        for part, mean in zip(self._split(out), self._means or [], strict=self._means is not None):
+        for part, mean in zip(self.views(out), self._means or [], strict=self._means is not None):
             part.copy_(mean)
         return self._n_rows
 
@@ -199,10 +201,7 @@ class ClippedMean(MeanOracle):
         return sum(shape.numel() for shape in self._shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Returns a (d,) vector cut into the shapes of the parameters, on their device."""
-        return self._split(flat.to(self._device))
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
+        """Returns a (d,) vector cut into the shapes of the parameters."""
         parts = flat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
@@ -217,15 +216,16 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
         noise_std = self.noise_std  # raises before open
+        sizes = [shape.numel() for shape in self._shapes]
         flat = self._answer
-        if flat is None or flat.numel() != self.dim or flat.dtype != self._dtype or flat.device != self._device:
+        if flat is None or flat.numel() != sum(sizes) or flat.dtype != self._dtype or flat.device != self._device:
             # kept for the next release: fresh memory costs as much as the arithmetic
-            self._answer = flat = torch.empty(self.dim, dtype=self._dtype, device=self._device)
+            self._answer = flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         if self.noise_multiplier > 0:
             flat.normal_(std=noise_std, generator=generator)
         else:
             flat.zero_()
-        answer = self._split(flat)
+        answer = [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
         for part, mean in zip(answer, self._means or [], strict=self._means is not None):
             part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
