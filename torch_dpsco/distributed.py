@@ -180,10 +180,7 @@ class Ranks(World):
         if any(phase.smoothing for phase in run.schedule.phases):
             raise SequenceError("smoothing must be 0 in a run of several processes, whose random points would differ")
         oracle, kind = run.oracle, type(run.oracle)
-        adds = isinstance(oracle, ClippedMean) and (kind.observe, kind.release) == (
-            ClippedMean.observe,
-            ClippedMean.release,
-        )
+        adds = (kind.observe, kind.release) == (ClippedMean.observe, ClippedMean.release)
         if not adds or oracle.adaptive or oracle.per_run or oracle.sampled or oracle.unit != "example":
             # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
             # (test_oracles_that_do_more_than_add_rows_are_refused)
@@ -279,7 +276,7 @@ class Ranks(World):
             if not released:
                 # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
                 message.zero_()
-            message[-1] = released
+            message[-2], message[-1] = 0, released
             group.send(message)  # on the other ranks it overwrites partial sums
         if not message[-1]:
             raise SequenceError("a rank could not charge or release this step, so that no rank makes it: see its error")
