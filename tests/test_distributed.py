@@ -936,6 +936,10 @@ def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(pr
         gap = float((total - expected).norm()) * batch_size
         assert gap <= room._summation.error / 2
         assert (gap > 1e-9) == float32
+    oracles[0].replace_sum(total, rows)
+    answer = oracles[0].release(torch.Generator()).mean[0]  # without noise
+    torch.testing.assert_close(answer, total.float(), rtol=1e-6, atol=0.0)
+    assert f"{processes} processes that trust each other" in oracles[0].assumptions[0]
     with pytest.raises(dp.SequenceError, match="a logical batch must have at most"):
         oracles[0].replace_sum(total, oracles[0]._summation.max_rows + 1)
     with pytest.raises(ValueError, match="processes must be <= 1020"):
