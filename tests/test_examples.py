@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NAMES = ["existing_loop", "logistic_regression"]
-# test_adult.py, test_flights.py, test_more_examples.py, test_quantile_example.py, test_output_examples.py
+# test_adult.py, test_distributed.py, test_flights.py, test_more_examples.py, test_quantile_example.py, ...
 TESTED_ELSEWHERE = {
-    *("adult", "flights", "from_opacus", "linear_regression", "quantile_regression", "svm"),
+    *("adult", "distributed", "flights", "from_opacus", "linear_regression", "quantile_regression", "svm"),
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),
     *("adversarial", "estimators", "output_perturbation", "tilted"),
 }

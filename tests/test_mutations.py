@@ -112,9 +112,9 @@ def test_noise_before_the_charge_is_caught():
     def draws_first(patch: Patch) -> None:
         observe = dp.PrivateOptimizer._observe
 
-        def with_noise(self, users, *, partial, scale=None):
+        def with_noise(self, users, **options):
             torch.empty(1).normal_(generator=self._noise)
-            return observe(self, users, partial=partial, scale=scale)
+            return observe(self, users, **options)
 
         patch.setattr(dp.PrivateOptimizer, "_observe", with_noise)
 

@@ -15,7 +15,7 @@ import torch
 
 from torch_dpsco.errors import UtilityWarning
 
-__all__ = ["noise_generator", "sampling_generator"]
+__all__ = ["noise_generator", "rank_generator", "sampling_generator", "sampling_key"]
 
 # Layout of the CPU generator's state: seed (8 bytes), left (4), seeded (4), next (8), then 624 words of 8 bytes each
 # that hold 32 bits. `test_cpu_noise_generator_uses_every_state_word` fails if torch changes it.
@@ -68,3 +68,22 @@ def sampling_generator(seed: int | None = None) -> np.random.Generator:
         stacklevel=3,
     )
     return np.random.Generator(np.random.PCG64DXSM(seed))
+
+
+def sampling_key() -> bytes:
+    """Returns 256 bits of operating-system entropy, from which processes derive the streams of their batches."""
+    return os.urandom(32)
+
+
+def rank_generator(key: bytes, rank: int) -> np.random.Generator:
+    """Returns the generator for the batches of one of several processes that share a key.
+
+    Args:
+        key: 32 bytes of `sampling_key`, used for one sampler only.
+        rank: of the process, >= 0; different ranks have distinct and independent streams.
+    """
+    if len(key) != 32:
+        raise ValueError(f"key must have 32 bytes (got {len(key)})")
+    # a pool of 8 words of 32 bits keeps the whole key; the default pool has 4
+    seeds = np.random.SeedSequence(int.from_bytes(key, "little"), spawn_key=(rank,), pool_size=8)
+    return np.random.Generator(np.random.PCG64DXSM(seeds))

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import is_attached
+from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
 from torch_dpsco.optim.base import PrivateOptimizer
@@ -66,7 +67,7 @@ def fit(
         loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
-        progress: whether to show the bar.
+        progress: whether to show the bar (that of rank 0, in several processes).
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
@@ -98,6 +99,7 @@ def fit(
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
         )
+    progress = progress and is_first()
     goal = _steps_to_make(optimizer, steps) + optimizer.steps
     require_same_parameters(model, optimizer)
     reduction = _agreed_reduction(model, loss_reduction)

@@ -401,13 +401,3 @@ def test_an_opacus_optimizer_around_ours_cannot_step(rows: str, late: bool) -> N
             wrapped.step()
     assert len(accountant) == 0
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    accountant = dp.Accountant()
-    with pytest.raises(dp.SequenceError, match="world_size must be 1"):
-        holder(accountant)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    assert holder(accountant).steps == len(accountant) == 0

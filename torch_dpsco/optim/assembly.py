@@ -16,18 +16,19 @@ from torch_dpsco.accounting.events import Adjacency, Event, Repeat
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.common import CommonOptimizer, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
-from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, UserLoader, make_sampler
+from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, UserLoader
 from torch_dpsco.schedule import Schedule
 
 __all__ = ["Assembly"]
@@ -56,7 +57,6 @@ class Assembly(CommonOptimizer):
         super().__init__(params, {"lr": check.positive(lr=lr)})
         for group in self.param_groups:
             check.positive(lr=group["lr"])
-        require_one_process()
         device = checks.one_device(self._all_params())
         if prox is not None and not isinstance(prox, Prox):
             raise ValueError(f"prox must be one of torch_dpsco.prox (got {type(prox).__name__})")
@@ -91,6 +91,8 @@ class Assembly(CommonOptimizer):
         self._shifts = Shifts(device)
         oracle.take()
         forget_wrappers(self._all_params())
+        self._world = join(device)
+        self._world.begin(self)
         with torch.no_grad():
             self._place()
 
@@ -139,6 +141,7 @@ class Assembly(CommonOptimizer):
             UnitError: the data set does not have the declared number of records although that is public.
             UnknownSamplerError: no sampling was declared.
         """
+        self._world.compare_data(dataset, steps)
         loader = PrivateLoader(
             dataset,
             self._sampler(checks.number_of_records(dataset), steps, resume),
@@ -164,7 +167,7 @@ class Assembly(CommonOptimizer):
             if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone
                 left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
                 steps = max(1, min(left, self.schedule.steps - self._steps))
-        return make_sampler(self.design, size=size, steps=steps, resume=partition)
+        return self._world.sampler(self, size, steps, partition)
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:
@@ -190,6 +193,7 @@ class Assembly(CommonOptimizer):
                 f"loader must draw {self.oracle.unit}s, whom this optimizer protects (got {type(loader).__name__}): "
                 f"use optimizer.loader"
             )
+        self._world.require_own_draws(loader)
         self._batch.bind(loader, self.discard)
         return loader
 

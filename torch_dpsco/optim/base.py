@@ -24,6 +24,7 @@ from torch import Tensor
 from torch_dpsco.accounting.designs import BaseEvent, Draw
 from torch_dpsco.accounting.events import ADD_REMOVE, Event
 from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
@@ -133,10 +134,12 @@ class PrivateOptimizer(Assembly):
             draw = self._observe(users, partial=False, scale=scale, given=rows)
             if draw is None:
                 return
+            self._world.agree(self, draw)
             # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
             self._charge(draw)
-            release = self.oracle.release(self._noise)
+            release = self._world.release(self.oracle, self._noise)
         except BaseException:
+            self._world.failed(self, in_progress=self.outstanding_rows is not None)
             # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
             self._abort()
             raise
@@ -257,6 +260,7 @@ class PrivateOptimizer(Assembly):
             with torch.no_grad():
                 self._observe(users, partial=True)
         except BaseException:
+            self._world.failed(self, in_progress=self.outstanding_rows is not None)
             self._abort()
             raise
 
@@ -288,6 +292,7 @@ class PrivateOptimizer(Assembly):
         """Installs the private answer into the parameters; later steps raise."""
         if self._finalized or self._shown:
             raise SequenceError("finalize() must be called once, and not inside of released()")
+        self._world.end(self)
         self.discard()
         with torch.no_grad():
             self._install_answer()
@@ -350,7 +355,9 @@ class PrivateOptimizer(Assembly):
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
         kept = {
-            key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "_shifts", "step")
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("_noise", "_batch", "_shifts", "_world", "step")
         }
         return {**kept, "_partition": self._batch.partition}
 
@@ -361,7 +368,7 @@ class PrivateOptimizer(Assembly):
             return
         device = checks.one_device(self._all_params())
         self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
-        self._batch = LogicalBatch(self.design)
+        self._batch, self._world = LogicalBatch(self.design), join(device)
         if partition is not None:
             self._batch.resume(partition)
         self.oracle.discard()

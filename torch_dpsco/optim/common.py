@@ -6,11 +6,11 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.agreement import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 
 __all__ = ["CommonOptimizer", "require_one_process"]
@@ -73,7 +73,9 @@ class CommonOptimizer(Optimizer):
 
 
 def require_one_process() -> None:
-    """Raises SequenceError in a distributed run."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
-        raise SequenceError("world_size must be 1: distributed sampling is not supported yet")
+    """Raises SequenceError in a distributed run; for optimizers whose release is no sum over the rows of processes."""
+    if world_size() > 1:
+        raise SequenceError(
+            f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and ClippedSGD run in several "
+            f"processes, on Poisson or full batches"
+        )

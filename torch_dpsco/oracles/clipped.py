@@ -76,6 +76,8 @@ class ClippedMean(MeanOracle):
         (z, {add_remove: 1, zero_out: 1, replace_one: 2}). Assumes that a record's row does not depend on other records.
     """
 
+    _processes, _max_processes = 1, 1020  # over which logical batches are spread, see `share`
+
     def __init__(self, noise_multiplier: float, batch_size: int) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
@@ -132,10 +134,8 @@ class ClippedMean(MeanOracle):
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         # for all releases: fresh memory costs as much as the arithmetic
-        sizes = [shape.numel() for shape in self._shapes]
-        self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        parts = self._flat.split(sizes)
-        self._answer = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        self._flat = torch.empty(self.dim, dtype=dtype, device=device)
+        self._answer = self.views(self._flat)
 
     def _count(self, rows: int) -> None:
         self._n_rows += rows
@@ -188,11 +188,68 @@ class ClippedMean(MeanOracle):
         """Returns that of the sum of rows of these norms, after the clip: (B,)."""
         if not self._summation.uses_float32 or not 2.0**-40 < clip < 2.0**40 or not len(norms):
             return FLOAT64  # the error bound of float32 leaves out overflow and underflow
-        return self._summation.for_rows(self._n_rows, float(norms.mean()) / clip)
+        return self._summation.for_rows(self._n_rows * self._processes, float(norms.mean()) / clip)
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
         self.__dict__.update(_means=None, _n_rows=0)  # __setattr__ is slow
+
+    def share(self, processes: int) -> None:
+        """Declares that logical batches are spread over W processes, each of which observes its own rows.
+
+        The declared error of the sum stays that of one process. Float32 is used by a process with m_r rows where
+        W m_r <= rows, so that all such rows together are at most `rows`, and in no process the product of the chain of
+        roundings and the mean of the weighted norms is larger than the planned chain times C: the errors add up to at
+        most chain u sum_r m_r C. The sums of the processes are added in
+        float64, by W - 1 roundings more. The planned float64 chain, 1024 + max_rows, has room for them: that of a
+        process is at most m_r + 4 (tiles of its chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by
+        `replace_sum`, and W <= 1020. The last bits of a mean loss depend on the rows of one process, and are bounded by
+        the rows of all, as before.
+        """
+        # PRIVACY: else each process could spend the whole room for float32
+        # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)
+        if check.positive_count(processes=processes) > self._max_processes:
+            raise ValueError(
+                f"processes must be <= {self._max_processes}, for which rounding is bounded (got {processes})"
+            )
+        self._processes = processes
+
+    @property
+    def processes(self) -> int:
+        """Over how many processes logical batches are spread."""
+        return self._processes
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What several processes take for granted."""
+        if self._processes == 1:
+            return ()
+        return (f"{self._processes} processes that trust each other read the same records in the same order",)
+
+    def write_sum(self, out: Tensor) -> int:
+        """Copies the clipped sum of own rows over batch_size into (d,) float64 zeros, and returns their number.
+
+        NOT private: for the process that adds the sums up.
+        """
+        for part, mean in zip(self.views(out), self._means or [], strict=self._means is not None):
+            part.copy_(mean)
+        return self._n_rows
+
+    def replace_sum(self, total: Tensor, n_rows: int) -> None:
+        """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
+        if n_rows > self._summation.max_rows:
+            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+        self._means = self.views(total)
+
+    @property
+    def dim(self) -> int:
+        """Coordinates of the means of the open batch."""
+        return sum(shape.numel() for shape in self._shapes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Returns a (d,) vector cut into the shapes of the parameters."""
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""

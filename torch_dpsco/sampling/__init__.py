@@ -1,5 +1,6 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
+from torch_dpsco.sampling.distributed import RankSampler, require_divisible
 from torch_dpsco.sampling.draws import Chunk, DrawLog
 from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
 from torch_dpsco.sampling.one_pass import (
@@ -36,6 +37,7 @@ __all__ = [
     "PhysicalBatches",
     "PoissonSampler",
     "PrivateLoader",
+    "RankSampler",
     "ShuffledSampler",
     "UserLoader",
     "accept_empty_draws",
@@ -43,5 +45,6 @@ __all__ = [
     "make_sampler",
     "partition_name",
     "poisson_positions",
+    "require_divisible",
     "user_ids",
 ]

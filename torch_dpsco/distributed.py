@@ -1,0 +1,321 @@
+"""Several processes, one private run: each clips and sums rows of its own, and the noise is drawn once.
+
+In a torch.distributed process group of W > 1 ranks every rank runs the same script, with the whole data set, and its
+optimizer joins the others by itself. One step:
+
+    1 each rank takes the rows of its part of the draw (`sampling.distributed`), clips and adds them
+    2 all ranks compare step, draw, settings, clip, noise and ledger (`agreement`); a rank that failed says so
+    3 every rank charges the same event to its own ledger
+    4 the sums are added on rank 0 in float64, rank 0 adds the noise, and every rank gets the noisy mean
+    5 every rank makes the same update, so that the models stay equal to the last bit
+
+A rank that fails in 1 takes part in 2, one that fails in 3 in 4, and then all ranks raise and discard the batch, so
+that none waits for a sum that does not come. A rank that has died breaks the connection, and the others raise too.
+
+Guarantee: that of the optimizer in one process, with the same event: the union of the draws is a draw of the design,
+the sum over ranks is that of one process up to roundings that the declared error covers (`ClippedMean.share`), and the
+noise is that of one process. The ranks trust each other: partial sums without noise and the key of the batches pass
+between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the same
+order; for data in memory that is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.agreement import Group, digest, read_bytes, sight, world_size
+from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
+from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.clipped import ClippedMean
+from torch_dpsco.rng import sampling_key
+from torch_dpsco.sampling import DesignSampler, Partition, RankSampler, make_sampler, require_divisible
+from torch_dpsco.schedule import Schedule
+
+__all__ = ["Alone", "Ranks", "Run", "World", "is_first", "join"]
+
+
+class Run(Protocol):
+    """What the ranks compare of an optimizer."""
+
+    oracle: MeanOracle
+    design: Design
+    schedule: Schedule
+    accountant: Accountant
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the public constants of the mechanism."""
+
+
+def is_first() -> bool:
+    """Returns whether this process is rank 0, or alone."""
+    return world_size() == 1 or torch.distributed.get_rank() == 0
+
+
+def join(device: torch.device) -> World:
+    """Returns the other processes of a run whose parameters are on a device, or none of them."""
+    return Ranks(device) if world_size() > 1 else Alone()
+
+
+class World(ABC):
+    """The processes that make one run together."""
+
+    @abstractmethod
+    def begin(self, run: Run) -> None:
+        """Makes sure that all ranks have built the same optimizer on the same parameters."""
+
+    @abstractmethod
+    def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
+        """Makes sure that all ranks draw from the same records, equally often."""
+
+    @abstractmethod
+    def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
+        """Returns the sampler of this process."""
+
+    @abstractmethod
+    def require_own_draws(self, loader: Any) -> None:
+        """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
+
+    @abstractmethod
+    def agree(self, run: Run, draw: Draw) -> None:
+        """Makes sure that all ranks have the rows of the same step, before anything is charged."""
+
+    @abstractmethod
+    def release(self, oracle: MeanOracle, noise: torch.Generator) -> Release:
+        """Returns the noisy mean of the rows of all processes."""
+
+    @abstractmethod
+    def failed(self, run: Run, *, in_progress: bool) -> None:
+        """Lets the other ranks fail too, if they wait for this one; its own error is raised by the caller."""
+
+    @abstractmethod
+    def end(self, run: Run) -> None:
+        """Makes sure that all ranks end with the same answer and the same ledger."""
+
+
+class Alone(World):
+    """One process."""
+
+    def begin(self, run: Run) -> None:
+        """Compares nothing."""
+
+    def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
+        """Raises SequenceError if there are other processes by now."""
+        self._require_alone()
+
+    def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
+        """Returns the design's sampler."""
+        return make_sampler(run.design, size=size, steps=steps, resume=resume)
+
+    def require_own_draws(self, loader: Any) -> None:
+        """Refuses the part of a rank."""
+        if isinstance(getattr(loader, "batch_sampler", loader), RankSampler):
+            raise UnknownSamplerError("loader must draw whole batches (got the part of one of several processes)")
+
+    def agree(self, run: Run, draw: Draw) -> None:
+        """Raises SequenceError if there are other processes by now."""
+        self._require_alone()
+
+    def release(self, oracle: MeanOracle, noise: torch.Generator) -> Release:
+        """Returns the oracle's answer."""
+        return oracle.release(noise)
+
+    def failed(self, run: Run, *, in_progress: bool) -> None:
+        """Has nobody to tell."""
+
+    def end(self, run: Run) -> None:
+        """Compares nothing."""
+
+    def _require_alone(self) -> None:
+        if world_size() > 1:
+            # PRIVACY: W runs that do not know of each other would each release a mean of the same records
+            # (test_an_optimizer_made_before_the_process_group_is_refused)
+            raise SequenceError(
+                f"world_size must be 1 for an optimizer made in one process (got {world_size()}): call "
+                f"torch.distributed.init_process_group before the optimizer is made"
+            )
+
+
+# where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum
+_COLLECTING, _CALLING, _AGREED = "collecting", "calling", "agreed"
+
+
+class Ranks(World):
+    """The ranks of torch.distributed's default process group.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._group = device, Group(device)
+        self._settings: int | None = None
+        self._stage = _COLLECTING
+
+    def begin(self, run: Run) -> None:
+        """Raises SequenceError unless all ranks have the same settings, parameters and ledger.
+
+        A rank with an empty ledger takes that of rank 0 over, which may come from a ledger file.
+        """
+        self._share(run)
+        problem = self._take_ledger(run.accountant)
+        self._group.compare("construction", problem, **self._whole(run))
+
+    def _share(self, run: Run) -> None:
+        require_divisible(run.design)
+        if any(phase.smoothing for phase in run.schedule.phases):
+            raise SequenceError("smoothing must be 0 in a run of several processes, whose random points would differ")
+        oracle, kind = run.oracle, type(run.oracle)
+        adds = (kind.observe, kind.release) == (ClippedMean.observe, ClippedMean.release)
+        if not adds or oracle.adaptive or oracle.per_run or oracle.sampled or oracle.unit != "example":
+            # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
+            # (test_oracles_that_do_more_than_add_rows_are_refused)
+            raise SequenceError(
+                f"oracle must be Clipped, HolderClipped or AutoClip in a run of several processes, whose releases are "
+                f"sums of rows with noise of a fixed multiplier (got {kind.__name__}): run it in one process"
+            )
+        assert isinstance(oracle, ClippedMean)
+        oracle.share(self._group.processes)
+
+    def _take_ledger(self, accountant: Accountant) -> str:
+        """Returns what is wrong with this rank's ledger, if anything is."""
+        state = self._group.send_object(accountant.state_dict() if self._group.first else None)
+        if self._group.first:
+            return ""
+        if accountant._journal.file is not None:
+            return "ledger_path must be given on rank 0 only: all ranks charge the same events, which are written once"
+        try:
+            if state["ledger"] and not len(accountant):
+                accountant.load_state_dict(state)
+        except (PrivacyError, ValueError) as error:
+            return f"the ledger of rank 0 cannot be taken over: {error}"
+        return ""
+
+    def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
+        """Raises SequenceError where the data set of a rank has another size or, as far as one can see, order."""
+        # PRIVACY: two ranks would draw a record that is at different places
+        # (test_ranks_with_records_in_another_order_are_refused)
+        self._group.compare("loader", steps=-1 if steps is None else steps, data=digest(*sight(dataset)))
+
+    def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
+        """Returns the sampler of this rank's positions, with a key that rank 0 draws."""
+        self._share(run)
+        group = self._group
+        key = torch.tensor(list(sampling_key() if group.first else bytes(32)), dtype=torch.uint8, device=group.device)
+        group.send(key)
+        secret = bytes(key.tolist())
+        return RankSampler(run.design, rank=group.rank, processes=group.processes, key=secret, size=size, steps=steps)
+
+    def require_own_draws(self, loader: Any) -> None:
+        """Refuses loaders that were not made by `optimizer.loader` in this process."""
+        sampler, group = getattr(loader, "batch_sampler", loader), self._group
+        if isinstance(sampler, RankSampler) and (sampler.rank, sampler.processes) == (group.rank, group.processes):
+            return
+        # PRIVACY: ranks that draw from all positions could draw a record twice
+        # (test_a_sampler_of_all_positions_is_refused)
+        raise UnknownSamplerError(
+            f"loader must draw this rank's positions in a run of several processes (got {type(sampler).__name__}): use "
+            f"optimizer.loader(dataset) on every rank"
+        )
+
+    def agree(self, run: Run, draw: Draw) -> None:
+        """Raises SequenceError on all ranks if one has failed, or is at another step or draw, or has other settings."""
+        if getattr(run.oracle, "processes", 1) != self._group.processes:
+            raise SequenceError("batches must come from optimizer.loader(dataset), called in this process group")
+        self._stage = _CALLING
+        # PRIVACY: else sums of different steps, or of rows clipped differently, would be added
+        # (test_ranks_at_different_steps_are_refused)
+        self._group.compare(
+            "step",
+            settings=self._digest_of_settings(run),
+            steps=run.steps,
+            draw=draw.index,
+            charges=len(run.accountant),
+            mechanism=digest(run.oracle.event(), run.oracle.metrics(), [group["lr"] for group in run.param_groups]),
+        )
+        self._stage = _AGREED
+
+    def release(self, oracle: MeanOracle, noise: torch.Generator) -> Release:
+        """Returns the noisy mean; raises SequenceError on all ranks if one could not charge it."""
+        assert isinstance(oracle, ClippedMean)
+        self._stage = _CALLING
+        answer = self._answer(oracle, noise)
+        oracle.discard()
+        self._stage = _COLLECTING
+        return Release(answer)
+
+    def _answer(self, oracle: ClippedMean, noise: torch.Generator | None) -> list[Tensor]:
+        """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
+        group = self._group
+        message = torch.zeros(oracle.dim + 2, dtype=torch.float64, device=group.device)  # sum, rows, ranks ready
+        if noise is not None:
+            message[-2], message[-1] = oracle.write_sum(message[:-2]), 1
+        group.add_up(message)
+        released = False
+        try:
+            if group.first and noise is not None and message[-1] == group.processes:
+                oracle.replace_sum(message[:-2].to(self._device), int(message[-2]))
+                # PRIVACY: drawn once, on one rank (test_noise_of_every_rank_is_caught)
+                message[:-2] = torch.cat([mean.reshape(-1) for mean in oracle.release(noise).mean])
+                released = True
+        finally:
+            if not released:
+                # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
+                message.zero_()
+            message[-2], message[-1] = 0, released
+            group.send(message)  # on the other ranks it overwrites partial sums
+        if not message[-1]:
+            raise SequenceError("a rank could not charge or release this step, so that no rank makes it: see its error")
+        return oracle.views(message[:-2].to(self._device))
+
+    def failed(self, run: Run, *, in_progress: bool) -> None:
+        """Takes part in the call that the others wait in, and says that this rank has failed."""
+        stage, self._stage = self._stage, _COLLECTING
+        with suppress(RuntimeError):  # where the group is broken they fail by themselves; the caller raises its error
+            if stage == _AGREED:
+                assert isinstance(run.oracle, ClippedMean)
+                self._answer(run.oracle, None)
+            elif stage == _COLLECTING and in_progress:
+                self._group.exchange("step", ready=False)
+
+    def end(self, run: Run) -> None:
+        """Raises SequenceError unless all ranks have made the same steps and have the same parameters and ledger."""
+        self._group.compare("finalize", steps=run.steps, **self._whole(run))
+
+    def _whole(self, run: Run) -> dict[str, Any]:
+        return {
+            "settings": self._digest_of_settings(run),
+            "parameters": digest(*_contents(run)),
+            "ledger": _digest_of_ledger(run.accountant),
+        }
+
+    def _digest_of_settings(self, run: Run) -> int:
+        if self._settings is None:  # constants of the optimizer
+            groups = [{key: value for key, value in g.items() if key not in ("params", "lr")} for g in run.param_groups]
+            self._settings = digest(type(run).__name__, json.dumps(run.settings(), sort_keys=True), groups)
+        return self._settings
+
+
+def _contents(run: Run) -> Iterator[Any]:
+    for group in run.param_groups:
+        for p in group["params"]:
+            yield p.shape
+            yield read_bytes(p)
+
+
+def _digest_of_ledger(accountant: Accountant) -> int:
+    return digest(accountant.ledger.digest(), accountant.adjacency, accountant.unit, accountant.budget)
