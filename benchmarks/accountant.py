@@ -2,6 +2,7 @@
 
     python benchmarks/accountant.py            # times, beside Opacus' RDP and PRV accountants in the same run
     python benchmarks/accountant.py --table    # epsilon per sampling scheme, adjacency and conversion
+    python benchmarks/accountant.py --smoke    # short histories
 
 Times are medians of several rounds, one thread. The table is that of docs/accounting.md: n = 60000, batches of 256,
 235 steps an epoch, delta = 1e-5.
@@ -15,7 +16,9 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 
+import timing
 from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
+from timing import digits
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.pld import pld_epsilon
@@ -51,30 +54,47 @@ def fresh(calls: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def times() -> list[tuple[str, float]]:
-    """Returns (what, milliseconds) per row."""
-    step = PoissonGaussian(1.0, RATE)
+def times(*, smoke: bool = False) -> list[tuple[str, float, str]]:
+    """Returns (what, milliseconds, goal) per row."""
+    step, noises = PoissonGaussian(1.0, RATE), 3 if smoke else 1000
     accountant = Accountant(adjacency="add_remove")
     accountant.record(step, STEPS)
     many = Accountant(adjacency="add_remove")
-    for k in range(1000):
+    for k in range(noises):
         many.record(PoissonGaussian(1.0 + k / 1000, RATE), 1000)
     opacus = RDPAccountant()
 
     def one_step(one: IAccountant) -> None:
         one.step(noise_multiplier=1.0, sample_rate=RATE)
 
+    def one_more(one: Accountant) -> object:
+        one.record(step)
+        return one.get_epsilon(DELTA)
+
+    def full_batches() -> None:
+        full = Accountant(adjacency="add_remove")
+        for k in range(noises):
+            full.record(Gaussian(30.0 + k / 1000, CLIP_UNITS))
+        full.get_epsilon(DELTA)
+
     target = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
-    rows = [
-        ("step(), times 1000", median_ms(lambda: [one_step(accountant) for _ in range(1000)])),
-        ("Opacus RDPAccountant.step(), times 1000", median_ms(lambda: [one_step(opacus) for _ in range(1000)])),
+    return [
+        ("step(), times 1000", median_ms(lambda: [one_step(accountant) for _ in range(1000)]), ""),
+        ("Opacus RDPAccountant.step(), times 1000", median_ms(lambda: [one_step(opacus) for _ in range(1000)]), ""),
         (
-            "get_epsilon, first query (Renyi)",
+            "get_epsilon by Renyi divergences, of a new (noise, rate)",
             median_ms(fresh(lambda: Ledger([step]).epsilon(DELTA, "add_remove", "rdp"))),
+            "<= 2",
         ),
-        ("get_epsilon, cached", median_ms(lambda: accountant.get_epsilon(DELTA))),
-        ("10^6 steps of 1000 noises, first query", median_ms(lambda: many.get_epsilon(DELTA), 1)),
-        ("the same after one more step", median_ms(lambda: (many.record(step), many.get_epsilon(DELTA)))),
+        ("get_epsilon, the same question again", median_ms(lambda: accountant.get_epsilon(DELTA)), "<= 1"),
+        (
+            "get_epsilon after one more step, one noise (loss distribution)",
+            median_ms(lambda: one_more(accountant)),
+            "<= 1",
+        ),
+        (f"get_epsilon, {noises} noises x 1000 steps, first query", median_ms(lambda: many.get_epsilon(DELTA), 1), ""),
+        (f"get_epsilon after one more step, {noises} noises", median_ms(lambda: one_more(many)), "<= 1"),
+        ("full batches, new noises, with a query: a step", median_ms(fresh(full_batches), 3) / noises, "<= 0.02"),
         (
             "calibration of the noise",
             median_ms(
@@ -83,21 +103,31 @@ def times() -> list[tuple[str, float]]:
                 ),
                 3,
             ),
+            "",
         ),
+        *conversions(),
     ]
+
+
+def conversions() -> list[tuple[str, float, str]]:
+    """Returns the rows of loss distributions, and of Opacus' accountants."""
+    rows = []
     for grid in (1e-3, 1e-4):
         noise = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
-        rows.append(
-            (
-                f"privacy loss distribution, grid {grid:g}",
-                median_ms(lambda n=noise, g=grid: pld_epsilon([(PoissonLoss(RATE, next(n)), STEPS)], DELTA, grid=g)),
-            )
-        )
+        call = median_ms(lambda n=noise, g=grid: pld_epsilon([(PoissonLoss(RATE, next(n)), STEPS)], DELTA, grid=g))
+        rows.append((f"privacy loss distribution, grid {grid:g}", call, ""))
     for kind in (RDPAccountant, PRVAccountant):
         theirs = kind()
         theirs.history = [(1.0, RATE, STEPS)]
-        rows.append((f"Opacus {kind.__name__}.get_epsilon", median_ms(lambda t=theirs: t.get_epsilon(delta=DELTA))))
+        call = median_ms(lambda t=theirs: t.get_epsilon(delta=DELTA))
+        rows.append((f"Opacus {kind.__name__}.get_epsilon", call, ""))
     return rows
+
+
+def tables(*, smoke: bool) -> dict[str, str]:
+    """Returns the table "accountant"."""
+    rows = [(what, digits(milliseconds), goal) for what, milliseconds, goal in times(smoke=smoke)]
+    return {"accountant": timing.table(["what", "ms", "goal, ms"], rows)}
 
 
 def table() -> list[tuple[str, list[float]]]:
@@ -136,6 +166,7 @@ def table() -> list[tuple[str, list[float]]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the times, or the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="short histories")
     parser.add_argument("--table", action="store_true", help="epsilon per sampling scheme instead of times")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # Opacus on its range of orders
@@ -146,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, figures in table():
             print(f"| {name} | " + " | ".join(f"{figure:.4g}" for figure in figures) + " |")
         return
-    for name, milliseconds in times():
-        print(f"{name:<45} {milliseconds:10.3f} ms")
+    for name, milliseconds, _ in times(smoke=args.smoke):
+        print(f"{name:<64} {milliseconds:10.3f} ms")
 
 
 if __name__ == "__main__":

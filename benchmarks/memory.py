@@ -29,7 +29,7 @@ from variants import VARIANTS, Setting, can_compile, fit
 GOAL = 1.35  # times plain, plus one buffer of the size of the parameters
 MIB = 2**20
 STEPS = 3
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler reports on its own start otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler reports on its own start otherwise
 SIZES = ("1000/4096", "10000/4096", "MLP", "CNN", "transformer")
 
 
