@@ -21,7 +21,7 @@ from peers import Peer, add_options, started
 from timing import table
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from variants import VARIANTS, Setting, can_compile, fit
+from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit
 
 TOLERANCE = 1.5e-4
 PIECE = 16  # per-sample gradients that the reference holds at once
@@ -57,8 +57,10 @@ def update(case: Case, variant: str, setting: Setting) -> Tensor:
     """Returns the parameters before the step minus those after it, flat, over lr."""
     model = case.model()
     before = flat(model)
-    if variant in ("fit", "compiled"):
-        fit(case, model, setting, 1, compiled=variant == "compiled")
+    if variant == "fit":
+        fit(case, model, setting, 1)
+    elif variant == "vectorized":  # what is compiled
+        compiled_step(case, model, setting, backend=None)()
     else:
         VARIANTS[variant](case, model, setting)()
     return (before - flat(model)) / setting.lr
@@ -72,7 +74,7 @@ def errors(case: Case, peers: Sequence[Peer] = ()) -> dict[str, float]:
     """Returns the relative error of each variant; peers say it of themselves."""
     clip, reference = clip_and_reference(case, case.model())
     setting = Setting(clip=clip, noise_multiplier=0.0, lr=0.1)
-    names = [name for name in VARIANTS if name != "plain"] + ["fit"] + ["compiled"] * can_compile()
+    names = [name for name in VARIANTS if name != "plain"] + ["fit"] + ["vectorized"] * CAN_COMPILE
     found = {name: update(case, name, setting) for name in names}
     for peer in peers:
         for name in peer.private_variants:

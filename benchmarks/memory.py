@@ -24,7 +24,7 @@ import torch
 from cases import Case, cases
 from timing import digits, table
 from torch.profiler import ProfilerActivity, profile
-from variants import VARIANTS, Setting, can_compile, fit
+from variants import VARIANTS, Setting, fit
 
 GOAL = 1.35  # times plain, plus one buffer of the size of the parameters
 MIB = 2**20
@@ -49,8 +49,8 @@ def step_peak(case: Case, variant: str) -> int:
     """Returns the peak of a few steps of a variant, with its optimizer."""
     torch.set_num_threads(1)
     model = case.model()
-    if variant in ("fit", "compiled"):
-        return peak(lambda: fit(case, model, Setting(), STEPS, compiled=variant == "compiled"))
+    if variant == "fit":
+        return peak(lambda: fit(case, model, Setting(), STEPS))
 
     def run() -> None:
         step = VARIANTS[variant](case, model, Setting())
@@ -80,13 +80,13 @@ def tables(*, smoke: bool) -> dict[str, str]:
     """Returns the table "memory"."""
     sizes = SMALL_SIZES if smoke else SIZES
     chosen = [case for case in cases(smoke=smoke) if any(size in case.name for size in sizes)]
-    names = [*VARIANTS, "fit", *["compiled"] * can_compile()]
+    names = [*VARIANTS, "fit"]
     rows = []
     for case in chosen:
-        bytes_of = {name: in_own_process(case, name) for name in names if name != "compiled" or not case.is_linear}
+        bytes_of = {name: in_own_process(case, name) for name in names}
         buffer = sum(p.numel() * p.element_size() for p in case.model().parameters())
         own = (bytes_of["loop"] - buffer) / bytes_of["plain"]
-        line = [digits(bytes_of[name] / MIB) if name in bytes_of else "-" for name in names]
+        line = [digits(bytes_of[name] / MIB) for name in names]
         batch = sum(t.numel() * t.element_size() for t in case.batch)
         rows.append([case.name, digits(batch / MIB), digits(buffer / MIB), *line, digits(own), f"<= {GOAL}"])
     heads = ["case, MiB", "batch", "parameters", *names, "(loop - parameters) / plain", "goal"]

@@ -8,12 +8,14 @@ What a step is, and what the variants are: `variants.py`; models: `cases.py`; ho
 runs in environments of their own: `peers.py`. That all do the same work is checked by `equality.py`.
 
 `fit` is the time of `dp.fit` on draws of all records (batch = data set, so that neither side gathers), of which setup
-is taken out: a turn is the difference of two runs, of 1 and of 1 + k steps, divided by k, which fills 0.1 s.
+is taken out: a turn is the difference of two runs, of 1 and of 1 + k steps, divided by k, which fills 0.1 s. "compiled"
+is a step as `fit(..., compile=True)` makes it; it is compiled before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +24,7 @@ import torch
 from cases import Case, cases
 from peers import PEERS, Peer, add_options, started
 from timing import Figure, Slot, cell, digits, figures, in_process, interleaved, machine, table
-from variants import VARIANTS, Setting, can_compile, fit_slot
+from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit_slot
 
 Found = Mapping[str, tuple[Figure, float]]  # per variant: ratio, milliseconds
 
@@ -61,8 +63,9 @@ def slots(case: Case, peers: Sequence[Peer], *, smoke: bool) -> dict[str, Slot]:
     seconds = 0.002 if smoke else 0.1
     if case.is_linear:
         found["fit"] = fit_slot(case, setting, seconds=seconds)
-    elif can_compile():
-        found["compiled"] = fit_slot(case, setting, seconds=seconds, compiled=True)
+    elif CAN_COMPILE and goal(FIT_GOALS, case):
+        backend = None if smoke else "inductor"
+        found["compiled"] = in_process(compiled_step(case, case.model(), setting, backend=backend))
     for peer in peers:
         found |= {name: peer.slot(case, name, setting) for name in peer.variants}
     return found
@@ -71,12 +74,17 @@ def slots(case: Case, peers: Sequence[Peer], *, smoke: bool) -> dict[str, Slot]:
 def measure(chosen: Sequence[Case], rounds: int, peers: Sequence[Peer], *, smoke: bool) -> list[Measured]:
     """Returns the figures of all variants of the cases."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    return [Measured(case, figures(interleaved(slots(case, peers, smoke=smoke), rounds), "plain")) for case in chosen]
+    measured = []
+    for case in chosen:
+        print(f"measuring {case.name}", file=sys.stderr)
+        found = interleaved(slots(case, peers, smoke=smoke), rounds)
+        measured.append(Measured(case, figures(found, "plain")))
+    return measured
 
 
 def own_table(measured: Sequence[Measured]) -> str:
     """Returns our variants beside their goals."""
-    heads = ["case d/b", "plain", "loop", "ratio", "goal", "`fit`", "ratio", "goal", "dense rows, ratio"]
+    heads = ["case d/b", "plain", "loop", "ratio", "goal", "`fit`, compiled", "ratio", "goal", "dense rows, ratio"]
     rows = []
     for case, found in measured:
         line: list[str] = [case.name, f"{digits(found['plain'][1])} ms"]
@@ -91,7 +99,7 @@ def own_table(measured: Sequence[Measured]) -> str:
 def peer_table(measured: Sequence[Measured]) -> str:
     """Returns the variants of other libraries; jax* is not private."""
     others = [*OPACUS, *(name for names in PEERS.values() for name in names)]
-    heads = ["case d/b", "loop", "`fit`", *(f"Opacus {name}" if name in OPACUS else name for name in others)]
+    heads = ["case d/b", "loop", "`fit`, compiled", *(f"Opacus {name}" if name in OPACUS else name for name in others)]
     rows = []
     for case, found in measured:
         own = found.get("fit", found.get("compiled"))

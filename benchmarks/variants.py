@@ -10,12 +10,13 @@ does neither (`PrivacyEngine` would add its accountant's step).
 * hooks, functorch, ew, ghost: Opacus' DPOptimizer with that grad_sample_mode; ghost with losses of shape (B,), since
   with (B, 1) it multiplies (B,) by (B, 1) and loses its clipping
 * fit: `dp.fit` on draws of all records (see `fit_slot`), which for a linear model is the fused path
-* compiled: `dp.fit(..., compile=True)`
+* compiled: what `dp.fit(..., compile=True)` does in a step
 """
 
 from __future__ import annotations
 
-import inspect
+import importlib
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.sampling import Chunk, DesignSampler
 
-__all__ = ["VARIANTS", "Setting", "can_compile", "fit", "fit_slot"]
+__all__ = ["CAN_COMPILE", "VARIANTS", "Setting", "compiled_step", "fit", "fit_slot"]
+
+CAN_COMPILE = importlib.util.find_spec("torch_dpsco.compiled") is not None  # not in all versions
 
 Step = Callable[[], None]
 
@@ -78,18 +81,23 @@ def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Poisson
     )
 
 
+def _outstanding(model: nn.Module, setting: Setting, size: int) -> tuple[dp.HolderSGD, Callable[[], None]]:
+    """Returns an optimizer, and what makes a batch outstanding: what the loader does, without its gathering."""
+    design = dp.Poisson(size, 100 * size)
+    optimizer = _optimizer(model, setting, size, design)
+    sampler: DesignSampler = optimizer.bind(dp.PoissonSampler(design))
+    chunk = Chunk(Draw(size), size, last=True)
+    return optimizer, lambda: sampler.log.deliver(chunk)
+
+
 def _own(rows: str) -> Callable[[Case, nn.Module, Setting], Step]:
     def build(case: Case, model: nn.Module, setting: Setting) -> Step:
-        size = len(case.batch[0])
-        design = dp.Poisson(size, 100 * size)
         dp.attach(model, rows=rows)
-        optimizer = _optimizer(model, setting, size, design)
-        sampler: DesignSampler = optimizer.bind(dp.PoissonSampler(design))
-        chunk = Chunk(Draw(size), size, last=True)
+        optimizer, deliver = _outstanding(model, setting, len(case.batch[0]))
         train = _training_step(case, model, optimizer, case.loss)
 
         def step() -> None:
-            sampler.log.deliver(chunk)  # what the loader does, without its gathering
+            deliver()
             train()
 
         return step
@@ -151,12 +159,21 @@ VARIANTS: dict[str, Callable[[Case, nn.Module, Setting], Step]] = {
 }
 
 
-def can_compile() -> bool:
-    """Returns whether this version of the library has a compiled path."""
-    return "compile" in inspect.signature(dp.fit).parameters
+def compiled_step(case: Case, model: nn.Module, setting: Setting, *, backend: str | None = "inductor") -> Step:
+    """Returns a step by rows that are compiled (backend None: vectorized only), which takes a while."""
+    inputs, targets = case.batch
+    optimizer, deliver = _outstanding(model, setting, len(inputs))
+    rows = importlib.import_module("torch_dpsco.compiled").CompiledRows(model, case.loss, backend=backend)
+
+    def step() -> None:
+        deliver()
+        optimizer.zero_grad()
+        rows.step(optimizer, inputs, targets)
+
+    return step
 
 
-def fit(case: Case, model: nn.Module, setting: Setting, steps: int, *, compiled: bool = False) -> float:
+def fit(case: Case, model: nn.Module, setting: Setting, steps: int) -> float:
     """Trains by `dp.fit` on draws of all records and returns its CPU seconds; the optimizer is made outside of them.
 
     The loss of a linear model is the library's own, with the targets that it takes: of known derivative, it needs no
@@ -170,17 +187,16 @@ def fit(case: Case, model: nn.Module, setting: Setting, steps: int, *, compiled:
         loss = dp.losses.SoftmaxCrossEntropy(num_classes=model.out_features)
     size = len(inputs)
     optimizer = _optimizer(model, setting, size, dp.Full(size))
-    options = {"compile": True} if compiled else {}
     start = time.process_time()
-    dp.fit(model, optimizer, TensorDataset(inputs, targets), loss, steps=steps, progress=False, **options)
+    dp.fit(model, optimizer, TensorDataset(inputs, targets), loss, steps=steps, progress=False)
     return time.process_time() - start
 
 
-def fit_slot(case: Case, setting: Setting, *, seconds: float = 0.1, compiled: bool = False) -> Slot:
+def fit_slot(case: Case, setting: Setting, *, seconds: float = 0.1) -> Slot:
     """Returns turns of `dp.fit`: the difference of two runs, of 1 and of 1 + k steps, so that its setup cancels out."""
 
     def run(repeats: int) -> float:
-        few, many = (fit(case, dp.attach(case.model()), setting, k, compiled=compiled) for k in (1, 1 + repeats))
+        few, many = (fit(case, dp.attach(case.model()), setting, k) for k in (1, 1 + repeats))
         return (many - few) / repeats
 
     return Slot(run, seconds, most=2000)
