@@ -102,10 +102,10 @@ BUDGET = dp.Budget(1.0, DELTA)
 class Task:
     """Draws records of the task and scores weights on unseen ones."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, unseen: int = 100_000) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._truth = nn.functional.normalize(torch.randn(DIM, generator=self._generator), dim=0).double()
-        self._unseen = self.draw(100_000)
+        self._unseen = self.draw(unseen)
         self.least = self._risk(fit_public(*self._unseen.tensors))
 
     def draw(self, n: int) -> TensorDataset:
@@ -243,9 +243,9 @@ def methods(task: Task, n: int) -> dict[str, tuple[str, Fit]]:
     }
 
 
-def print_risk(runs: int, sizes: Sequence[int] = SIZES) -> None:
+def print_risk(runs: int, sizes: Sequence[int] = SIZES, unseen: int = 100_000) -> None:
     """Prints median excess risks per n, and their slopes on log-log."""
-    task = Task(seed=0)
+    task = Task(seed=0, unseen=unseen)
     print(f"excess risk, medians of {runs} runs; the best model in the ball has {task.least:.4f}, the zero model 1")
     print(f"{'':<28}" + "".join(f"{n:>9}" for n in sizes) + f"{'slope':>9}")
     table: dict[str, list[float]] = {}
@@ -368,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread\n")
     if args.smoke:
-        print_risk(1, (200,))
+        print_risk(1, (200,), unseen=2_000)
         print_speed(1, plan_n=1000)
         return
     if args.risk:
