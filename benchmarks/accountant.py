@@ -2,9 +2,10 @@
 
     python benchmarks/accountant.py            # times, beside Opacus' RDP and PRV accountants in the same run
     python benchmarks/accountant.py --table    # epsilon per sampling scheme, adjacency and conversion
+    python benchmarks/accountant.py --smoke    # short histories
 
-Times are medians of several rounds, one thread. The table is that of docs/accounting.md: n = 60000, batches of 256,
-235 steps an epoch, delta = 1e-5.
+Times are CPU time, medians of several rounds, one thread. The table is that of docs/accounting.md: n = 60000, batches
+of 256, 235 steps an epoch, delta = 1e-5.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import timing
 from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
+from timing import digits
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.pld import pld_epsilon
@@ -31,13 +34,13 @@ RATE = BATCH / N
 NOISES, EPOCHS = (0.6, 1.0, 2.0), (1, 10)
 
 
-def median_ms(call: Callable[[], object], rounds: int = 7) -> float:
-    """Returns the median time of a call in milliseconds."""
+def median_ms(call: Callable[[], object], rounds: int) -> float:
+    """Returns the median CPU time of a call in milliseconds."""
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return 1e3 * statistics.median(times)
 
 
@@ -51,53 +54,72 @@ def fresh(calls: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def times() -> list[tuple[str, float]]:
-    """Returns (what, milliseconds) per row."""
+def calls(noises: int) -> list[tuple[str, Callable[[], object], str, int]]:
+    """Returns what is measured, in order: (what, call, goal in ms, least rounds)."""
     step = PoissonGaussian(1.0, RATE)
-    accountant = Accountant(adjacency="add_remove")
-    accountant.record(step, STEPS)
-    many = Accountant(adjacency="add_remove")
-    for k in range(1000):
+    short, alike, many = (Accountant(adjacency="add_remove") for _ in range(3))
+    short.record(step, STEPS)
+    alike.record(step, 1000)
+    for k in range(noises):
         many.record(PoissonGaussian(1.0 + k / 1000, RATE), 1000)
     opacus = RDPAccountant()
-
-    def one_step(one: IAccountant) -> None:
-        one.step(noise_multiplier=1.0, sample_rate=RATE)
-
     target = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
-    rows = [
-        ("step(), times 1000", median_ms(lambda: [one_step(accountant) for _ in range(1000)])),
-        ("Opacus RDPAccountant.step(), times 1000", median_ms(lambda: [one_step(opacus) for _ in range(1000)])),
-        (
-            "get_epsilon, first query (Renyi)",
-            median_ms(fresh(lambda: Ledger([step]).epsilon(DELTA, "add_remove", "rdp"))),
-        ),
-        ("get_epsilon, cached", median_ms(lambda: accountant.get_epsilon(DELTA))),
-        ("10^6 steps of 1000 noises, first query", median_ms(lambda: many.get_epsilon(DELTA), 1)),
-        ("the same after one more step", median_ms(lambda: (many.record(step), many.get_epsilon(DELTA)))),
-        (
-            "calibration of the noise",
-            median_ms(
-                lambda: noise_multiplier(
-                    next(target), DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove"
-                ),
-                3,
-            ),
-        ),
+
+    def steps(one: IAccountant) -> None:
+        for _ in range(1000):
+            one.step(noise_multiplier=1.0, sample_rate=RATE)
+
+    def one_more(one: Accountant) -> None:
+        one.record(step)
+        one.get_epsilon(DELTA)
+
+    def full_batches() -> None:
+        full = Accountant(adjacency="add_remove")
+        for k in range(100):
+            full.record(Gaussian(30.0 + k / 1000, CLIP_UNITS))
+        full.get_epsilon(DELTA)
+
+    def calibration() -> None:
+        noise_multiplier(next(target), DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove")
+
+    first = fresh(lambda: Ledger([step]).epsilon(DELTA, "add_remove", "rdp"))
+    return [
+        ("step(), times 1000", lambda: steps(short), "", 3),
+        ("Opacus RDPAccountant.step(), times 1000", lambda: steps(opacus), "", 3),
+        ("get_epsilon by Renyi divergences, of a new (noise, rate)", first, "<= 2", 7),
+        ("get_epsilon, the same question again", lambda: short.get_epsilon(DELTA), "<= 1", 7),
+        ("get_epsilon after one more step, 1 noise (loss distribution)", lambda: one_more(alike), "<= 1", 7),
+        (f"get_epsilon of {noises} noises x 1000 steps, first time", lambda: many.get_epsilon(DELTA), "", 1),
+        (f"get_epsilon after one more step, {noises} noises (Renyi)", lambda: one_more(many), "<= 1", 7),
+        ("100 full batches of new noises, with a query", fresh(full_batches), "<= 2", 7),
+        ("calibration of the noise", calibration, "", 3),
+        *conversions(),
     ]
+
+
+def conversions() -> list[tuple[str, Callable[[], object], str, int]]:
+    """Returns the rows of loss distributions, and of Opacus' accountants."""
+    rows = []
     for grid in (1e-3, 1e-4):
         noise = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
-        rows.append(
-            (
-                f"privacy loss distribution, grid {grid:g}",
-                median_ms(lambda n=noise, g=grid: pld_epsilon([(PoissonLoss(RATE, next(n)), STEPS)], DELTA, grid=g)),
-            )
-        )
+
+        def composed(noise: Iterator[float] = noise, grid: float = grid) -> float:
+            return pld_epsilon([(PoissonLoss(RATE, next(noise)), STEPS)], DELTA, grid=grid)
+
+        rows.append((f"privacy loss distribution, grid {grid:g}", composed, "", 7))
     for kind in (RDPAccountant, PRVAccountant):
         theirs = kind()
         theirs.history = [(1.0, RATE, STEPS)]
-        rows.append((f"Opacus {kind.__name__}.get_epsilon", median_ms(lambda t=theirs: t.get_epsilon(delta=DELTA))))
+        rows.append((f"Opacus {kind.__name__}.get_epsilon", lambda t=theirs: t.get_epsilon(delta=DELTA), "", 7))
     return rows
+
+
+def tables(*, smoke: bool) -> dict[str, str]:
+    """Returns the table "accountant"."""
+    rows = []
+    for what, call, goal, rounds in calls(noises=100 if smoke else 1000):
+        rows.append((what, digits(median_ms(call, 1 if smoke else rounds)), goal))
+    return {"accountant": timing.table(["what", "ms", "goal, ms"], rows)}
 
 
 def table() -> list[tuple[str, list[float]]]:
@@ -136,6 +158,7 @@ def table() -> list[tuple[str, list[float]]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the times, or the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="short histories")
     parser.add_argument("--table", action="store_true", help="epsilon per sampling scheme instead of times")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # Opacus on its range of orders
@@ -146,8 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, figures in table():
             print(f"| {name} | " + " | ".join(f"{figure:.4g}" for figure in figures) + " |")
         return
-    for name, milliseconds in times():
-        print(f"{name:<45} {milliseconds:10.3f} ms")
+    print(tables(smoke=args.smoke)["accountant"])
 
 
 if __name__ == "__main__":

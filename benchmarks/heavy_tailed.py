@@ -5,6 +5,7 @@
     python benchmarks/heavy_tailed.py --bounds   # slopes of the planned bounds against n, seconds
     python benchmarks/heavy_tailed.py --speed    # a step beside HolderSGD's, a minute
     python benchmarks/heavy_tailed.py --memory   # 100,000 steps of one pass, a minute and a half
+    python benchmarks/heavy_tailed.py --smoke    # risk, speed and memory with tiny numbers: shows that they run
 
 Everything is computed through the public interface. The figures are those of docs/choosing.md.
 
@@ -215,7 +216,7 @@ def print_risk(runs: int, sizes: Sequence[int], only: str, batches: int) -> None
                 table.setdefault(name, []).append(statistics.median(found))
         print(f"{'n':<26}" + "".join(f"{n:>10}" for n in sizes) + f"{'slope':>9}")
         for name, risks in table.items():
-            slope = np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0]
+            slope = np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0] if len(sizes) > 1 else np.nan
             print(f"{name:<26}" + "".join(f"{risk:>10.5f}" for risk in risks) + f"{slope:>9.2f}")
         print(f"Opacus was tuned to: {'; '.join(choices)}\n" if choices else "", flush=True)
 
@@ -403,18 +404,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of --speed")
     parser.add_argument("--memory", action="store_true", help="what a long run holds")
     parser.add_argument("--steps", type=int, default=100_000, help="of --memory")
+    parser.add_argument("--smoke", action="store_true", help="risk, speed and memory, tiny")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", category=dp.UtilityWarning)  # small pilots: the table shows what comes of it
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread\n")
+    if args.smoke:
+        args.runs, args.sizes, args.rounds, args.steps = 1, (1_000,), 1, 20
     if args.bounds:
         print_bounds()
-    if args.speed:
+    if args.speed or args.smoke:
         print_speed(args.rounds)
-    if args.memory:
+    if args.memory or args.smoke:
         print_memory(args.steps)
-    if not (args.bounds or args.speed or args.memory):
+    if args.smoke or not (args.bounds or args.speed or args.memory):
         print_risk(args.runs, args.sizes, args.only, args.batches)
 
 

@@ -3,6 +3,7 @@
     python benchmarks/holder.py            # noise: published and ours, a few seconds
     python benchmarks/holder.py --risk     # excess risk against n on a synthetic task, two to three minutes
     python benchmarks/holder.py --speed    # a step of HolderOutputSGD beside torch.optim.SGD, and planning, a minute
+    python benchmarks/holder.py --smoke    # --risk and --speed with tiny numbers: shows that they run
 
 Everything is computed through the public interface. The figures are those of docs/choosing.md.
 
@@ -101,10 +102,10 @@ BUDGET = dp.Budget(1.0, DELTA)
 class Task:
     """Draws records of the task and scores weights on unseen ones."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, unseen: int = 100_000) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._truth = nn.functional.normalize(torch.randn(DIM, generator=self._generator), dim=0).double()
-        self._unseen = self.draw(100_000)
+        self._unseen = self.draw(unseen)
         self.least = self._risk(fit_public(*self._unseen.tensors))
 
     def draw(self, n: int) -> TensorDataset:
@@ -242,13 +243,13 @@ def methods(task: Task, n: int) -> dict[str, tuple[str, Fit]]:
     }
 
 
-def print_risk(runs: int) -> None:
+def print_risk(runs: int, sizes: Sequence[int] = SIZES, unseen: int = 100_000) -> None:
     """Prints median excess risks per n, and their slopes on log-log."""
-    task = Task(seed=0)
+    task = Task(seed=0, unseen=unseen)
     print(f"excess risk, medians of {runs} runs; the best model in the ball has {task.least:.4f}, the zero model 1")
-    print(f"{'':<28}" + "".join(f"{n:>9}" for n in SIZES) + f"{'slope':>9}")
+    print(f"{'':<28}" + "".join(f"{n:>9}" for n in sizes) + f"{'slope':>9}")
     table: dict[str, list[float]] = {}
-    for n in SIZES:
+    for n in sizes:
         chosen = []
         for name, (choice, fit) in methods(task, n).items():
             found = [task.excess(fit(task.draw(n))) for _ in range(runs)]
@@ -256,7 +257,7 @@ def print_risk(runs: int) -> None:
             chosen += [f"{name.split(',')[0]} {choice}"] if choice else []
         print(f"  tuned at n = {n}: {'; '.join(chosen)}", flush=True)
     for name, risks in table.items():
-        slope = np.polyfit(np.log(SIZES), np.log(np.maximum(risks, 1e-9)), 1)[0]
+        slope = np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0] if len(sizes) > 1 else np.nan
         print(f"{name:<28}" + "".join(f"{risk:>9.4f}" for risk in risks) + f"{slope:>9.2f}")
 
 
@@ -319,7 +320,7 @@ def compare_speed(name: str, build: Callable[[], nn.Module], data: TensorDataset
         print(f"{name:<24}{label:<17}{1e6 * x:>10.1f}{1e6 * y:>10.1f}{1e6 * (y - x):>+10.1f}{y / x:>9.2f}")
 
 
-def print_speed(rounds: int) -> None:
+def print_speed(rounds: int, plan_n: int = 10**6) -> None:
     """Prints times per iteration in microseconds, and of planning in seconds."""
     print(f"{'microseconds':<41}{'SGD':>10}{'ours':>10}{'more':>10}{'ratio':>9}")
     logistic = dp.losses.Logistic()
@@ -349,10 +350,10 @@ def print_speed(rounds: int) -> None:
         for _ in range(3):
             start = time.perf_counter()
             dp.HolderOutputSGD.plan(
-                problem=hinge_problem(POWER), n=10**6, budget=dp.Budget(1.0, 1e-8), dim=20, sampling=sampling, epochs=1
+                problem=hinge_problem(POWER), n=plan_n, budget=dp.Budget(1.0, 1e-8), dim=20, sampling=sampling, epochs=1
             )
             times.append(time.perf_counter() - start)
-        print(f"planning, n = T = 1e6, {sampling}: {statistics.median(times):.2f} s")
+        print(f"planning, n = T = {plan_n:.0e}, {sampling}: {statistics.median(times):.2f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -361,10 +362,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=RUNS, help="of --risk")
     parser.add_argument("--speed", action="store_true", help="times")
     parser.add_argument("--rounds", type=int, default=9, help="of --speed")
+    parser.add_argument("--smoke", action="store_true", help="--risk and --speed, tiny")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread\n")
+    if args.smoke:
+        print_risk(1, (200,), unseen=2_000)
+        print_speed(1, plan_n=1000)
+        return
     if args.risk:
         print_risk(args.runs)
     if args.speed:

@@ -1,165 +1,131 @@
-"""Time of one private step, as a multiple of plain torch SGD in the same process.
+"""Time of one private step, as a multiple of plain torch SGD in the same process, beside Opacus and other peers.
 
-    python benchmarks/step_time.py                  # about two minutes
-    python benchmarks/step_time.py --rounds 5 --cases "logistic d=1000 b=256"
+    python benchmarks/step_time.py                                    # about five minutes
+    python benchmarks/step_time.py --rounds 5 --cases "logistic 1000/256"
+    python benchmarks/step_time.py --smoke                            # seconds
 
-All variants of a case live in one process with one thread and take turns in random order, a few steps each; a figure is
-the median over rounds of CPU time divided by that of plain SGD in the same round. A step is zero_grad, forward, loss,
-backward and update on one batch that is in memory: no data loading, no calibration; the ledger is charged. Variants:
+What a step is, and what the variants are: `variants.py`; models: `cases.py`; how turns are taken: `timing.py`; what
+runs in environments of their own: `peers.py`. That all do the same work is checked by `equality.py`.
 
-* factored: HolderSGD on factored Linear rows (the default of attach)
-* dense: HolderSGD on Opacus' dense rows
-* opacus: Opacus' DPOptimizer on the same dense rows (hooks)
+`fit` is the time of `dp.fit` on draws of all records (batch = data set, so that neither side gathers), of which setup
+is taken out: a turn is the difference of two runs, of 1 and of 1 + k steps, divided by k, which fills 0.1 s. "compiled"
+is a step as `fit(..., compile=True)` makes it; it is compiled before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import random
-import statistics
-import time
+import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from opacus import GradSampleModule
-from opacus.optimizers import DPOptimizer
-from torch import Tensor, nn
+from cases import Case, cases
+from peers import PEERS, Peer, add_options, started
+from timing import Figure, Slot, cell, digits, figures, in_process, interleaved, machine, table
+from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit_slot
 
-import torch_dpsco as dp
-from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.sampling import Chunk, DesignSampler
+Found = Mapping[str, tuple[Figure, float]]  # per variant: ratio, milliseconds
 
-LR, NOISE = 0.01, 1.0
-SLOT_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, a batch and a loss."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    batch: tuple[Tensor, Tensor]
-    loss: nn.Module
-    problem: dp.Problem
-
-
-def cases() -> list[Case]:
-    torch.manual_seed(0)
-
-    def logistic(dim: int, size: int) -> Case:
-        batch = (torch.randn(size, dim), (torch.rand(size, 1) > 0.5).float())
-        problem = dp.losses.Logistic().problem(bound_x=40.0)
-        return Case(f"logistic d={dim} b={size}", lambda: nn.Linear(dim, 1), batch, nn.BCEWithLogitsLoss(), problem)
-
-    def mlp() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)
-        )  # fmt: skip
-
-    batch = (torch.randn(256, 784), torch.randint(10, (256,)))
-    network = Case("MLP 784-512-256-10 b=256", mlp, batch, nn.CrossEntropyLoss(), dp.Problem(lipschitz=1.0))
-    return [logistic(1000, 256), logistic(1000, 4096), network]
+NOT_INSTALLED = "not installed"
+LOOP_GOALS = {"logistic 1000/256": 2.0, "logistic 1000/4096": 1.5, "MLP": 1.25, "CNN": 1.45, "transformer": 1.3}
+FIT_GOALS = {
+    "logistic 100/256": 0.6,
+    "logistic 100/4096": 0.6,
+    "logistic 1000/256": 0.6,
+    "logistic 1000/4096": 0.9,
+    "logistic 10000/256": 0.9,
+    "logistic 10000/4096": 1.05,
+    "CNN": 0.95,  # compiled, and the next
+    "transformer": 1.1,
+}
+OPACUS = ("hooks", "functorch", "ew", "ghost")
 
 
-def plain_step(case: Case) -> Callable[[], None]:
-    model = case.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    inputs, targets = case.batch
+class Measured(NamedTuple):
+    """Figures of one case."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        case.loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
+    case: Case
+    found: Found
 
 
-def private_step(case: Case, rows: str) -> Callable[[], None]:
-    model = dp.attach(case.build(), rows=rows)
-    inputs, targets = case.batch
-    size = len(inputs)
-    design = dp.Poisson(size, 100 * size)
-    optimizer = dp.HolderSGD(
-        model.parameters(),
-        LR,
-        problem=case.problem,
-        noise_multiplier=NOISE,
-        batch_size=size,
-        design=design,
-        adjacency="add_remove",
-    )
-    sampler: DesignSampler = optimizer.bind(dp.PoissonSampler(design))
-    chunk = Chunk(Draw(size), size, last=True)
-
-    def step() -> None:
-        sampler.log.deliver(chunk)  # what the loader does, without its gathering
-        optimizer.zero_grad()
-        case.loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
+def goal(goals: Mapping[str, float], case: Case) -> str:
+    """Returns the goal of a case, or nothing."""
+    found = goals.get(case.name, goals.get(case.name.split()[0]))
+    return "" if found is None else f"<= {found}"
 
 
-def opacus_step(case: Case) -> Callable[[], None]:
-    model = GradSampleModule(case.build())
-    inner = torch.optim.SGD(model.parameters(), lr=LR)
-    inputs, targets = case.batch
-    optimizer = DPOptimizer(inner, noise_multiplier=NOISE, max_grad_norm=1.0, expected_batch_size=len(inputs))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        case.loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
-
-
-def cpu_seconds(step: Callable[[], None], repeats: int) -> float:
-    step()  # warms caches after another variant's turn
-    start = time.process_time()
-    for _ in range(repeats):
-        step()
-    return (time.process_time() - start) / repeats
+def slots(case: Case, peers: Sequence[Peer], *, smoke: bool) -> dict[str, Slot]:
+    """Returns the turns of all variants of a case."""
+    setting = Setting()
+    found = {name: in_process(build(case, case.model(), setting)) for name, build in VARIANTS.items()}
+    seconds = 0.002 if smoke else 0.1
+    if case.is_linear:
+        found["fit"] = fit_slot(case, setting, seconds=seconds)
+    elif CAN_COMPILE and goal(FIT_GOALS, case):
+        backend = None if smoke else "inductor"
+        found["compiled"] = in_process(compiled_step(case, case.model(), setting, backend=backend))
+    for peer in peers:
+        found |= {name: peer.slot(case, name, setting) for name in peer.variants}
+    return found
 
 
-def measure(case: Case, rounds: int) -> dict[str, tuple[float, float]]:
-    """Returns per variant (median ratio to plain SGD, median milliseconds)."""
-    steps = {
-        "plain": plain_step(case),
-        "factored": private_step(case, "factored"),
-        "dense": private_step(case, "dense"),
-        "opacus": opacus_step(case),
-    }
-    repeats = {name: max(1, min(50, int(SLOT_SECONDS / cpu_seconds(step, 2)))) for name, step in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name in random.sample(list(steps), len(steps)):
-            seconds[name].append(cpu_seconds(steps[name], repeats[name]))
-    return {
-        name: (
-            statistics.median(own / plain for own, plain in zip(times, seconds["plain"], strict=True)),
-            1e3 * statistics.median(times),
-        )
-        for name, times in seconds.items()
-    }
+def measure(chosen: Sequence[Case], rounds: int, peers: Sequence[Peer], *, smoke: bool) -> list[Measured]:
+    """Returns the figures of all variants of the cases."""
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    measured = []
+    for case in chosen:
+        print(f"measuring {case.name}", file=sys.stderr)
+        found = interleaved(slots(case, peers, smoke=smoke), rounds)
+        measured.append(Measured(case, figures(found, "plain")))
+    return measured
+
+
+def own_table(measured: Sequence[Measured]) -> str:
+    """Returns our variants beside their goals."""
+    heads = ["case d/b", "plain", "loop", "ratio", "goal", "`fit`, compiled", "ratio", "goal", "dense rows, ratio"]
+    rows = []
+    for case, found in measured:
+        line: list[str] = [case.name, f"{digits(found['plain'][1])} ms"]
+        for name, goals in (("loop", LOOP_GOALS), ("fit" if case.is_linear else "compiled", FIT_GOALS)):
+            ratio, milliseconds = found.get(name, (None, 0.0))
+            line += ["-", "-"] if ratio is None else [f"{digits(milliseconds)} ms", cell(ratio)]
+            line.append(goal(goals, case))
+        rows.append([*line, cell(found["dense"][0])])
+    return table(heads, rows)
+
+
+def peer_table(measured: Sequence[Measured]) -> str:
+    """Returns the variants of other libraries; jax* is not private."""
+    others = [*OPACUS, *(name for names in PEERS.values() for name in names)]
+    heads = ["case d/b", "loop", "`fit`, compiled", *(f"Opacus {name}" if name in OPACUS else name for name in others)]
+    rows = []
+    for case, found in measured:
+        own = found.get("fit", found.get("compiled"))
+        line = [case.name, digits(found["loop"][0].median), "-" if own is None else digits(own[0].median)]
+        rows.append([*line, *(cell(found[name][0]) if name in found else NOT_INSTALLED for name in others)])
+    return table(heads, rows)
+
+
+def tables(*, smoke: bool, rounds: int, peers: Sequence[Peer] = (), only: str = "") -> dict[str, str]:
+    """Returns the tables "step" and "step-peers"."""
+    measured = measure([case for case in cases(smoke=smoke) if only in case.name], rounds, peers, smoke=smoke)
+    return {"step": own_table(measured), "step-peers": peer_table(measured)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
+    parser.add_argument("--smoke", action="store_true", help="small models")
+    add_options(parser)
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {platform.machine()}, one thread, {args.rounds} rounds")
-    for case in cases():
-        if args.cases in case.name:
-            for name, (ratio, milliseconds) in measure(case, args.rounds).items():
-                print(f"{case.name:<26}{name:<10}{ratio:8.2f} x {milliseconds:10.3f} ms")
+    with started(args) as peers:
+        print(machine(args.rounds))
+        for name, text in tables(smoke=args.smoke, rounds=args.rounds, peers=peers, only=args.cases).items():
+            print(f"\n{name}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/user_level.py --counts                       # about a minute
     python benchmarks/user_level.py --counts --sizes 1000x100,5000x1000
+    python benchmarks/user_level.py --smoke                        # seconds
 
 Every figure is that of a process of its own with one thread: CPU seconds (the least of some repeats) and the growth of
 the peak resident memory over what was there with the rows in place. The variants:
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import timing
 import torch
 from torch import Tensor
 
@@ -28,6 +30,8 @@ from torch_dpsco.gradbatch import DenseBlock, GradBatch, Points, neighbor_counts
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
 
 SIZES = "1000x100,5000x100,20000x100,1000x1000,5000x1000,20000x1000"
+SMALL_SIZES = "100x10"
+VARIANTS = ("gram32", "counts", "filter", "cdist")
 SPREAD, TILE = 0.1, 1024
 
 
@@ -102,17 +106,31 @@ def in_own_process(name: str, n: int, dim: int) -> tuple[float, float]:
         return pool.apply(measure, (name, n, dim))
 
 
+def tables(*, sizes: str) -> dict[str, str]:
+    """Returns the table "users": CPU seconds and memory per size and variant."""
+    rows = []
+    for size in sizes.split(","):
+        n, dim = map(int, size.split("x"))
+        found = [in_own_process(name, n, dim) for name in VARIANTS]
+        cells = [f"{timing.digits(seconds)} s, {timing.digits(mebibytes)} MiB" for seconds, mebibytes in found]
+        rows.append([f"{n:,}, {dim:,}", *cells, timing.digits(found[1][0] / found[0][0])])
+    return {"users": timing.table(["users, d", *VARIANTS, "counts / gram32"], rows)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--counts", action="store_true", help="time and memory of one oracle call")
     parser.add_argument("--sizes", default=SIZES, help="users x dimension, separated by commas")
+    parser.add_argument("--smoke", action="store_true", help="few users")
     args = parser.parse_args(argv)
+    if args.smoke:
+        args.counts, args.sizes = True, SMALL_SIZES
     if not args.counts:
         parser.error("give --counts")
     print(f"torch {torch.__version__}, {platform.machine()}, one thread; CPU seconds, MiB above the rows, x gram32")
     for size in args.sizes.split(","):
         n, dim = map(int, size.split("x"))
-        found = {name: in_own_process(name, n, dim) for name in ("gram32", "counts", "filter", "cdist")}
+        found = {name: in_own_process(name, n, dim) for name in VARIANTS}
         for name, (seconds, mebibytes) in found.items():
             ratio = seconds / found["gram32"][0]
             print(f"n={n:<6} d={dim:<5} {name:<8}{seconds:9.3f} s {mebibytes:9.1f} MiB {ratio:7.2f} x")

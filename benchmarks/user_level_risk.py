@@ -3,6 +3,7 @@
     python benchmarks/user_level_risk.py --noise     # the filter's proved noise beside clipping's, seconds
     python benchmarks/user_level_risk.py --risk      # excess risk against m and n with slopes, some minutes
     python benchmarks/user_level_risk.py --far       # a mean far from the start: where the filter wins, seconds
+    python benchmarks/user_level_risk.py --smoke     # --risk without the filter, few users: shows that it runs
 
 The task of --risk: features uniform on the unit sphere of R^10, logistic labels of weights of norm 6, i.i.d. users;
 population excess risk on 200,000 fresh rows, epsilon = 2, delta = 1e-6, replace_one, all users in each step. EVERY
@@ -42,8 +43,9 @@ DIM, NORM, TEST_ROWS = 10, 6.0, 200_000
 EPSILON, DELTA = 2.0, 1e-6
 STEPS, LRS, FILTER_LRS = 30, (16.0, 48.0), (4.0, 16.0)
 CLIPS, RADII = (0.5, 1.0), (1.2, 1.6)  # both over sqrt(m)
-GRID_M, GRID_N = (5, 20, 80), (500, 1000, 2000, 4000)
-USERS, ITEMS = 1000, 20  # where the other one varies
+Grids = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+GRIDS: Grids = (1000, 20, (5, 20, 80), (500, 1000, 2000, 4000))  # n where m varies, m where n varies, all m, all n
+SMALL_GRIDS: Grids = (300, 2, (2,), (300,))
 LOSS, SUM = nn.BCEWithLogitsLoss(), nn.BCEWithLogitsLoss(reduction="sum")
 
 Fit = Callable[[TensorDataset, Tensor, int, int], Iterator[Tensor]]
@@ -162,12 +164,13 @@ def slope(sizes: Sequence[int], found: Sequence[float | None]) -> str:
     return f"{statistics.linear_regression(*zip(*points, strict=True)).slope:.2f}"
 
 
-def print_risk(names: Sequence[str], runs: int) -> None:
+def print_risk(names: Sequence[str], runs: int, grids: Grids = GRIDS) -> None:
     test = draw(TEST_ROWS, torch.Generator().manual_seed(10**6))
     print(f"excess risk, epsilon = {EPSILON:g}, {STEPS} steps; zero has {excess(torch.zeros(DIM), test):.3f}")
+    users, items, grid_m, grid_n = grids
     for title, sizes, cell in (
-        (f"m, at n = {USERS}", GRID_M, lambda size: (USERS, size)),
-        (f"n, at m = {ITEMS}", GRID_N, lambda size: (size, ITEMS)),
+        (f"m, at n = {users}", grid_m, lambda size: (users, size)),
+        (f"n, at m = {items}", grid_n, lambda size: (size, items)),
     ):
         print(f"\n{title:<16}" + "".join(f"{size:>12}" for size in sizes) + f"{'slope':>8}")
         for name in names:
@@ -221,7 +224,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--far", action="store_true", help="a mean far from the start")
     parser.add_argument("--method", choices=(*METHODS, "all"), default="all", help="of --risk")
     parser.add_argument("--runs", type=int, default=2, help="data sets of each size")
+    parser.add_argument("--smoke", action="store_true", help="--risk with few users")
     args = parser.parse_args(argv)
+    if args.smoke:
+        print_risk(["clipped", "not private"], 1, SMALL_GRIDS)
+        return
     if not (args.noise or args.risk or args.far):
         parser.error("give --noise, --risk or --far")
     if args.noise:

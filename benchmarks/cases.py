@@ -1,0 +1,108 @@
+"""Models, batches and losses of the benchmarks; torch alone, so that peers can use them in environments of their own.
+
+"logistic d/b" is logistic regression in d dimensions on a batch of b. The network of convolutions is that of Opacus'
+MNIST example (26,010 parameters). The transformer is one pre-LN block with a classifier on the mean over positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Block", "Case", "cases"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a batch that is in memory, and a loss that is a mean over the batch."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: tuple[Tensor, Tensor]
+    loss: nn.Module
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the model is one linear layer."""
+        return type(self.build()) is nn.Linear
+
+    def model(self) -> nn.Module:
+        """Returns the model with the same weights every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return self.build()
+
+
+class Block(nn.Module):
+    """Pre-LN attention and feed-forward block, mean over positions, classifier."""
+
+    def __init__(self, width: int, heads: int, hidden: int, classes: int = 10) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.classify = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns scores (B, classes) of sequences (B, T, width)."""
+        size, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(size, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(size, length, width)
+        x = x + self.out(mixed)
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return self.classify(x.mean(dim=1))
+
+
+def _logistic(dim: int, size: int) -> Case:
+    batch = (torch.randn(size, dim), (torch.rand(size, 1) > 0.5).float())
+    return Case(f"logistic {dim}/{size}", lambda: nn.Linear(dim, 1), batch, nn.BCEWithLogitsLoss())
+
+
+def _softmax(dim: int, size: int) -> Case:
+    batch = (torch.randn(size, dim), torch.randint(10, (size,)))
+    return Case(f"softmax {dim}/{size}", lambda: nn.Linear(dim, 10), batch, nn.CrossEntropyLoss())
+
+
+def _mlp(widths: tuple[int, ...], size: int) -> Case:
+    def build() -> nn.Module:
+        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    batch = (torch.randn(size, widths[0]), torch.randint(widths[-1], (size,)))
+    return Case(f"MLP {'-'.join(map(str, widths))} b={size}", build, batch, nn.CrossEntropyLoss())
+
+
+def _cnn(size: int) -> Case:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(1, 16, 8, 2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1)),
+            *(nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)),
+            *(nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)),
+        )
+
+    batch = (torch.randn(size, 1, 28, 28), torch.randint(10, (size,)))
+    return Case(f"CNN b={size}", build, batch, nn.CrossEntropyLoss())
+
+
+def _transformer(width: int, length: int, hidden: int, size: int) -> Case:
+    batch = (torch.randn(size, length, width), torch.randint(10, (size,)))
+    return Case(f"transformer block b={size}", lambda: Block(width, 4, hidden), batch, nn.CrossEntropyLoss())
+
+
+def cases(*, smoke: bool = False) -> list[Case]:
+    """Returns all cases, or small ones of each kind; the same data every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if smoke:
+            return [_logistic(20, 32), _softmax(20, 32), _mlp((20, 16, 10), 32), _cnn(4), _transformer(8, 4, 16, 4)]
+        return [
+            *(_logistic(dim, size) for dim in (100, 1000, 10000) for size in (256, 4096)),
+            *(_softmax(1000, 256), _mlp((784, 512, 256, 10), 256), _cnn(64), _transformer(128, 64, 512, 32)),
+        ]
