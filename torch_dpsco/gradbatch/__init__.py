@@ -1,11 +1,15 @@
-"""Per-sample gradients: dense rows from Opacus' grad samplers and factored rows of Linear layers, one interface."""
+"""Per-sample gradients: dense rows from Opacus' grad samplers and rows that layers record themselves, one interface."""
 
 from torch_dpsco.gradbatch.base import FLOAT64, Block, Summation, plan_summation, row_norms
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
-from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
+from torch_dpsco.gradbatch.gram import SequenceBlock
+from torch_dpsco.gradbatch.items import ItemBlock
+from torch_dpsco.gradbatch.linear import FactoredLinear
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
+from torch_dpsco.gradbatch.passes import PassCounter
+from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = [
@@ -15,8 +19,10 @@ __all__ = [
     "FactoredBlock",
     "FactoredLinear",
     "GradBatch",
+    "ItemBlock",
     "PassCounter",
     "Points",
+    "SequenceBlock",
     "Summation",
     "Tape",
     "clear_rows",
