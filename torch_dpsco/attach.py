@@ -1,8 +1,8 @@
 """Makes a model produce per-sample gradients, in place: `attach(model)` before training, `detach(model)` after.
 
-Layers of the common kinds record their own rows (factored: see `gradbatch.recorded`); every other layer, and those whose
-parameters are shared, get Opacus' grad-sampler hooks. The model keeps its class, its parameter names and its state dict.
-After attach no non-private gradient survives a backward:
+Layers of the common kinds record their own rows (factored: see `gradbatch.recorded`); every other layer, and those
+whose parameters are shared, get Opacus' grad-sampler hooks. The model keeps its class, its parameter names and its
+state dict. After attach no non-private gradient survives a backward:
 
 * `p.grad` is dropped as soon as it is accumulated;
 * in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight

@@ -55,7 +55,8 @@ def wire_twice(m: Wired, x: Tensor) -> Tensor:
 def build() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(2, 3), nn.Tanh(), Wired(wire_twice, body=nn.Linear(3, 3), head=nn.Linear(3, 4)), nn.LayerNorm(4)
+        *(nn.Linear(2, 3), nn.Tanh(), Wired(wire_twice, body=nn.Linear(3, 3), head=nn.Linear(3, 4))),
+        *(nn.LayerNorm(4), nn.RMSNorm(4)),
     )
     return model.double()
 

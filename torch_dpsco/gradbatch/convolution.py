@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco.gradbatch.base import work_dtype
-from torch_dpsco.gradbatch.kept import Formed, Kept, pairs
+from torch_dpsco.gradbatch.gram import outer_sums
+from torch_dpsco.gradbatch.kept import Formed, Kept, leaves_factors, pairs
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Kind, Tape, Use, require_dims, run
 
 __all__ = ["RecordedConv1d", "RecordedConv2d", "RecordedConv3d"]
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TILE_ELEMENTS = 2**18  # numbers of patches that are copied at once
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
@@ -45,8 +47,7 @@ def _flat(pads: list[tuple[int, int]]) -> list[int]:
 
 
 def _patches(layer: Any, x: Tensor) -> Tensor:
-    """Returns the patches of padded records: (B, groups, C/groups * k, T)."""
-    x = x.contiguous()
+    """Returns the patches of padded records as a view: (B, C, *kernel, *places)."""
     (records, channels, *step), spatial = x.stride(), list(zip(layer.stride, layer.dilation, strict=True))
     places = [
         (size - d * (k - 1) - 1) // s + 1
@@ -55,9 +56,22 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
     strides = [d * own for own, (_, d) in zip(step, spatial, strict=True)]
     strides += [s * own for own, (s, _) in zip(step, spatial, strict=True)]
     shape = [*x.shape[:2], *layer.kernel_size, *places]
-    view = x.as_strided(shape, [records, channels, *strides], x.storage_offset())
-    inner = x.shape[1] // layer.groups * torch.Size(layer.kernel_size).numel()
-    return view.reshape(len(x), layer.groups, inner, torch.Size(places).numel())
+    return x.as_strided(shape, [records, channels, *strides], x.storage_offset())
+
+
+def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
+    """Returns the rows of the weight, from the patches of some records at a time."""
+    groups, times, n_records = use.layer.groups, grad.shape[2], len(grad)
+    out, width = use.weight.shape[0] // groups, use.weight[0].numel()
+    rows = grad.new_empty(n_records, groups, out, width)
+    step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
+    buffer = grad.new_empty(step, *patches.shape[1:])  # one for all tiles: fresh memory costs more than the arithmetic
+    for start in range(0, n_records, step):
+        part = slice(start, min(start + step, n_records))
+        acts = buffer[: part.stop - start].copy_(patches[part]).view(-1, width, times).transpose(1, 2)
+        backprops = grad[part].reshape(-1, out, times).transpose(1, 2)
+        outer_sums(acts, backprops, use.scale, out=rows[part].flatten(0, 1))
+    return rows.view(n_records, *use.weight.shape)
 
 
 class _Convolution(Kind):
@@ -81,16 +95,12 @@ class _Convolution(Kind):
         layer, dtype = use.layer, work_dtype(use.grad.dtype)
         x = F.pad(use.x, _flat([(pad, pad) for pad in _inner(layer)])).to(dtype)
         patches, grad = _patches(layer, x), use.grad.to(dtype).flatten(2)
-        if layer.groups == 1:
-            acts, backprops = patches[:, 0].transpose(1, 2), grad.transpose(1, 2)
-            return pairs(acts, backprops, use.weight.shape, scale=use.scale, **use.trained)
-        weight = bias = None
-        if use.trained["weight"]:
-            rows = grad.unflatten(1, (layer.groups, -1)) @ patches.transpose(2, 3)
-            weight = rows.reshape(len(x), *use.weight.shape) * use.scale
-        if use.trained["bias"]:
-            bias = grad.sum(2) * use.scale
-        return Formed(weight, bias)
+        out, width, times = use.weight.shape[0], use.weight[0].numel(), grad.shape[2]
+        if layer.groups == 1 and leaves_factors(times, out, width):
+            acts = patches.reshape(len(x), width, times).transpose(1, 2)
+            return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **use.trained)
+        weight = _formed_weight(use, patches, grad) if use.trained["weight"] else None
+        return Formed(weight, grad.sum(2).mul_(use.scale) if use.trained["bias"] else None)
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x."""

@@ -3,14 +3,15 @@
 The row of a record is R = sum_t g_t a_t^T, with g_t in R^out and a_t in R^in of float32 or less. With u = 2^-53 and
 S = sum_t |g_t| |a_t|, which is at least |R| and much larger where terms cancel:
 
-* norm. |R|^2 = sum_st (g_s.g_t)(a_s.a_t). In float64 the two inner products err by at most (out + in) u |g_s||g_t||a_s||a_t|
-  to first order, the sum over t and then over s by 2 T u more, so the computed square by at most K u S^2 with
-  K = out + in + 2 T + 8 (no product underflows: those of float32 numbers are above 2^-600). The certified norm is
-  sqrt(square + 2 K u S^2), with S from the diagonals, which do not cancel.
-* weighted sum. Its terms w_i |g_it| |a_it| add up to w_i S_i, not to w_i |R_i|, so `norms` is at least S / CANCELLATION:
-  then w_i norm_i <= C gives w_i S_i <= CANCELLATION * C. In float64 tiles of r whole records, r T <= 960, each
-  product is off by (r T + 3) u times its terms, and adding the tiles by m/r roundings of sums whose terms are at most
-  w_i |R_i| <= C. In all u m C (963 CANCELLATION + m + 1), half of what `plan_summation` reserves for float64.
+* norm. |R|^2 = sum_st (g_s.g_t)(a_s.a_t). To first order the product of the two inner products errs in float64 by at
+  most (out + in + 1) u |g_s||g_t||a_s||a_t|, their sum over t and then over s by 2 T u of the same, so the computed
+  square by at most K u S^2 with K = out + in + 2 T + 8. (Nothing underflows: products of four float32 numbers that are
+  not 0 are above 2^-600.) The certified norm is sqrt(square + 2 K u S^2); S is from the diagonals, which do not cancel.
+* weighted sum. Its terms w_i |g_it| |a_it| add up to w_i S_i, not to w_i |R_i|. So `norms` is at least
+  S / CANCELLATION; then w_i norm_i <= C gives w_i S_i <= CANCELLATION * C. In float64 tiles of r whole records,
+  r T <= 960, each product is off by (r T + 3) u times its terms, and adding the tiles by m / r roundings of sums whose
+  terms are at most w_i |R_i| <= C. In all u m C (963 CANCELLATION + m + 1) for m rows, half of what `plan_summation`
+  reserves for float64.
 
 A row that cancels by more than CANCELLATION = 1024 is noise of the float32 backward at any rate; it is clipped harder,
 never less.
@@ -31,10 +32,12 @@ MAX_TIMES = 960  # times of a record, and pairs of a tile
 _TILE_ELEMENTS = 2**19  # numbers in the float64 tiles of a norm
 
 
-def outer_sums(acts: Tensor, backprops: Tensor) -> Tensor:
-    """Returns the rows sum_t g_t a_t^T: (B, out, in), for (B, T, in) and (B, T, out)."""
+def outer_sums(acts: Tensor, backprops: Tensor, scale: int = 1, out: Tensor | None = None) -> Tensor:
+    """Returns the rows scale * sum_t g_t a_t^T: (B, out, in), for (B, T, in) and (B, T, out)."""
     dtype = work_dtype(torch.promote_types(acts.dtype, backprops.dtype))
-    return torch.bmm(backprops.to(dtype).transpose(1, 2), acts.to(dtype))
+    unused = acts.new_empty(1, 1, 1, dtype=dtype)
+    left, right = backprops.to(dtype).transpose(1, 2), acts.to(dtype)
+    return torch.baddbmm(unused, left, right, beta=0, alpha=scale, out=out)
 
 
 class SequenceBlock(Block):

@@ -6,12 +6,12 @@ The rows of a layer y_t = W a_t + c on sequences (T = 1 for vectors; a convoluti
 
 and are either formed in the backward, (B, out, in), or left as the two factors, (B, T, in) and (B, T, out), of which
 `SequenceBlock` takes norms and sums. The rule: form them if out * in <= 4 T (out + in). Formed rows then take at most
-4 times the memory of the factors, which the backward frees at once, and cost what the weight gradient costs: their norms
-and weighted sums are one pass over them. Factors need float64, for their norms because sum_st (g_s.g_t)(a_s.a_t)
+4 times the memory of the factors, which the backward frees at once, and cost what the weight gradient costs: their
+norms and weighted sums are one pass over them. Factors need float64, for their norms because sum_st (g_s.g_t)(a_s.a_t)
 cancels, and for their sums because the terms may be larger than the row; so counting flops alone (2 T^2 < out * in)
 would choose them too often. Vectors (T = 1 of Linear) have no cancellation and are never formed.
 
-PRIVACY: T, to which a batch is padded, is taken for public, as in all layers: the longest record decides it, and with it
+T, to which a batch is padded, is taken for public here as in every layer: the longest record decides it, and with it
 the last bits of all rows and the choice of the form. So both forms enlarge norms by the same factor.
 """
 
@@ -30,7 +30,7 @@ from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.gram import MAX_TIMES, SequenceBlock, outer_sums
 
-__all__ = ["Formed", "Kept", "added", "joined", "pairs"]
+__all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs"]
 
 
 class Kept(ABC):
@@ -116,6 +116,11 @@ class Formed(Kept):
         return [DenseBlock(part) for part in wanted if part is not None]
 
 
+def leaves_factors(times: int, out: int, width: int) -> bool:
+    """Returns whether rows of T pairs take less as factors; see the rule above."""
+    return times <= MAX_TIMES and out * width > 4 * times * (out + width)
+
+
 def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int) -> Kept:
     """Returns the rows of a layer y_t = W a_t + c in the form that costs least.
 
@@ -127,18 +132,18 @@ def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, b
         bias: whether c is.
         scale: all rows are multiplied by it.
     """
-    times, out, width = acts.shape[1], backprops.shape[2], acts.shape[2]
-    vectors = times == 1 and len(shape) == 2
+    vectors = acts.shape[1] == 1 and len(shape) == 2
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
-    if vectors or (weight and not double and times <= MAX_TIMES and out * width > 4 * times * (out + width)):
+    if vectors or (weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2])):
         return _Pairs(acts, backprops if scale == 1 else backprops * scale, shape, weight=weight, bias=bias)
-    rows = [None, None]
-    if weight:
-        rows[0] = outer_sums(acts, backprops).view(len(acts), *shape)
-    if bias:
-        rows[1] = backprops.sum(1, dtype=work_dtype(backprops.dtype))
-    return Formed(*(row if row is None or scale == 1 else row.mul_(scale) for row in rows))
+    return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
+
+
+def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1) -> Formed:
+    rows = outer_sums(acts, backprops, scale).view(len(acts), *shape) if weight else None
+    sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
+    return Formed(rows, sums)
 
 
 class _Pairs(Kept):
@@ -171,15 +176,13 @@ class _Pairs(Kept):
 
     def formed(self) -> Formed:
         """Returns the rows."""
-        weight = outer_sums(self.acts, self.backprops).view(len(self), *self.shape) if self.trained["weight"] else None
-        return Formed(weight, self._bias() if self.trained["bias"] else None)
-
-    def _bias(self) -> Tensor:
-        return self.backprops.sum(1, dtype=work_dtype(self.backprops.dtype))
+        return _formed(self.acts, self.backprops, self.shape, **self.trained)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block of vectors, or one of sequences and the rows of the bias."""
         if self.acts.shape[1] == 1 and len(self.shape) == 2:
             return [FactoredBlock(self.acts[:, 0], self.backprops[:, 0], weight=weight, bias=bias)]
         found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
-        return [*found, DenseBlock(self._bias())] if bias else found
+        return found + _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias).blocks(
+            weight=False, bias=bias
+        )

@@ -1,10 +1,10 @@
 """Layers whose backward keeps their per-sample gradients and forms no gradient of the weights.
 
-`attach` turns a layer into its recorded kind by its `__class__` (`layers.RECORDED`), which survives deepcopy, pickle and
-`state_dict`; parameters, names and eval behavior are unchanged. So one backward to the layers' outputs gives all rows.
-Each use of a layer in a training forward of the attached model is kept on its tape with the number of that forward (its
-*pass*): uses of the same pass belong to the same rows (a layer used twice) and are summed, those of different passes are
-different rows and are concatenated.
+`attach` turns a layer into its recorded kind by its `__class__` (`layers.RECORDED`), which survives deepcopy, pickle
+and `state_dict`; parameters, names and eval behavior are unchanged. So one backward to the layers' outputs gives all
+rows. Each use of a layer in a training forward of the attached model is kept on its tape with the number of that
+forward (its *pass*): uses of the same pass belong to the same rows (a layer used twice) and are summed, those of
+different passes are different rows and are concatenated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.gradbatch.kept import Kept, added, joined
-from torch_dpsco.gradbatch.passes import PassCounter, require_full_precision
+from torch_dpsco.gradbatch.passes import require_full_precision
 
 __all__ = ["Kind", "Tape", "Use", "run"]
 
@@ -49,7 +49,7 @@ class Tape:
         self.weight, self.bias = (_trained(layer, name) for name in ("weight", "bias"))
         if self.scale_by_batch:
             require_full_precision(use.grad)
-        self.uses.append((tag, layer.kind.rows(use)))  # type: ignore[union-attr, operator]
+        self.uses.append((tag, layer.kind.rows(use)))
         for p in (self.weight, self.bias):
             if p is not None:
                 p.grad_factors = self  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class Use:
         grad: gradient in its output.
     """
 
-    layer: nn.Module
+    layer: Any
     x: Tensor
     weight: Tensor
     saved: tuple[Tensor, ...]
@@ -102,7 +102,7 @@ class Use:
     @property
     def scale(self) -> int:
         """What rows must be multiplied by: the batch size for mean losses."""
-        return self.x.shape[0] if self.layer.tape.scale_by_batch else 1  # type: ignore[union-attr]
+        return self.x.shape[0] if self.layer.tape.scale_by_batch else 1
 
 
 class Kind(ABC):
@@ -145,8 +145,8 @@ def run(layer: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     layer.passes.require_batch(layer, x.shape, 0)
     for p in params:
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
-    x = layer.kind.prepare(layer, x)
-    out: Tensor = _Recorded.apply(x, layer.weight, layer._parameters.get("bias"), layer)
+    x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
+    out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
     return out
 
 
@@ -163,12 +163,12 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, *saved = ctx.saved_tensors
-        layer = ctx.layer
+        use = Use(ctx.layer, x, weight, tuple(saved), grad)
         if _reaches_weights(ctx):
             with torch.no_grad():
-                layer.tape.record(ctx.tag, Use(layer, x.detach(), weight.detach(), tuple(saved), grad.detach()))
-        use = Use(layer, x, weight, tuple(saved), grad)
-        return layer.kind.input_gradient(use) if ctx.needs_input_grad[0] else None, None, None, None
+                ctx.layer.tape.record(ctx.tag, use)
+        grad_x = ctx.layer.kind.input_gradient(use) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None
 
 
 def _reaches_weights(node: Any) -> bool:
