@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 import torch_dpsco as dp
 from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+
 B = 5  # records, and times where there are times: no shape gives a layout away
 
 
@@ -45,7 +47,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "layer norm over two dimensions": (lambda: nn.LayerNorm([B, 6]), floats(3, B, 6)),
     "layer norm without bias": (lambda: nn.LayerNorm(6, bias=False), floats(B, 6)),
     "layer norm, frozen weight": (lambda: frozen(nn.LayerNorm(6), "weight"), floats(B, 6)),
-    "group norm on vectors": (lambda: nn.GroupNorm(2, 4), floats(4)),
+    "group norm on vectors": (lambda: nn.GroupNorm(2, 12), floats(12)),
     "group norm on images": (lambda: nn.GroupNorm(2, 4), floats(4, 3, B)),
     "group norm, frozen bias": (lambda: frozen(nn.GroupNorm(2, 4), "bias"), floats(4, B)),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), floats(2, 8)),
@@ -73,6 +75,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding of pages": (lambda: nn.Embedding(7, 3), ids(2, 4)),
     "embedding with padding": (lambda: nn.Embedding(7, 3, padding_idx=2), ids(9)),
 }
+# Opacus' samplers need a bias, and know padding by zeros only; `attach` refuses their rows by comparing them
+NOT_IN_OPACUS = ("layer norm without bias", "reflected", "replicated", "circular")
 FLOATING = [name for name in LAYERS if "embedding" not in name]
 
 
@@ -120,15 +124,16 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 def test_recorded_rows_are_those_of_single_records_and_of_opacus(name, reduction, dtype, tolerance):
     model, x = layer(name, dtype)
     exact = alone(copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x)
-    dense = recorded(dp.attach(copy.deepcopy(model), rows="dense", loss_reduction=reduction), x)
-    rows = recorded(dp.attach(model, rows="factored", loss_reduction=reduction), x)
+    rows = recorded(dp.attach(copy.deepcopy(model), rows="factored", loss_reduction=reduction), x)
     weights = torch.full((B,), 1 / B, dtype=torch.float64)
     means = [part.mean(0) for part in exact]
     scale = 4 if dtype == torch.float32 else 1  # a row of float32 is as exact as its own backward
     assert_close(rows.dense(), exact, scale * tolerance)
-    assert_close(rows.dense(), dense.dense(), scale * tolerance)
     assert_close(rows.weighted_sum(weights), means, scale * tolerance)
-    assert_close(rows.weighted_sum(weights), dense.weighted_sum(weights), scale * tolerance)
+    if not any(part in name for part in NOT_IN_OPACUS):
+        dense = recorded(dp.attach(model, rows="dense", loss_reduction=reduction), x)
+        assert_close(rows.dense(), dense.dense(), scale * tolerance)
+        assert_close(rows.weighted_sum(weights), dense.weighted_sum(weights), scale * tolerance)
     norms = torch.linalg.vector_norm(torch.cat([part.flatten(1) for part in exact], 1), dim=1)
     assert bool((rows.norms() >= norms * (1 - 2e-6)).all())  # of the rows as computed in float32
     torch.testing.assert_close(rows.norms(), norms, rtol=2e-4, atol=1e-12)
