@@ -155,6 +155,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+        out: Tensor
         out, *saved = layer.kind.forward(layer, x, weight, bias)
         ctx.save_for_backward(x, weight, *saved)
         ctx.layer, ctx.tag = layer, layer.passes.tag
@@ -163,12 +164,12 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, *saved = ctx.saved_tensors
-        use = Use(ctx.layer, x, weight, tuple(saved), grad)
+        layer, more = ctx.layer, tuple(saved)
         if _reaches_weights(ctx):
             with torch.no_grad():
-                ctx.layer.tape.record(ctx.tag, use)
-        grad_x = ctx.layer.kind.input_gradient(use) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None
+                layer.tape.record(ctx.tag, Use(layer, x.detach(), weight.detach(), more, grad.detach()))
+        wanted = ctx.needs_input_grad[0]
+        return layer.kind.input_gradient(Use(layer, x, weight, more, grad)) if wanted else None, None, None, None
 
 
 def _reaches_weights(node: Any) -> bool:
