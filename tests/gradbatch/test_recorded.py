@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import torch_dpsco as dp
 from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
+from torch_dpsco.gradbatch.layers import RECORDED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 
@@ -103,9 +105,8 @@ def alone(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def recorded(model: nn.Module, x: Tensor) -> GradBatch:
-    mean = next(iter(trained(model))).dpsco_mean
     each = losses(model(x))
-    (each.mean() if mean else each.sum()).backward()
+    (each.mean() if trained(model)[0].dpsco_mean else each.sum()).backward()
     return GradBatch.consume(trained(model))
 
 
@@ -316,6 +317,54 @@ def test_what_is_not_a_layer_of_its_own_falls_back_to_opacus(kind):
     assert_close(recorded(dp.attach(model), x).dense(), expected, 1e-12)
     kept = {"tied": [3], "subclass": [0, 1], "weight_norm": [1, 3]}[kind]
     assert [i for i, part in enumerate(model) if hasattr(part, "tape")] == kept
+
+
+# -- copies, precision -----------------------------------------------------------------------------------------------
+
+
+KINDS = {type(layer(name)[0]): name for name in LAYERS}
+
+
+def test_every_recorded_kind_is_tested_here():
+    assert set(KINDS) == set(RECORDED)
+
+
+@pytest.mark.parametrize("name", KINDS.values())
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+)
+def test_copies_record_rows_and_detached_layers_are_plain_again(name, copied):
+    model, x = layer(name)
+    expected, names = alone(model, x), set(vars(model))
+    twin = copied(dp.attach(model))
+    assert_close(recorded(twin, x).dense(), expected, 1e-12)
+    assert not has_rows(list(model.parameters()))
+    for each in (model, twin):
+        each.load_state_dict(layer(name)[0].state_dict())
+        assert type(dp.detach(each)) is type(layer(name)[0])
+        assert set(vars(each)) == names
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "wide" in name or "conv" in name or "norm" in name])
+def test_rows_of_half_precision_are_near_those_of_float32(name):
+    model, x = layer(name, torch.float32)
+    expected = alone(model, x)
+    for half in (True, False):
+        twin = copy.deepcopy(model).bfloat16() if half else copy.deepcopy(model)
+        dp.attach(twin, loss_reduction="sum")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not half):
+            output = twin(x.bfloat16() if half else x)
+        losses(output.float()).sum().backward()
+        assert_close(GradBatch.consume(trained(twin)).dense(), expected, 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS.values() if "embedding" not in name])
+def test_mean_losses_in_half_precision_are_refused_by_every_kind(name):
+    model, x = layer(name, torch.float32)
+    twin = dp.attach(model).bfloat16()
+    loss = losses(twin(x.bfloat16()).float()).mean()
+    with pytest.raises(dp.SequenceError, match="reduction='sum'"):
+        loss.backward()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

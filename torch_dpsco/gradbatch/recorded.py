@@ -142,12 +142,20 @@ def run(layer: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     params = [p for p in layer._parameters.values() if p is not None]
     if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
         return plain(x)
+    return _recorded_eagerly(layer, x)
+
+
+def _recorded(layer: Any, x: Tensor) -> Tensor:
     layer.passes.require_batch(layer, x.shape, 0)
-    for p in params:
+    for p in layer.parameters():
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
     x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
     out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
     return out
+
+
+# A compiled model breaks its graph here: the number of a pass must not become a constant of it.
+_recorded_eagerly: Callable[[Any, Tensor], Tensor] = torch.compiler.disable(_recorded)
 
 
 class _Recorded(torch.autograd.Function):
