@@ -166,16 +166,25 @@ def test_an_attack_leaves_no_rows_and_its_curvature_is_right(name):
     torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in FLOATING if "norm" not in name])
+@pytest.mark.parametrize("name", [name for name in FLOATING if "frozen weight" not in name])
 def test_a_penalty_on_input_gradients_is_refused(name):
     model, x = layer(name)
-    if "frozen weight" in name:
-        return  # then the penalty does not depend on what is trained
     dp.attach(model)
     x.requires_grad_()
     (slope,) = torch.autograd.grad(losses(model(x)).sum(), x, create_graph=True)
     with pytest.raises(dp.SequenceError, match="outside of the layer"):
         slope.square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_penalty_on_the_weights_of_a_recorded_layer_is_refused(name):
+    model, x = layer(name)
+    dp.attach(model)
+    penalty = sum(p.square().sum() for p in trained(model))
+    loss = losses(model(x)).mean() + penalty
+    with pytest.raises(dp.SequenceError, match="reg="):
+        loss.backward()
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -56,8 +56,9 @@ class ItemBlock(Block):
         items, place = torch.unique(self.items, return_inverse=True)
         width = self.vectors.shape[1]
         sums = self.vectors.new_zeros(len(items), width, dtype=torch.float64)
-        for index in torch.arange(len(place), device=place.device).split(max(1, _TILE_ELEMENTS // max(width, 1))):
-            part = slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0)
+        step = max(1, _TILE_ELEMENTS // max(width, 1))
+        for start in range(0, len(place), step):
+            part = slice(start, start + step)
             scaled = self.vectors[part].double() * weights[self.records[part], None]
             sums.index_add_(0, place[part], scaled)
         small = bool(precision.matrix_tile) and self.vectors.dtype != torch.float64
