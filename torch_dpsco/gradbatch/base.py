@@ -117,6 +117,9 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)).
     Deeper layers may amplify it; a sum loss does not have it. In half precision it is large and refused (`attach`).
 
+    Rows that are left as sequences of factors are summed in float64, at an error relative to their terms, which `gram`
+    keeps below CANCELLATION times the clip: hence that factor in what float64 costs.
+
     Args:
         batch_size: expected rows of a logical batch (public).
         dim: number of parameters.

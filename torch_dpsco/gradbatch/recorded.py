@@ -147,7 +147,7 @@ def run(layer: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
     layer.passes.require_batch(layer, x.shape, 0)
-    for p in layer.parameters():
+    for p in (p for p in layer._parameters.values() if p is not None):
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
     x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
     out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
