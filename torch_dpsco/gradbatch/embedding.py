@@ -1,4 +1,4 @@
-"""Embeddings, recorded."""
+"""Embeddings, recorded: rows are kept by record and item, without a tensor of batch times items."""
 
 from __future__ import annotations
 
