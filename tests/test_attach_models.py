@@ -25,7 +25,7 @@ class Regularized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.layer = nn.LayerNorm(3), nn.Linear(3, 1)
+        self.norm, self.layer = nn.RMSNorm(3), nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(self.norm(x))
@@ -58,7 +58,7 @@ class Breaks(nn.Module):
 
 def mixed() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, 1))
 
 
 def inputs(n: int = 4) -> Tensor:
@@ -248,7 +248,7 @@ def test_instance_norm_without_statistics_keeps_records_apart():
 
 
 def test_factored_rows_where_there_are_none_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"rows='factored' needs Linear layers .*\(got LayerNorm '2'\)"):
+    with pytest.raises(ValueError, match=r"rows='factored' needs layers .* of the kinds Linear, .*\(got RMSNorm '2'\)"):
         dp.attach(mixed(), rows="factored")
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     tied[1].weight = tied[0].weight

@@ -1,7 +1,8 @@
 """Makes a model produce per-sample gradients, in place: `attach(model)` before training, `detach(model)` after.
 
-Linear layers become factored (see `gradbatch.linear`); every other layer gets Opacus' grad-sampler hooks. The model
-keeps its class, its parameter names and its state dict. After attach no non-private gradient survives a backward:
+Layers of the common kinds record their own rows (factored: see `gradbatch.recorded`); every other layer, and those
+whose parameters are shared, get Opacus' grad-sampler hooks. The model keeps its class, its parameter names and its
+state dict. After attach no non-private gradient survives a backward:
 
 * `p.grad` is dropped as soon as it is accumulated;
 * in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
@@ -23,7 +24,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
-from torch_dpsco.gradbatch.linear import HALF, FactoredLinear, PassCounter, Tape, batch_sizes
+from torch_dpsco.gradbatch.layers import RECORDED, can_record, is_recorded, start_recording, stop_recording
+from torch_dpsco.gradbatch.passes import HALF, PassCounter, batch_sizes
+from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
@@ -39,7 +42,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 class _Attachment:
     """What attach added to a model, so that hooks can work and detach can undo it."""
 
-    def __init__(self, model: nn.Module, factored: list[nn.Linear], loss_reduction: str, batch_first: bool) -> None:
+    def __init__(self, model: nn.Module, factored: list[nn.Module], loss_reduction: str, batch_first: bool) -> None:
         self.mean = loss_reduction == "mean"
         self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
@@ -53,8 +56,7 @@ class _Attachment:
             )
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
-            layer.__class__ = FactoredLinear
-            layer.tape, layer.passes = Tape(scale_by_batch=self.mean), self.passes  # type: ignore[assignment]
+            start_recording(layer, Tape(scale_by_batch=self.mean), self.passes)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, always_call=True),
@@ -140,7 +142,7 @@ def _drop_factored(p: Tensor) -> None:
     if p.grad is not None:
         p.grad = None
         raise SequenceError(
-            "a weight of a factored Linear layer got a gradient from outside of the layer: a regularizer in the loss "
+            "a weight of a factored layer got a gradient from outside of the layer: a regularizer in the loss "
             "(give reg= or prox= to the optimizer instead), a direct use of the weight (attach(model, rows='dense')), "
             "or a backward in eval mode (call model.train())"
         )
@@ -232,14 +234,10 @@ def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def _factorable(model: nn.Module) -> list[nn.Linear]:
+def _factorable(model: nn.Module) -> list[nn.Module]:
     layers = list({id(m): m for _, m in trainable_layers(model)}.values())
     owners = Counter(id(p) for m in layers for p in m.parameters())
-    return [
-        m
-        for m in layers
-        if type(m) is nn.Linear and "weight" in m._parameters and all(owners[id(p)] == 1 for p in m.parameters())
-    ]
+    return [m for m in layers if can_record(m) and all(owners[id(p)] == 1 for p in m.parameters())]
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -249,7 +247,7 @@ def is_attached(model: nn.Module) -> bool:
 
 def _is_part_of_attached(model: nn.Module) -> bool:
     # PRIVACY: a part would keep the loss_reduction of the whole (test_a_part_of_an_attached_model_is_refused)
-    traces = any(isinstance(m, FactoredLinear) or is_attached(m) for m in model.modules())
+    traces = any(is_recorded(m) or is_attached(m) for m in model.modules())
     return traces or any(hasattr(p, "dpsco_reset") for p in model.parameters())
 
 
@@ -259,8 +257,9 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
     Args:
         model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
             parts, so that rows of different forwards can be told apart.
-        rows: "auto" takes factored rows for Linear layers that own their parameters and dense ones elsewhere;
-            "dense" takes Opacus' rows everywhere; "factored" raises where that is not possible.
+        rows: "auto" lets layers that own their parameters and are of a kind in `gradbatch.layers.RECORDED` record
+            their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere; "factored" raises
+            where layers cannot record.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
         batch_first: whether the batch is the first dimension of the inputs.
 
@@ -292,7 +291,10 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
     if rows == "factored":
         others = [f"{type(m).__name__} {name!r}" for name, m in trainable_layers(model) if m not in factored]
         if others:
-            raise ValueError(f"rows='factored' needs Linear layers that own their parameters (got {', '.join(others)})")
+            raise ValueError(
+                f"rows='factored' needs layers that own their parameters, of the kinds "
+                f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
+            )
     model._dpsco = _Attachment(model, factored, loss_reduction, batch_first)  # type: ignore[assignment]
     return model
 
@@ -310,9 +312,8 @@ def detach(model: _Model) -> _Model:
     if attachment.hooks is not None:
         attachment.hooks.cleanup()
     for module in model.modules():
-        if isinstance(module, FactoredLinear):
-            del module.tape, module.passes
-            object.__setattr__(module, "__class__", nn.Linear)
+        if is_recorded(module):
+            stop_recording(module)
     for p in model.parameters():
         for name in _OWN:
             p.__dict__.pop(name, None)

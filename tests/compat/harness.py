@@ -133,7 +133,7 @@ def assert_rows(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: 
 
 def network() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 1)).double()
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.RMSNorm(3), nn.Linear(3, 1)).double()
 
 
 def dataset(n: int = 12) -> TensorDataset:

@@ -117,6 +117,10 @@ def wire_reentrant(m: Wired, x: Tensor) -> Tensor:
     return m.head(checkpoint(m.body, m.first(x), use_reentrant=True))
 
 
+def wire_body_by_keyword(m: Wired, x: Tensor) -> Tensor:
+    return m.head(input=m.body(input=x))
+
+
 def wire_bag(m: Wired, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
     return m.head(m.bag(ids) if offsets is None else m.bag(ids, offsets))
 
@@ -178,6 +182,10 @@ CASES = {
     "Linear on time first": Case(lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2)), sequence, batch_dim=1),
     "Conv1d": Case(lambda: chain(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(8, 2)), lambda: (numbers(3, 3),)),
     "Conv2d": Case(lambda: chain(nn.Conv2d(3, 4, 2, padding=1, stride=2), nn.Flatten(), nn.Linear(16, 2)), image),
+    "Conv2d, padded to the same size": Case(
+        lambda: chain(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(36, 2)), image
+    ),
+    "Conv3d": Case(lambda: chain(nn.Conv3d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)), lambda: (numbers(2, 3, 3, 2),)),
     "Conv2d in groups": Case(lambda: chain(nn.Conv2d(3, 3, 2, groups=3), nn.Flatten(), nn.Linear(12, 2)), image),
     "ConvTranspose2d": Case(lambda: chain(nn.ConvTranspose2d(3, 2, 2), nn.Flatten(), nn.Linear(32, 2)), image),
     "GroupNorm": Case(lambda: chain(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)), image),
@@ -283,6 +291,12 @@ CASES = {
     "checkpoint of everything": Case(
         lambda: Wired(wire_checkpoint, body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), head=nn.Identity()), vector
     ),
+    "checkpoint of convolutions": Case(
+        lambda: Wired(
+            wire_checkpoint, body=chain(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4), nn.Tanh()), head=nn.Linear(2, 2)
+        ),
+        lambda: (numbers(3, 3),),
+    ),
     "reentrant checkpoint": Case(
         lambda: Wired(
             wire_reentrant,
@@ -293,9 +307,22 @@ CASES = {
         vector,
     ),
 }
-# right where all layers are factored, refused where one is dense
+# right where all layers are factored, refused where one is dense (or, without bias, where Opacus has no rows)
 FACTORED_CASES = {
     "in-place activation": Case(lambda: chain(nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.Linear(DIM, 2)), vector),
+    "in-place activation of a convolution": Case(
+        lambda: chain(nn.Conv2d(3, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2)),
+        image,
+    ),
+    "padding that is not zeros": Case(
+        lambda: chain(nn.Conv2d(3, 2, 2, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(32, 2)), image
+    ),
+    "LayerNorm without bias": Case(
+        lambda: chain(nn.Linear(DIM, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, 2)), sequence
+    ),
+    "layers by keyword": Case(
+        lambda: Wired(wire_body_by_keyword, body=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)), sequence
+    ),
 }
 
 

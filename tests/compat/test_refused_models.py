@@ -159,19 +159,19 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
         "by position",
     ),
     "Bilinear": (lambda: Wired(bilinear, body=nn.Bilinear(DIM, DIM, 2)), x2, "one tensor by position"),
-    "dense layer by keyword": (lambda: Wired(by_keyword, body=nn.LayerNorm(DIM)), x2, "by position"),
+    "dense layer by keyword": (lambda: Wired(by_keyword, body=nn.RMSNorm(DIM)), x2, "by position"),
     "weight used outside of its layer": (
         lambda: Wired(weight_outside, body=nn.Linear(DIM, 2)),
         x2,
         "outside of the layer|own module",
     ),
     "unused parameter": (
-        lambda: Wired(unused, body=nn.Linear(DIM, 2), spare=nn.LayerNorm(DIM)),
+        lambda: Wired(unused, body=nn.Linear(DIM, 2), spare=nn.RMSNorm(DIM)),
         x2,
         r"requires_grad_\(False\)",
     ),
     "in-place activation of a dense output": (
-        lambda: chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.ReLU(inplace=True)),
+        lambda: chain(nn.Linear(DIM, DIM), nn.RMSNorm(DIM), nn.ReLU(inplace=True)),
         x2,
         "inplace=False",
     ),
@@ -269,7 +269,7 @@ def test_a_part_called_twice_by_itself_makes_no_step(rows):
 
 
 def test_an_in_place_operation_on_a_dense_output_is_refused_by_torch():
-    model = dp.attach(nn.LayerNorm(DIM))
+    model = dp.attach(nn.RMSNorm(DIM))
     with pytest.raises(RuntimeError, match="modified inplace"):
         model(x2()[0]).add_(1.0)
 

@@ -36,7 +36,7 @@ def assert_unchanged(run: Run, before: tuple[list[torch.Tensor], str, int], *, t
     assert (run.ledger(), run.opt.steps) == before[1:]
     if trained:
         assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in run.model.parameters())
-        assert not run.model.tape.pairs
+        assert not run.model.tape.uses
 
 
 def snapshot(run: Run) -> tuple[list[torch.Tensor], str, int]:

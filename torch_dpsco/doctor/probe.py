@@ -238,7 +238,7 @@ class _Probe:
         rows, factored = {}, set()
         for name, p in params.items():
             tape = getattr(p, "grad_factors", None)
-            if isinstance(tape, Tape) and tape.pairs:
+            if isinstance(tape, Tape) and tape.uses:
                 blocks = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)
                 rows[name] = blocks[0].dense()[0].detach()
                 factored.add(name)

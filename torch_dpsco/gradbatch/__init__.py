@@ -1,4 +1,4 @@
-"""Per-sample gradients: dense rows from Opacus' grad samplers and factored rows of Linear layers, one interface."""
+"""Per-sample gradients: dense rows from Opacus' grad samplers and rows that layers record themselves, one interface."""
 
 from torch_dpsco.gradbatch.base import (
     FLOAT64,
@@ -12,8 +12,12 @@ from torch_dpsco.gradbatch.base import (
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows, input_factors
-from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
+from torch_dpsco.gradbatch.gram import SequenceBlock
+from torch_dpsco.gradbatch.items import ItemBlock
+from torch_dpsco.gradbatch.linear import FactoredLinear
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
+from torch_dpsco.gradbatch.passes import PassCounter
+from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 
 __all__ = [
@@ -23,9 +27,11 @@ __all__ = [
     "FactoredBlock",
     "FactoredLinear",
     "GradBatch",
+    "ItemBlock",
     "LinearRows",
     "PassCounter",
     "Points",
+    "SequenceBlock",
     "Summation",
     "Tape",
     "clear_rows",

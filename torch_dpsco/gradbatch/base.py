@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CANCELLATION",
     "FLOAT64",
     "NORM_ERROR",
     "PIECE",
@@ -44,6 +45,7 @@ _UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
 _MAX_ERROR32 = 2.0**-7
+CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -153,6 +155,9 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)).
     Deeper layers may amplify it; a sum loss does not have it. In half precision it is large and refused (`attach`).
 
+    Rows that are left as sequences of factors are summed in float64, at an error relative to their terms, which `gram`
+    keeps below CANCELLATION times the clip: hence that factor in what float64 costs.
+
     Args:
         batch_size: expected rows of a logical batch (public).
         dim: number of parameters.
@@ -167,7 +172,7 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
         fitting = [(t, error(chain_of(t))) for t in (64, 32, 16, 8) if error(chain_of(t)) <= _MAX_ERROR32]
         return fitting[0] if fitting else (0, 0.0)
 
-    always = 2.0 * (1024 + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (2 * batch_size + 1024)
+    always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (2 * batch_size + 1024)
     if batch_size * dim <= _SMALL:
         return Summation(0, 0, rows, max_rows, always)
     vector_tile, vector_error = largest(lambda t: t + 3)

@@ -12,8 +12,8 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows
-from torch_dpsco.gradbatch.linear import Tape
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
+from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
 
 __all__ = ["GradBatch", "clear_rows", "has_rows", "retire_forwards"]
@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at
 
 def _tape(p: Tensor) -> Tape | None:
     tape: Tape | None = getattr(p, "grad_factors", None)
-    return tape if tape is not None and tape.pairs else None
+    return tape if tape is not None and tape.uses else None
 
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
@@ -100,7 +100,7 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
     for p in params:
         tape, rows = _tape(p), getattr(p, "grad_sample", None)
         if tape is not None:
-            tags = {tag for tag, _, _ in tape.pairs}
+            tags = tape.tags
             if tags != {None}:  # parts of the model that were called on their own have no number, and one pass
                 attached.add(tuple(sorted(tag or 0 for tag in tags)))
         elif hasattr(p, "dpsco_passes"):

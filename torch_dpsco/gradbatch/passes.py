@@ -1,0 +1,78 @@
+"""Forwards of an attached model, numbered, and what can be said of their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_dpsco.errors import SequenceError
+
+__all__ = ["HALF", "PassCounter", "batch_sizes", "require_full_precision"]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def require_full_precision(backprops: Tensor) -> None:
+    """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
+    if backprops.dtype in HALF:
+        raise SequenceError(
+            "a backward in half precision needs a loss that sums over the batch: dp.attach(model, "
+            "loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by the batch size"
+        )
+
+
+def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
+    """Returns the sizes that a batch may have by the inputs of a model; None if something in them is not understood.
+
+    Args:
+        inputs: nested tuples, lists and dicts of tensors and plain values.
+        dim: of the batch in each tensor.
+    """
+    if isinstance(inputs, Tensor):
+        return frozenset([inputs.shape[dim]] if inputs.dim() > dim else [])
+    if inputs is None or isinstance(inputs, (bool, int, float, str)):
+        return frozenset()
+    if not isinstance(inputs, (tuple, list, dict)):
+        return None
+    parts = [batch_sizes(part, dim) for part in (inputs.values() if isinstance(inputs, dict) else inputs)]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    lengths = [frozenset([len(inputs)])] if isinstance(inputs, list) else []  # a record per entry
+    return frozenset().union(*known, *lengths)
+
+
+class PassCounter:
+    """Numbers the training forwards of an attached model."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.active = False
+        self._sizes: frozenset[int] | None = None
+
+    def open(self, sizes: frozenset[int] | None = None) -> None:
+        """Starts the next pass, of a batch of one of these sizes, if they are known."""
+        self.number += 1
+        self.active, self._sizes = True, sizes
+
+    def close(self) -> None:
+        """Ends the pass."""
+        self.active, self._sizes = False, None
+
+    def require_batch(self, layer: nn.Module, shape: torch.Size, dim: int) -> None:
+        """Raises SequenceError if the input of a layer cannot have the batch in its dimension `dim`."""
+        if self._sizes and (len(shape) <= dim or shape[dim] not in self._sizes):
+            # PRIVACY: rows would be times or parts of a record, or one row for all of them
+            # (test_a_layer_that_sees_no_batch_is_refused); no size in the message, that of the draw is private
+            raise SequenceError(
+                f"dimension {dim} of the input of {layer} must be the batch, as in the inputs of the model: expand "
+                f"constants to one per record, leave time out of it, do not cut the batch up, and say where it is by "
+                f"dp.attach(model, batch_first=...)"
+            )
+
+    @property
+    def tag(self) -> int | None:
+        """Number of the running pass, None outside of one."""
+        return self.number if self.active else None
