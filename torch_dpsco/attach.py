@@ -169,7 +169,13 @@ def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, T
 
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    return [(id(t), t._version) for _, _, t in _everything(layers)]
+    return [
+        (id(t), t._version)
+        for m in layers
+        for tensors in (m._buffers, m._parameters)
+        for t in tensors.values()
+        if t is not None
+    ]
 
 
 def _values(layers: Iterable[nn.Module]) -> list[str]:
@@ -215,14 +221,15 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     number = attachment.passes.tag
-    for out in tree_leaves(output):
+    for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: attachment.require_fresh(number))
     if number is None:
         return
     attachment.passes.close()
-    before, changed = set(attachment.buffers), _changed_values(attachment)
+    changed = _changed_values(attachment)
     if _states(attachment.layers) != attachment.buffers:
+        before = set(attachment.buffers)
         found = _everything(attachment.layers)
         new = {f"{type(m).__name__}.{name}" for m, name, t in found if (id(t), t._version) not in before}
         changed |= new or {"tensors removed or exchanged"}
