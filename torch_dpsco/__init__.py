@@ -16,6 +16,7 @@ from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.attach import attach, detach
 from torch_dpsco.audit import Audit, audit, audit_outputs, audit_training
+from torch_dpsco.compiled import CompiledRows
 from torch_dpsco.doctor import Diagnosis, Finding, doctor
 from torch_dpsco.engine import make_private
 from torch_dpsco.errors import (
@@ -73,6 +74,7 @@ __all__ = [
     "BudgetExceeded",
     "CalibrationError",
     "ClippedSGD",
+    "CompiledRows",
     "ConditionError",
     "Diagnosis",
     "Disjoint",
