@@ -34,6 +34,7 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
     UtilityWarning,
 )
+from torch_dpsco.gradbatch import ghost_backward
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.clipped import ClippedSGD
@@ -121,6 +122,7 @@ __all__ = [
     "detach",
     "doctor",
     "fit",
+    "ghost_backward",
     "losses",
     "make_private",
     "oracles",

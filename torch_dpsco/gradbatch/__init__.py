@@ -4,6 +4,7 @@ from torch_dpsco.gradbatch.base import FLOAT64, Block, Summation, plan_summation
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
+from torch_dpsco.gradbatch.ghost import GhostBlock, GhostHooks, ghost_backward
 from torch_dpsco.gradbatch.linear import FactoredLinear, PassCounter, Tape
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
@@ -14,6 +15,8 @@ __all__ = [
     "DenseBlock",
     "FactoredBlock",
     "FactoredLinear",
+    "GhostBlock",
+    "GhostHooks",
     "GradBatch",
     "PassCounter",
     "Points",
@@ -21,6 +24,7 @@ __all__ = [
     "Tape",
     "clear_rows",
     "forget_wrappers",
+    "ghost_backward",
     "has_rows",
     "neighbor_counts",
     "plan_summation",

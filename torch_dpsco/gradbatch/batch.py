@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.ghost import MARK, waiting_block
 from torch_dpsco.gradbatch.linear import Tape
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
@@ -28,7 +29,9 @@ def _tape(p: Tensor) -> Tape | None:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    return any(_tape(p) is not None or getattr(p, "grad_sample", None) is not None for p in params)
+    return any(
+        _tape(p) is not None or getattr(p, "grad_sample", None) is not None or MARK in p.__dict__ for p in params
+    )
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -42,6 +45,7 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
         if hasattr(p, "dpsco_passes"):
             p.dpsco_passes = []
         p.__dict__.pop("dpsco_first_backward", None)
+        p.__dict__.pop(MARK, None)
         p.grad = None
 
 
@@ -156,6 +160,9 @@ class GradBatch:
         """
         place = {id(p): i for i, p in enumerate(params)}
         try:
+            ghost = waiting_block(params)
+            if ghost is not None:
+                return cls([ghost], ghost.order(params))
             blocks: list[Block] = []
             order: list[int] = []
             taken: set[int] = set()
