@@ -33,7 +33,7 @@ from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.gradbatch.supported import require_supported
 from torch_dpsco.optim.base import PrivateOptimizer
 
-__all__ = ["CompiledRows", "compiled_rows"]
+__all__ = ["CompiledRows", "try_compile"]
 
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
@@ -78,7 +78,12 @@ class CompiledRows:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: _LossFn, *, micro_batch_size: int = 16, backend: str | None = "inductor"
+        self,
+        model: nn.Module,
+        loss_fn: _LossFn,
+        *,
+        micro_batch_size: int = 16,
+        backend: str | Callable[..., Any] | None = "inductor",
     ) -> None:
         if is_attached(model):
             raise SequenceError("model must not be attached to compile its rows: call dp.detach(model) first")
@@ -275,8 +280,8 @@ def _shapes(inputs: Any, targets: Any) -> tuple[Any, ...]:
     return structure, [(t.shape[1:], t.dtype, t.device) for t in leaves]
 
 
-def compiled_rows(model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any]) -> CompiledRows | None:
-    """Returns compiled rows for `fit`, or None with a UtilityWarning that says why there are none.
+def try_compile(model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any]) -> CompiledRows | str:
+    """Returns compiled rows, or why there are none, for a loop that can do without; reads no value of a record.
 
     Args:
         model: see `CompiledRows`.
@@ -284,12 +289,9 @@ def compiled_rows(model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any]
         example: makes an (inputs, targets) batch, of which only the shapes are used.
     """
 
-    def build() -> CompiledRows | str:
+    def compiled() -> CompiledRows | str:
         rows = CompiledRows(model, loss_fn)
         return rows.prepare(*example()) or rows
 
-    made = attempt("compiling", build)
-    if isinstance(made, CompiledRows):
-        return made
-    warnings.warn(f"compile=True is not possible, so that fit goes on without: {made}", UtilityWarning, stacklevel=3)
-    return None
+    made = attempt("compiling", compiled)
+    return str(made) if isinstance(made, Refused) else made

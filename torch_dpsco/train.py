@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +18,10 @@ from tqdm.auto import tqdm
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.attach import is_attached
+from torch_dpsco.attach import attach, detach, is_attached
+from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError, UtilityWarning
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.solved import SolvedOptimizer
@@ -45,6 +48,7 @@ def fit(
     physical_batch_size: int | None = None,
     num_workers: int = 0,
     progress: bool = True,
+    compile: bool = False,
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 
@@ -65,6 +69,8 @@ def fit(
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
         progress: whether to show the bar.
+        compile: compute rows by `CompiledRows`: seconds to half a minute at first, then faster steps where layers are
+            not Linear on 2-D input. Without it, and with a UtilityWarning where it is not possible, as `attach` does.
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
@@ -88,6 +94,7 @@ def fit(
     """
     if isinstance(optimizer, RowFreeOptimizer):
         wrong = {"steps": steps, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
+        wrong["compile"] = compile or None
         given = [name for name, value in wrong.items() if value is not None]
         if given:
             raise ValueError(f"{given[0]} must not be given: it is fixed in the plan of {type(optimizer).__name__}")
@@ -118,11 +125,13 @@ def fit(
         loader = optimizer.loader(
             dataset, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
         )
-    if is_attached(model):
+    attached = is_attached(model)
+    if attached:
         require_sound(model, loss_fn, loader)
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
+    rows = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
     with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
         for batch in loader:
@@ -130,10 +139,14 @@ def fit(
             ids = None
             if protects_users:
                 *batch, ids = batch
+            make = partial(optimizer.step, users=to_device(ids, device))
             if optimizer.outstanding_rows:  # an empty draw is a step of noise only
                 inputs, targets = to_device(batch, device)
-                loss_fn(model(inputs), targets).backward()
-            if not _made(optimizer, to_device(ids, device)):
+                if rows is None:
+                    loss_fn(model(inputs), targets).backward()
+                else:
+                    make = partial(rows.step, optimizer, inputs, targets, **make.keywords)
+            if not _made(optimizer, make):
                 break
             progress_bar.show(goal - optimizer.steps)
     return model.eval()
@@ -228,10 +241,30 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _made(optimizer: PrivateOptimizer, users: Tensor | None) -> bool:
+def _compiled(
+    model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader, attached: bool, reduction: str
+) -> CompiledRows | None:
+    """Returns compiled rows for a model that `fit` has attached, or None, with a warning, and an attached model."""
+    if attached:
+        reason = "the model was attached before; dp.detach(model) first"
+    elif not len(loader.dataset):  # type: ignore[arg-type]
+        reason = "the data set is empty"
+    else:
+        detach(model)
+        device = next(model.parameters()).device
+        rows = try_compile(model, loss_fn, lambda: to_device(loader.collate_fn([loader.dataset[0]]), device)[:2])
+        if isinstance(rows, CompiledRows):
+            return rows
+        attach(model, loss_reduction=reduction)
+        reason = rows
+    warnings.warn(f"compile=True is not possible, so that fit goes on without: {reason}", UtilityWarning, stacklevel=3)
+    return None
+
+
+def _made(optimizer: PrivateOptimizer, make: Callable[[], Any]) -> bool:
     """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
     try:
-        optimizer.step(users=users)
+        make()
     except BudgetExceeded:
         if not optimizer.oracle.adaptive or not optimizer.steps:
             raise
