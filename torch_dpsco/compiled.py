@@ -90,7 +90,7 @@ class CompiledRows:
         require_supported(model, batch_first=True)
         self.micro_batch_size = check.positive_count(micro_batch_size=micro_batch_size)
         self.backend = backend
-        self._model, self._loss = model, _RecordLoss(model, loss_fn)
+        self._model, self._loss, self._layers = model, _RecordLoss(model, loss_fn), list(model.modules())
         self._eager = torch.func.vmap(torch.func.grad(self._one), in_dims=(None, 0, 0), randomness="different")
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
         self._shapes: tuple[Any, ...] | None = None
@@ -209,11 +209,11 @@ class CompiledRows:
         return rows if n == size else tuple(row[:n] for row in rows)
 
     def _call(self, function: Callable[..., _Rows], inputs: Any, targets: Any) -> _Rows:
-        before = [(id(t), t._version) for t in self._state()]
+        params, before = tuple(p.detach() for p in self._trained()), _versions(self._state())
         # other kernels of attention have no vectorized backward
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            rows = function(tuple(p.detach() for p in self._trained()), inputs, targets)
-        if before != [(id(t), t._version) for t in self._state()]:
+            rows = function(params, inputs, targets)
+        if before != _versions(self._state()):
             # PRIVACY: what a forward writes leaves with the model, un-noised (test_a_forward_that_writes_is_refused)
             raise PrivacyError(_CHANGED)
         return rows
@@ -241,10 +241,16 @@ class CompiledRows:
             )
 
     def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._model.parameters() if p.requires_grad]
+        found = {id(p): p for m in self._layers for p in m._parameters.values() if p is not None and p.requires_grad}
+        return list(found.values())
 
     def _state(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
+        tensors = [[*m._parameters.values(), *m._buffers.values()] for m in self._layers]
+        return [t for of_module in tensors for t in of_module if t is not None]
+
+
+def _versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    return [(id(t), t._version) for t in tensors]
 
 
 class _RecordLoss(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
-from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.dense import DenseBlock, joined
 from torch_dpsco.gradbatch.ghost import MARK, waiting_block
 from torch_dpsco.gradbatch.linear import Tape
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
@@ -184,7 +184,7 @@ class GradBatch:
                 )
             _check_backwards(params)
             # rows that Opacus' own modules made: unknown, so assume that they do
-            return cls(blocks, order, _passes(params), any(getattr(p, "dpsco_mean", True) for p in params))
+            return cls(joined(blocks), order, _passes(params), any(getattr(p, "dpsco_mean", True) for p in params))
         finally:
             clear_rows(params)
 
