@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,10 +120,7 @@ class CompiledRows:
             return
         params = self._trained()
         try:
-            for index, rows, last in self._micro_batches(optimizer, inputs, targets):
-                for p, part in zip(params, rows, strict=True):
-                    # no mean over a batch was taken, see `GradBatch.averaged`
-                    p.grad_sample, p.dpsco_mean = part, False  # type: ignore[attr-defined]
+            for index, last in self._micro_batches(optimizer, params, inputs, targets):
                 ids = None if users is None else users[index]
                 if last:
                     optimizer.step(users=ids)
@@ -173,31 +170,42 @@ class CompiledRows:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _micro_batches(
-        self, optimizer: PrivateOptimizer, inputs: Any, targets: Any
-    ) -> Iterator[tuple[slice, _Rows, bool]]:
-        """Yields (index into the batch, rows by parameter, whether they are the last); drops the batch if one fails."""
+        self, optimizer: PrivateOptimizer, params: list[nn.Parameter], inputs: Any, targets: Any
+    ) -> Iterator[tuple[slice, bool]]:
+        """Leaves rows of one micro-batch after the other on the parameters; drops the batch if that fails.
+
+        Yields:
+            (index into the batch, whether it is the last).
+        """
         try:
-            n = _batch_size(inputs, targets)
-            if self._fast is None:
-                reason = self.prepare(inputs, targets)
-                if reason is not None and self.backend is not None:
-                    warnings.warn(f"rows are vectorized, but not compiled: {reason}", UtilityWarning, stacklevel=4)
-            size = self.micro_batch_size
-            parts = [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
+            parts = self._parts(inputs, targets)
             if isinstance(optimizer.design, Undeclared) and len(parts) > 1:  # takes the rows of a step at once, or none
                 rows = [self._rows(inputs, targets, part) for part in parts]
-                yield slice(0, n), tuple(torch.cat(side) for side in zip(*rows, strict=True)), True
-                return
+                _leave(params, [torch.cat(side) for side in zip(*rows, strict=True)])
+                parts = [slice(0, parts[-1].stop)]
+            else:
+                _leave(params, self._rows(inputs, targets, parts[0]))
         except BaseException:
             optimizer.discard()
             raise
-        for part in parts:
+        yield parts[0], len(parts) == 1
+        for part in parts[1:]:
             try:
-                rows_of_part = self._rows(inputs, targets, part)
+                # no name holds the rows before: kernels run faster in memory that was used just now
+                _leave(params, self._rows(inputs, targets, part))
             except BaseException:
                 optimizer.discard()
                 raise
-            yield part, rows_of_part, part is parts[-1]
+            yield part, part is parts[-1]
+
+    def _parts(self, inputs: Any, targets: Any) -> list[slice]:
+        """Returns where to cut a batch, after what has to be done before the first one."""
+        n, size = _batch_size(inputs, targets), self.micro_batch_size
+        if self._fast is None:
+            reason = self.prepare(inputs, targets)
+            if reason is not None and self.backend is not None:
+                warnings.warn(f"rows are vectorized, but not compiled: {reason}", UtilityWarning, stacklevel=5)
+        return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
 
     def _rows(self, inputs: Any, targets: Any, part: slice) -> _Rows:
         """Returns the rows of some records by parameter: (records, *shape) each."""
@@ -247,6 +255,12 @@ class CompiledRows:
     def _state(self) -> list[Tensor]:
         tensors = [[*m._parameters.values(), *m._buffers.values()] for m in self._layers]
         return [t for of_module in tensors for t in of_module if t is not None]
+
+
+def _leave(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
+    for p, part in zip(params, rows, strict=True):
+        # no mean over a batch was taken, see `GradBatch.averaged`
+        p.grad_sample, p.dpsco_mean = part, False  # type: ignore[attr-defined]
 
 
 def _versions(tensors: list[Tensor]) -> list[tuple[int, int]]:

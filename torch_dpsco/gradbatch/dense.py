@@ -85,8 +85,8 @@ class DenseBlocks(Block):
         # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
         flat = [block.flat() for block in self.blocks]
         flat = [rows.to(work_dtype(rows.dtype)) for rows in flat]
-        pieces = [piece.double() for rows in flat for piece in _piece_norms(rows)]
-        norms: Tensor = torch.linalg.vector_norm(torch.cat(pieces, dim=1), dim=1)
+        pieces = torch.cat([piece for rows in flat for piece in _piece_norms(rows)], dim=1)
+        norms: Tensor = torch.linalg.vector_norm(pieces.double(), dim=1)
         error = max(NORM_ERROR[rows.dtype] for rows in flat)
         hidden = max(UNDERFLOW[rows.dtype] for rows in flat) * sum(rows.shape[1] for rows in flat) ** 0.5
         # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
@@ -114,12 +114,11 @@ def _piece_norms(rows: Tensor) -> list[Tensor]:
     """Returns norms of consecutive pieces of rows: (B, n) each."""
     width = rows.shape[1]
     whole = width - width % PIECE
-    pieces = []
-    if whole:
-        pieces.append(torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, PIECE)), dim=2))
-    if whole < width:
-        pieces.append(torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True))
-    return pieces
+    if not whole:
+        return [torch.linalg.vector_norm(rows, dim=1, keepdim=True)]
+    first = rows if whole == width else rows[:, :whole]
+    pieces = [torch.linalg.vector_norm(first.reshape(len(rows), whole // PIECE, PIECE), dim=2)]
+    return pieces if whole == width else [*pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
 
 
 def joined(blocks: list[Block]) -> list[Block]:
