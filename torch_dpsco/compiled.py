@@ -52,7 +52,8 @@ class CompiledRows:
     Args:
         model: not attached; what `attach` refuses is refused here too.
         loss_fn: loss_fn(model(input), target) -> scalar tensor, for a batch of one record; "mean" or "sum" is the same.
-        micro_batch_size: records that are computed at once, >= 1: the size that batches are filled up to.
+        micro_batch_size: records that are computed at once, >= 1. Batches are filled up to multiples of it, and each
+            part costs some tenths of a millisecond: small models and batches of fixed size want a larger one.
         backend: of torch.compile; None vectorizes without compiling.
 
     Raises:
