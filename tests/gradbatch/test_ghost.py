@@ -311,3 +311,23 @@ def test_rows_of_weight_zero_are_left_out() -> None:
     sums = GradBatch.consume(trained(model)).weighted_sum(weights, FLOAT64)
     for ours, rows in zip(sums, expected, strict=True):
         torch.testing.assert_close(ours, 0.5 * rows[1] + 2.0 * rows[3])
+
+
+def test_loops_that_call_backward_themselves_refuse_ghost_rows() -> None:
+    data, problem = TensorDataset(torch.randn(8, 3), torch.ones(8, 1)), dp.losses.Logistic().problem(bound_x=2.0)
+    loss, sgd, loader = nn.BCEWithLogitsLoss(), torch.optim.SGD, torch.utils.data.DataLoader(data, batch_size=4)
+    model = nn.Linear(3, 1)
+    with pytest.raises(dp.SequenceError, match=r"rows must not be 'ghost' .*dp\.ghost_backward"):
+        dp.make_private(
+            model,
+            sgd(model.parameters(), lr=0.1),
+            loader,
+            problem=problem,
+            budget=dp.Budget(1.0, 1e-3),
+            n=8,
+            rows="ghost",
+        )
+    ours = make_optimizer(ghost(model), dp.Full(8))  # it was left as it was
+    with pytest.raises(dp.SequenceError, match="rows must not be 'ghost'"):
+        dp.fit(model, ours, data, loss, steps=1, progress=False)
+    assert ours.steps == len(ours.accountant) == 0

@@ -37,7 +37,7 @@ from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
 from torch_dpsco.gradbatch.linear import HALF
 
-__all__ = ["MARK", "GhostBlock", "GhostHooks", "ghost_backward", "waiting_block"]
+__all__ = ["MARK", "GhostBlock", "GhostHooks", "ghost_backward", "is_ghost", "waiting_block"]
 
 MARK = "dpsco_ghost"  # the attribute of parameters that holds the block until a step takes it
 _LEAST_NORMAL = 2.0**-126  # of float32, in which sums may run
@@ -286,6 +286,11 @@ def waiting_block(params: Sequence[nn.Parameter]) -> GhostBlock | None:
     """Returns the block that `ghost_backward` left on the parameters, None if there is none."""
     blocks = [p.__dict__[MARK] for p in params if MARK in p.__dict__]
     return blocks[0] if blocks else None
+
+
+def is_ghost(model: nn.Module) -> bool:
+    """Returns whether a model was attached with rows="ghost"."""
+    return isinstance(getattr(getattr(model, "_dpsco", None), "hooks", None), GhostHooks)
 
 
 def ghost_backward(model: nn.Module, losses: Tensor) -> None:
