@@ -16,6 +16,7 @@ from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.attach import attach, detach
 from torch_dpsco.audit import Audit, audit, audit_outputs, audit_training
+from torch_dpsco.compiled import CompiledRows
 from torch_dpsco.doctor import Diagnosis, Finding, doctor
 from torch_dpsco.engine import make_private
 from torch_dpsco.errors import (
@@ -33,6 +34,7 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
     UtilityWarning,
 )
+from torch_dpsco.gradbatch import ghost_backward
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.clipped import ClippedSGD
@@ -73,6 +75,7 @@ __all__ = [
     "BudgetExceeded",
     "CalibrationError",
     "ClippedSGD",
+    "CompiledRows",
     "ConditionError",
     "Diagnosis",
     "Disjoint",
@@ -119,6 +122,7 @@ __all__ = [
     "detach",
     "doctor",
     "fit",
+    "ghost_backward",
     "losses",
     "make_private",
     "oracles",

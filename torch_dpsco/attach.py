@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
+from torch_dpsco.gradbatch.ghost import GhostHooks
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
 from torch_dpsco.gradbatch.layers import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.gradbatch.passes import HALF, PassCounter, batch_sizes
@@ -42,7 +43,14 @@ _Model = TypeVar("_Model", bound=nn.Module)
 class _Attachment:
     """What attach added to a model, so that hooks can work and detach can undo it."""
 
-    def __init__(self, model: nn.Module, factored: list[nn.Module], loss_reduction: str, batch_first: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        factored: list[nn.Module],
+        loss_reduction: str,
+        batch_first: bool,
+        hooks: type[DenseHooks] = DenseHooks,
+    ) -> None:
         self.mean = loss_reduction == "mean"
         self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
@@ -51,9 +59,7 @@ class _Attachment:
         self.layers = list(model.modules())
         self.hooks: DenseHooks | None = None
         if self.dense:
-            self.hooks = DenseHooks(
-                model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction
-            )
+            self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
             start_recording(layer, Tape(scale_by_batch=self.mean), self.passes)
@@ -97,6 +103,8 @@ class _Attachment:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
+        if isinstance(self.hooks, GhostHooks) and self.hooks.require_pass():
+            return  # the second pass has the inputs of the first one
         if number is None:
             if self.dense:
                 self.refuse(NO_FORWARD)
@@ -266,8 +274,8 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
             parts, so that rows of different forwards can be told apart.
         rows: "auto" lets layers that own their parameters and are of a kind in `gradbatch.layers.RECORDED` record
             their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere; "factored" raises
-            where layers cannot record.
-        loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
+            where layers cannot record; "ghost" keeps norms only, and needs `ghost_backward` and a second backward.
+        loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
         batch_first: whether the batch is the first dimension of the inputs.
 
     Raises:
@@ -279,8 +287,10 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
         >>> type(model).__name__, is_attached(model), list(model.state_dict())
         ('FactoredLinear', True, ['weight', 'bias'])
     """
-    check.choice(("auto", "dense", "factored"), rows=rows)
+    check.choice(("auto", "dense", "factored", "ghost"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
+    if rows == "ghost":
+        loss_reduction = "sum"  # its losses are not reduced
     if _is_part_of_attached(model):
         raise SequenceError(
             "model is attached already: call dp.detach(model) first to attach it in another way; a part of an attached "
@@ -294,7 +304,7 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
             "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss that sums over the "
             "batch"
         )
-    factored = _factorable(model) if rows != "dense" and batch_first else []
+    factored = _factorable(model) if rows in ("auto", "factored") and batch_first else []
     if rows == "factored":
         others = [f"{type(m).__name__} {name!r}" for name, m in trainable_layers(model) if m not in factored]
         if others:
@@ -302,7 +312,8 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
                 f"rows='factored' needs layers that own their parameters, of the kinds "
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
-    model._dpsco = _Attachment(model, factored, loss_reduction, batch_first)  # type: ignore[assignment]
+    hooks = GhostHooks if rows == "ghost" else DenseHooks
+    model._dpsco = _Attachment(model, factored, loss_reduction, batch_first, hooks)  # type: ignore[assignment]
     return model
 
 

@@ -14,6 +14,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.attach import attach, detach
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.gradbatch.ghost import is_ghost
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.holder import HolderSGD
@@ -147,6 +148,11 @@ def require_sound(
 
     The model is attached, or it is trained by an optimizer that needs no per-sample gradients.
     """
+    if is_ghost(model):
+        raise SequenceError(
+            "rows must not be 'ghost' where backward() is called for you, or probed: attach the model by "
+            "dp.attach(model, rows='ghost') and write the loop with dp.ghost_backward, or use rows='auto'"
+        )
     if len(loader.dataset):  # type: ignore[arg-type]  # none is legal under add_remove, and shows no record
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
         found = doctor(model, loss, loader, optimizer).findings

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from tests.problems import TwoHeads
 from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, clear_rows, has_rows
+from torch_dpsco.gradbatch.dense import DenseBlocks
 
 B = 5
 
@@ -208,7 +209,7 @@ def test_linear_layers_are_factored_where_that_is_possible():
     assert kinds("layer norm") == [DenseBlock, DenseBlock, FactoredBlock, DenseBlock, DenseBlock, FactoredBlock]
     assert kinds("layer used twice") == [DenseBlock, DenseBlock, FactoredBlock]
     assert kinds("tied weights") == [DenseBlock, DenseBlock, FactoredBlock]
-    assert kinds("sequences") == [DenseBlock] * 4
+    assert kinds("sequences") == [DenseBlocks]
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])

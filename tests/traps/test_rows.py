@@ -7,13 +7,16 @@ import math
 import pytest
 import torch
 from opacus import GradSampleModule
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.checks import scores, step
 from tests.problems import column, make_optimizer
-from tests.traps.naive import Scores, opacus_script, plain
+from tests.traps.naive import Scores, opacus_script, plain, sgd
 from torch_dpsco.accounting.designs import Undeclared
 
 ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
@@ -99,6 +102,30 @@ def test_t06_no_loss_goes_past_the_clip(rows: str) -> None:
             ours.step()
         assert not next(ghost.parameters()).any()
         assert len(ours.accountant) == ours.steps == 0
+
+
+@pytest.mark.parametrize("shape", [(16,), (16, 1)], ids=str)
+def test_t06_ghost_clipping_holds_for_losses_with_a_column(shape: tuple[int, ...]) -> None:
+    # perf.md 0: Opacus 1.6 multiplies coefficients (B,) by losses (B, 1): of 16 records each coefficient then counts 16
+    # times, and the sum is 16 times the bound B C
+    x = torch.full((16, 1), 100.0)
+    module = GradSampleModuleFastGradientClipping(plain(), loss_reduction="sum", max_grad_norm=1.0)
+    optimizer = DPOptimizerFastGradientClipping(
+        sgd(module.parameters()), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=16, loss_reduction="sum"
+    )
+    DPTensorFastGradientClipping(module, optimizer, module(x).reshape(shape), "sum").backward()
+    naive = next(module.parameters()).grad.item()
+    assert naive == pytest.approx(16.0 if shape == (16,) else 16.0 * 16.0, rel=1e-5)
+
+    model = dp.attach(plain(), rows="ghost")
+    ours = make_optimizer(model, Undeclared(16))
+    dp.ghost_backward(model, model(x).reshape(shape))
+    ours.step()
+    assert 15.99 < 16 * model.weight.grad.item() <= 16.0
+    with pytest.raises(dp.SequenceError, match="no norms are computed, so that nothing could be clipped"):
+        model(x).sum().backward()
+    with pytest.raises(ValueError, match="losses must be one per record"):
+        dp.ghost_backward(model, model(x).expand(16, 2))
 
 
 # -- T9 ---------------------------------------------------------------------------------------------------------------

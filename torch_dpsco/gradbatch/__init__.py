@@ -12,6 +12,7 @@ from torch_dpsco.gradbatch.base import (
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows, input_factors
+from torch_dpsco.gradbatch.ghost import GhostBlock, GhostHooks, ghost_backward
 from torch_dpsco.gradbatch.gram import SequenceBlock
 from torch_dpsco.gradbatch.items import ItemBlock
 from torch_dpsco.gradbatch.linear import FactoredLinear
@@ -26,6 +27,8 @@ __all__ = [
     "DenseBlock",
     "FactoredBlock",
     "FactoredLinear",
+    "GhostBlock",
+    "GhostHooks",
     "GradBatch",
     "ItemBlock",
     "LinearRows",
@@ -36,6 +39,7 @@ __all__ = [
     "Tape",
     "clear_rows",
     "forget_wrappers",
+    "ghost_backward",
     "has_rows",
     "input_factors",
     "neighbor_counts",

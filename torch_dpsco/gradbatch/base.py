@@ -27,6 +27,7 @@ __all__ = [
     "FLOAT64",
     "NORM_ERROR",
     "PIECE",
+    "UNDERFLOW",
     "Block",
     "Summation",
     "float64_tiles",
@@ -41,7 +42,7 @@ PIECE = 1024
 # Relative error of a norm: (PIECE + 2)/2 roundings of the working precision and d/(2 PIECE) of float64, doubled.
 NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}
 # A square below the least normal number may be flushed to 0: each coordinate hides at most its square root.
-_UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
+UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
 _MAX_ERROR32 = 2.0**-7
@@ -75,7 +76,7 @@ def row_norms(rows: Tensor) -> Tensor:
             pieces.append(torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True))
         norms = torch.linalg.vector_norm(torch.cat(pieces, dim=1).double(), dim=1)
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
-    bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(_UNDERFLOW[rows.dtype] * width**0.5)
+    bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(UNDERFLOW[rows.dtype] * width**0.5)
     return bounds
 
 
@@ -84,7 +85,7 @@ def row_norm(row: Tensor) -> float:
     if row.numel() > PIECE or row.dtype not in NORM_ERROR:
         return float(row_norms(row.reshape(1, -1)))
     norm = float(torch.linalg.vector_norm(row))
-    return norm * (1.0 + NORM_ERROR[row.dtype]) + _UNDERFLOW[row.dtype] * math.sqrt(PIECE)
+    return norm * (1.0 + NORM_ERROR[row.dtype]) + UNDERFLOW[row.dtype] * math.sqrt(PIECE)
 
 
 @dataclass(frozen=True)

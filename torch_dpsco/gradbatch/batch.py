@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
-from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.dense import DenseBlock, joined
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows
+from torch_dpsco.gradbatch.ghost import MARK, waiting_block
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
@@ -29,7 +30,9 @@ def _tape(p: Tensor) -> Tape | None:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    return any(_tape(p) is not None or getattr(p, "grad_sample", None) is not None for p in params)
+    return any(
+        _tape(p) is not None or getattr(p, "grad_sample", None) is not None or MARK in p.__dict__ for p in params
+    )
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -43,6 +46,7 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
         if hasattr(p, "dpsco_passes"):
             p.dpsco_passes = []
         p.__dict__.pop("dpsco_first_backward", None)
+        p.__dict__.pop(MARK, None)
         p.grad = None
 
 
@@ -156,6 +160,9 @@ class GradBatch:
         """
         place = {id(p): i for i, p in enumerate(params)}
         try:
+            ghost = waiting_block(params)
+            if ghost is not None:
+                return cls([ghost], ghost.order(params))
             blocks: list[Block] = []
             order: list[int] = []
             taken: set[int] = set()
@@ -177,7 +184,7 @@ class GradBatch:
                 )
             _check_backwards(params)
             # rows that Opacus' own modules made: unknown, so assume that they do
-            return cls(blocks, order, _passes(params), any(getattr(p, "dpsco_mean", True) for p in params))
+            return cls(joined(blocks), order, _passes(params), any(getattr(p, "dpsco_mean", True) for p in params))
         finally:
             clear_rows(params)
 

@@ -1,0 +1,318 @@
+"""Per-sample gradients by `torch.func`: one record's gradient, vectorized over records, and compiled.
+
+    row_i = d/dw loss_fn(model(x_i), y_i),  x_i a batch of ONE record
+
+Batches are cut into micro-batches of one fixed size, the last one filled up with records of zeros, so that Poisson
+batches of any size run one compiled program. Rows of the filling are cut off before anyone sees them; the others go
+to the optimizer micro-batch by micro-batch, so that memory does not grow with the batch. Differs from `attach` in:
+
+1. the model keeps its layers and is not hooked; there is no gradient of a batch, so nothing to drop or to compare;
+2. a loss that is a mean and one that is a sum give the same rows, those of a batch of one;
+3. a term on the weights (`loss + lam * model.weight.square().sum()`) is in every row, and clipped with it;
+4. a layer that needs to see the whole batch sees one record.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.attach import is_attached
+from torch_dpsco.doctor.evidence import Refused, attempt
+from torch_dpsco.engine import require_same_parameters
+from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.gradbatch.supported import require_supported
+from torch_dpsco.optim.base import PrivateOptimizer
+
+__all__ = ["CompiledRows", "try_compile"]
+
+_LossFn = Callable[[Any, Any], Any]
+_Rows = tuple[Tensor, ...]
+_CHANGED = (
+    "a forward must not change buffers or weights, they would carry private data out of the model; use layers without "
+    "running statistics, e.g. GroupNorm"
+)
+
+
+class CompiledRows:
+    """Makes the steps of a private optimizer from per-sample gradients that a compiled function computes.
+
+    It takes the place of forward, backward and `optimizer.step()` in a loop; the optimizer does with the rows what it
+    does with those of `attach`. The first batch costs a compilation (seconds to half a minute).
+
+    Args:
+        model: not attached; what `attach` refuses is refused here too.
+        loss_fn: loss_fn(model(input), target) -> scalar tensor, for a batch of one record; "mean" or "sum" is the same.
+        micro_batch_size: records that are computed at once, >= 1. Batches are filled up to multiples of it, and each
+            part costs some tenths of a millisecond: small models and batches of fixed size want a larger one.
+        backend: of torch.compile; None vectorizes without compiling.
+
+    Raises:
+        SequenceError: the model is attached.
+        ValueError: the model has no trainable parameter, or a layer that `attach` refuses (batch normalization).
+
+    Guarantee:
+        That of the optimizer. Row i is a function of record i, the parameters and random masks; it never sees another
+        record. Assumes that torch's vectorized and compiled kernels keep records apart, as the hooks' kernels do.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = dp.HolderSGD.calibrated(
+        ...     model.parameters(), problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
+        ...     budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=1)
+        >>> rows = CompiledRows(model, nn.BCEWithLogitsLoss(), backend=None)
+        >>> for x, y in optimizer.loader(data):
+        ...     rows.step(optimizer, x, y)
+        >>> optimizer.steps
+        5
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: _LossFn,
+        *,
+        micro_batch_size: int = 16,
+        backend: str | Callable[..., Any] | None = "inductor",
+    ) -> None:
+        if is_attached(model):
+            raise SequenceError("model must not be attached to compile its rows: call dp.detach(model) first")
+        require_supported(model, batch_first=True)
+        self.micro_batch_size = check.positive_count(micro_batch_size=micro_batch_size)
+        self.backend = backend
+        self._model, self._loss, self._layers = model, _RecordLoss(model, loss_fn), list(model.modules())
+        self._eager = torch.func.vmap(torch.func.grad(self._one), in_dims=(None, 0, 0), randomness="different")
+        self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
+        self._shapes: tuple[Any, ...] | None = None
+
+    def step(self, optimizer: PrivateOptimizer, inputs: Any, targets: Any, *, users: Tensor | None = None) -> None:
+        """Makes one private step from a batch, or adds a physical batch that is not the last of its draw.
+
+        Args:
+            optimizer: on exactly the model's trainable parameters.
+            inputs: tensor, or nested tensors, with the records in the first dimension, as model(inputs) takes them.
+            targets: the same for loss_fn(output, targets).
+            users: see `PrivateOptimizer.step`.
+
+        Raises:
+            PrivacyError: the forward changes buffers or weights, or the loss reaches weights outside of the model.
+            SequenceError: as `PrivateOptimizer.step`; the model was attached since.
+            ValueError: inputs and targets differ in their number of records; the model cannot be vectorized.
+            BudgetExceeded: see `PrivateOptimizer.step`.
+        """
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise ValueError(f"optimizer must be a PrivateOptimizer (got {type(optimizer).__name__})")
+        if is_attached(self._model):
+            raise SequenceError("model must not be attached to compile its rows: call dp.detach(model) first")
+        require_same_parameters(self._model, optimizer)
+        if optimizer.outstanding_rows == 0:  # an empty draw is a step of noise only, whatever its batch looks like
+            optimizer.step(users=users)
+            return
+        params = self._trained()
+        try:
+            for index, last in self._micro_batches(optimizer, params, inputs, targets):
+                ids = None if users is None else users[index]
+                if last:
+                    optimizer.step(users=ids)
+                else:
+                    optimizer.accumulate(users=ids)
+        finally:
+            for p in params:
+                p.__dict__.pop("grad_sample", None)
+                p.__dict__.pop("dpsco_mean", None)
+
+    def prepare(self, inputs: Any, targets: Any) -> str | None:
+        """Checks model and loss and compiles them, for records of the shapes of this batch; reads no value in it.
+
+        The first `step` does it if it was not done.
+
+        Returns:
+            Why rows are not compiled, but only vectorized; None if they are compiled.
+
+        Raises:
+            PrivacyError: see `step`.
+            ValueError: see `step`.
+        """
+        _batch_size(inputs, targets)
+        size = self.micro_batch_size
+        zeros = tree_map(lambda t: t.new_zeros(size, *t.shape[1:]), (inputs, targets))
+        values = [t.clone() for t in self._state()]
+        rows = attempt("vectorizing by torch.func.vmap", lambda: self._call(self._eager, *zeros))
+        if isinstance(rows, Refused):
+            raise ValueError(f"model must be one that torch.func.vmap vectorizes: {rows}") from rows.error
+        for old, new in zip(values, self._state(), strict=True):  # a write through `.data` leaves no trace in versions
+            if not torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True).all():
+                raise PrivacyError(_CHANGED)
+        self._require_no_capture(*zeros)
+        self._shapes, self._fast = _shapes(inputs, targets), self._eager
+        if self.backend is None:
+            return "backend is None"
+        # isolated: other models that run the same code must not count as recompilations of this one
+        known = inspect.signature(torch.compile).parameters
+        isolated: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+        fast = torch.compile(self._eager, backend=self.backend, fullgraph=True, dynamic=False, **isolated)
+        compiled = attempt("torch.compile", lambda: self._call(fast, *zeros))
+        if isinstance(compiled, Refused):
+            return str(compiled)
+        self._fast = fast
+        return None
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def _micro_batches(
+        self, optimizer: PrivateOptimizer, params: list[nn.Parameter], inputs: Any, targets: Any
+    ) -> Iterator[tuple[slice, bool]]:
+        """Leaves rows of one micro-batch after the other on the parameters; drops the batch if that fails.
+
+        Yields:
+            (index into the batch, whether it is the last).
+        """
+        try:
+            parts = self._parts(inputs, targets)
+            if isinstance(optimizer.design, Undeclared) and len(parts) > 1:  # takes the rows of a step at once, or none
+                rows = [self._rows(inputs, targets, part) for part in parts]
+                _leave(params, [torch.cat(side) for side in zip(*rows, strict=True)])
+                parts = [slice(0, parts[-1].stop)]
+            else:
+                _leave(params, self._rows(inputs, targets, parts[0]))
+        except BaseException:
+            optimizer.discard()
+            raise
+        yield parts[0], len(parts) == 1
+        for part in parts[1:]:
+            try:
+                # no name holds the rows before: kernels run faster in memory that was used just now
+                _leave(params, self._rows(inputs, targets, part))
+            except BaseException:
+                optimizer.discard()
+                raise
+            yield part, part is parts[-1]
+
+    def _parts(self, inputs: Any, targets: Any) -> list[slice]:
+        """Returns where to cut a batch, after what has to be done before the first one."""
+        n, size = _batch_size(inputs, targets), self.micro_batch_size
+        if self._fast is None:
+            reason = self.prepare(inputs, targets)
+            if reason is not None and self.backend is not None:
+                warnings.warn(f"rows are vectorized, but not compiled: {reason}", UtilityWarning, stacklevel=5)
+        return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
+
+    def _rows(self, inputs: Any, targets: Any, part: slice) -> _Rows:
+        """Returns the rows of some records by parameter: (records, *shape) each."""
+        n, size = part.stop - part.start, self.micro_batch_size
+        batch = tree_map(lambda t: _filled(t[part], size), (inputs, targets))
+        same = _shapes(inputs, targets) == self._shapes
+        rows = self._call(self._fast if same and self._fast is not None else self._eager, *batch)
+        # PRIVACY: rows of the filling are no records (test_rows_of_the_filling_never_count)
+        return rows if n == size else tuple(row[:n] for row in rows)
+
+    def _call(self, function: Callable[..., _Rows], inputs: Any, targets: Any) -> _Rows:
+        params, before = tuple(p.detach() for p in self._trained()), _versions(self._state())
+        # other kernels of attention have no vectorized backward
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            rows = function(params, inputs, targets)
+        if before != _versions(self._state()):
+            # PRIVACY: what a forward writes leaves with the model, un-noised (test_a_forward_that_writes_is_refused)
+            raise PrivacyError(_CHANGED)
+        return rows
+
+    def _one(self, params: _Rows, inputs: Any, targets: Any) -> Tensor:
+        """Returns the loss of one record, as that of a batch of one."""
+        names = [f"model.{name}" for name, p in self._model.named_parameters() if p.requires_grad]
+        batch = tree_map(lambda t: t.unsqueeze(0), (inputs, targets))
+        loss: Tensor = torch.func.functional_call(self._loss, dict(zip(names, params, strict=True)), batch)
+        return loss
+
+    def _require_no_capture(self, inputs: Any, targets: Any) -> None:
+        """Raises for a loss on weights that `functional_call` does not replace: their term would be in no row."""
+        params = tuple(p.detach().requires_grad_() for p in self._trained())
+        real = [p for p in self._loss.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            loss = self._one(params, *tree_map(lambda t: t[0], (inputs, targets)))
+        if not loss.requires_grad:
+            return
+        if any(grad is not None for grad in torch.autograd.grad(loss, real, allow_unused=True)):
+            # PRIVACY: not a leak, but another objective (test_a_captured_weight_in_the_loss_is_refused)
+            raise ValueError(
+                "loss_fn must not use parameters that are kept outside of the model (a weight in a variable, a loss "
+                "with parameters of its own): give reg= or prox= to the optimizer instead"
+            )
+
+    def _trained(self) -> list[nn.Parameter]:
+        found = {id(p): p for m in self._layers for p in m._parameters.values() if p is not None and p.requires_grad}
+        return list(found.values())
+
+    def _state(self) -> list[Tensor]:
+        tensors = [[*m._parameters.values(), *m._buffers.values()] for m in self._layers]
+        return [t for of_module in tensors for t in of_module if t is not None]
+
+
+def _leave(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
+    for p, part in zip(params, rows, strict=True):
+        # no mean over a batch was taken, see `GradBatch.averaged`
+        p.grad_sample, p.dpsco_mean = part, False  # type: ignore[attr-defined]
+
+
+def _versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    return [(id(t), t._version) for t in tensors]
+
+
+class _RecordLoss(nn.Module):
+    """Model and loss as one module, so that weights are replaced in the loss too."""
+
+    def __init__(self, model: nn.Module, loss_fn: _LossFn) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        return self.loss_fn(self.model(inputs), targets)
+
+
+def _filled(records: Tensor, size: int) -> Tensor:
+    """Returns the records with zeros below them, up to `size`."""
+    missing = size - len(records)
+    return records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+
+
+def _batch_size(inputs: Any, targets: Any) -> int:
+    leaves = tree_leaves((inputs, targets))
+    if not all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):
+        raise ValueError("inputs and targets must be tensors, or nested tensors, with one entry per record")
+    if len({len(leaf) for leaf in leaves}) > 1:
+        # PRIVACY: rows would pair records with targets of others; no size in the message, that of the draw is private
+        # (test_batches_that_do_not_match_are_refused)
+        raise ValueError("inputs and targets must have the same number of records")
+    return len(leaves[0])
+
+
+def _shapes(inputs: Any, targets: Any) -> tuple[Any, ...]:
+    leaves, structure = tree_flatten((inputs, targets))
+    return structure, [(t.shape[1:], t.dtype, t.device) for t in leaves]
+
+
+def try_compile(model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any]) -> CompiledRows | str:
+    """Returns compiled rows, or why there are none, for a loop that can do without; reads no value of a record.
+
+    Args:
+        model: see `CompiledRows`.
+        loss_fn: see `CompiledRows`.
+        example: makes an (inputs, targets) batch, of which only the shapes are used.
+    """
+
+    def compiled() -> CompiledRows | str:
+        rows = CompiledRows(model, loss_fn)
+        return rows.prepare(*example()) or rows
+
+    made = attempt("compiling", compiled)
+    return str(made) if isinstance(made, Refused) else made
