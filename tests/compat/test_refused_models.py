@@ -138,6 +138,10 @@ def one_by_one(m: Wired, x: Tensor) -> Tensor:
     return torch.cat([m.body(record[None]) for record in x])
 
 
+def weighted_bag(m: Wired, ids: Tensor) -> Tensor:
+    return m.body(ids.flatten(), torch.arange(len(ids)) * 2, torch.ones(ids.numel()))
+
+
 def constant(m: Wired, x: Tensor) -> Tensor:
     return m.body(x) + m.places(torch.ones(1, DIM))
 
@@ -183,6 +187,11 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
     "time first": (lambda: Wired(time_first, body=nn.Linear(DIM, 2)), x3, "batch_first"),
     "time folded into the batch": (lambda: Wired(folded, body=nn.Linear(DIM, 2)), x3, "leave time out"),
     "record by record": (lambda: Wired(one_by_one, body=nn.Linear(DIM, 2)), x2, "do not cut the batch up"),
+    "bag with weights": (
+        lambda: Wired(weighted_bag, body=nn.EmbeddingBag(5, 2, mode="sum")),
+        lambda: (items(2),),
+        "weigh the vectors",
+    ),
     "layer on a constant": (
         lambda: Wired(constant, body=nn.Linear(DIM, 2), places=nn.Linear(DIM, 2)),
         x2,
@@ -198,6 +207,22 @@ def test_uses_without_right_rows_are_refused_with_a_way_out(name, rows):
     model = dp.attach(build(), rows=rows)
     with pytest.raises(dp.SequenceError, match=way_out):
         run(model, *inputs())
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), numbers(2, 5).float()),
+        (nn.LayerNorm(DIM, bias=False), numbers(DIM).float()),
+    ],
+    ids=["circular", "bias"],
+)
+def test_options_that_opacus_ignores_are_refused_for_dense_rows_alone(layer, inputs):
+    model = dp.attach(layer, rows="dense")
+    with pytest.raises(dp.SequenceError, match="rows='auto'"):
+        model(inputs)
+    dp.detach(model)
+    assert len(run(dp.attach(model, loss_reduction="sum"), inputs)) == RECORDS
 
 
 def test_a_layer_that_sees_no_batch_is_refused():

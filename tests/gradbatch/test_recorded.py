@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torch_dpsco as dp
+from tests.problems import released
 from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
 from torch_dpsco.gradbatch.layers import RECORDED
 
@@ -416,3 +418,26 @@ def test_no_tensor_of_rows_is_made_for_embeddings_and_long_factors():
 def test_patches_of_a_convolution_are_copied_for_some_records_at_a_time():
     model, x = nn.Conv2d(8, 8, 3, padding=1), torch.randn(64, 8, 32, 32)
     assert largest(model, x) <= max(2**18, 2 * x.numel()) < 64 * 72 * 1024 // 4
+
+
+# -- privacy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("factor", [1e3, 1e-3, float("inf")])
+def test_one_record_moves_the_clipped_mean_of_a_recorded_layer_by_at_most_its_sensitivity(name, factor):
+    model, x = layer(name, torch.float32)
+    dp.attach(model, loss_reduction="sum")
+    query, others = [p.detach() for p in trained(model)], torch.tensor([0, 1, 2, 4])
+    oracle = dp.oracles.Clipped(float(recorded(model, x).norms().median()), 0.0, B)
+    scales = torch.ones(B)
+    scales[3] = factor
+
+    def mean(chosen: Tensor) -> Tensor:
+        (losses(model(x[chosen])) * scales[chosen]).sum().backward()
+        return released(oracle, query, [GradBatch.consume(trained(model))])
+
+    moved = float(torch.linalg.vector_norm(mean(torch.arange(B)).double() - mean(others).double()))
+    # a row itself rounds in another way in a batch of another size
+    assert moved <= oracle.sensitivity("add_remove") * (1 + 1e-5)
+    assert moved > 0 or not math.isfinite(factor)

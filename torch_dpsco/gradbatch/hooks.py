@@ -9,7 +9,8 @@ Differs from Opacus' GradSampleHooks in:
 4. inputs by keyword, parameters from elsewhere, backward passes without a forward, half-precision means and in-place
    layers on hooked outputs raise an error that names the way out;
 5. a layer that a (non-reentrant) checkpoint runs again keeps the rows of its first run;
-6. a packed batch that is not sorted raises: its rows would be of other records than the rows of the other layers.
+6. options of layers that Opacus' samplers ignore raise: padding that is not zeros, weights of a bag's items;
+7. a packed batch that is not sorted raises: its rows would be of other records than the rows of the other layers.
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
                 f"{type(output).__name__}), because only that is seen when its rows are computed: move its parameters "
                 f"into a module of their own"
             )
+        if type(module) in self.GRAD_SAMPLERS and (unknown := _unknown_option(module, tensors)):
+            raise SequenceError(f"rows of {name} with {unknown} are not known where its rows are dense")
         if not isinstance(module, _OWN_LAYOUT):
             self._passes.require_batch(module, tensors[-1].shape, 0 if self.batch_first else 1)
 
@@ -160,6 +163,17 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
             # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
             require_full_precision(forward_output[0])
         super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
+
+
+def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
+    """Returns the option of a layer that its grad sampler ignores or stumbles on; empty if there is none."""
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return f"padding_mode={module.padding_mode!r} (dp.attach(model, rows='auto') has them)"
+    if isinstance(module, nn.LayerNorm) and module._parameters["bias"] is None:
+        return "bias=False (dp.attach(model, rows='auto') has them)"
+    if isinstance(module, nn.EmbeddingBag) and len(tensors) > 2:
+        return "per_sample_weights (weigh the vectors of an Embedding instead)"
+    return ""
 
 
 def _refuse_keywords(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
