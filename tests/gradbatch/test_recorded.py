@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import torch_dpsco as dp
 from tests.problems import released
 from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
+from torch_dpsco.gradbatch.dense import DenseBlocks
 from torch_dpsco.gradbatch.layers import RECORDED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
@@ -258,7 +259,7 @@ def blocks(model: nn.Module, x: Tensor) -> list[type]:
 
 
 def test_the_form_of_rows_is_the_one_that_takes_less():
-    formed, factors = [DenseBlock] * 2, [SequenceBlock, DenseBlock]
+    formed, factors = [DenseBlocks], [SequenceBlock, DenseBlock]
     assert blocks(nn.Linear(30, 40), torch.randn(B, 30)) == [FactoredBlock]
     # 30 * 40 <= 4 T (30 + 40) from T = 5 on
     assert blocks(nn.Linear(30, 40), torch.randn(B, 4, 30)) == factors
