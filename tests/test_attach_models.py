@@ -391,3 +391,13 @@ def test_rows_that_cancel_are_not_taken_for_a_regularizer(seed):
     dp.attach(model, rows="dense").train()
     (model(torch.randn(5, 6, 4)) * torch.randn(5, 6, 4)).flatten(1).sum(1).mean().backward()
     assert len(GradBatch.consume(list(model.parameters()))) == 5
+
+
+def test_weights_that_attach_has_not_seen_are_refused():
+    model = dp.attach(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(dp.SequenceError, match=r"did not have at dp\.attach"):
+        torch.func.functional_call(model, weights, (torch.ones(4, 3),))
+    model(torch.ones(4, 3)).sum().backward()
+    model.eval()
+    torch.func.functional_call(model, weights, (torch.ones(4, 3),)).sum().backward()  # of no interest to anyone

@@ -414,3 +414,51 @@ def test_a_charge_whose_step_was_lost_is_not_forgotten(monkeypatch: pytest.Monke
     refused(dp.InfeasibleError, r"steps must be <= 4, .*\(got 5\); give steps=", model, optimizer)
     dp.fit(model, optimizer, records(), LOSS, steps=4, progress=False)
     assert (optimizer.steps, len(optimizer.accountant)) == (4, 5)
+
+
+def token_labels(several: bool) -> TensorDataset:
+    """Classes 0..2 for records of 5 numbers; the last record's are ignored, in part where it has several."""
+    labels = torch.zeros(12, 4, dtype=torch.int64) if several else torch.zeros(12, dtype=torch.int64)
+    labels[-1, ...] = torch.tensor([-100, 0, -100, 0]) if several else -100
+    return TensorDataset(torch.randn(12, 5), labels)
+
+
+class Tokens(nn.Module):
+    """Scores (B, 3, 4) of 4 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).view(-1, 3, 4)
+
+
+def full_steps(model: nn.Module) -> dp.PrivateOptimizer:
+    return dp.PrivateOptimizer(
+        model.parameters(),
+        0.1,
+        oracle=dp.oracles.Clipped(1.0, 1.0, 12),
+        rule=dp.rules.SGD(),
+        design=dp.Full(12),
+        adjacency="replace_one",
+    )
+
+
+def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
+    model = Tokens()
+    optimizer = full_steps(model)
+    with pytest.raises(dp.PrivacyError, match="coupled records"):  # by the doctor, whatever the labels are
+        dp.fit(model, optimizer, token_labels(True), nn.CrossEntropyLoss(), steps=1, progress=False)
+    single = nn.Sequential(nn.Linear(5, 3))
+    refused = full_steps(single)
+    with pytest.raises(dp.PrivacyError, match="must not ignore targets"):
+        dp.fit(single, refused, token_labels(False), nn.CrossEntropyLoss(), steps=1, progress=False)
+    assert len(optimizer.accountant) == len(refused.accountant) == 0
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_sum_may_ignore_targets(several):
+    model = Tokens() if several else nn.Sequential(nn.Linear(5, 3))
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    dp.fit(model, full_steps(model), token_labels(several), loss, steps=2, loss_reduction="sum", progress=False)

@@ -22,7 +22,7 @@ from torch_dpsco.attach import attach, detach, is_attached
 from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError, UtilityWarning
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.closed_form import closed_form
 from torch_dpsco.optim.row_free import RowFreeOptimizer
@@ -134,7 +134,8 @@ def fit(
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
-    closed = None if protects_users else closed_form(model, loss_fn, dataset, loader)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    closed = None if protects_users else closed_form(model, trained, loss_fn, dataset, loader)
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
     steps_to_make: Iterator[Callable[[], Any]]
     if closed is not None:
@@ -174,8 +175,23 @@ def _steps_on(
         if compiled is not None:
             yield partial(compiled.step, optimizer, inputs, targets, users=users)
             continue
+        _require_all_counted(loss_fn, targets)
         loss_fn(model(inputs), targets).backward()
         yield partial(optimizer.step, users=users)
+
+
+def _require_all_counted(loss_fn: _LossFn, targets: Any) -> None:
+    """Raises PrivacyError where a mean would be over the targets of the batch that are not ignored."""
+    if not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss_fn.reduction != "mean":
+        return
+    if isinstance(targets, Tensor) and bool((targets == loss_fn.ignore_index).any()):
+        # PRIVACY: each ignored target of one record makes the rows of all others longer
+        # (test_a_mean_over_the_targets_that_are_not_ignored_is_refused)
+        raise PrivacyError(
+            f"{type(loss_fn).__name__}(reduction='mean') must not ignore targets: it divides by the number of "
+            f"those that count, so that each record is in the rows of all others; use reduction='sum' and "
+            f"loss_reduction='sum'"
+        )
 
 
 def _fit_row_free(

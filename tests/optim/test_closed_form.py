@@ -144,7 +144,45 @@ def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any])
 
 def taken(model: nn.Module, loss: Any, dataset: Dataset[Any], **loader: Any) -> bool:
     optimizer = optimizer_of(model, Full(len(dataset)))  # type: ignore[arg-type]
-    return closed_form(model, loss, dataset, optimizer.loader(dataset, **loader)) is not None
+    return closed_form(model, list(model.parameters()), loss, dataset, optimizer.loader(dataset, **loader)) is not None
+
+
+def test_parameters_in_another_order_are_left_to_the_ordinary_path() -> None:
+    model = dp.attach(linear())
+    loader = optimizer_of(model, Full(N)).loader(records(BCE))
+    assert closed_form(model, [model.bias, model.weight], BCE, records(BCE), loader) is None
+    model = linear()
+    optimizer = dp.PrivateOptimizer(
+        [model.bias, model.weight],
+        0.3,
+        design=Full(N),
+        oracle=dp.oracles.Clipped(0.7, 0.5, N),
+        rule=dp.rules.SGD(),
+        adjacency="replace_one",
+    )
+    assert dp.fit(model, optimizer, records(BCE), BCE, steps=2, progress=False) is model
+
+
+def test_a_model_or_a_loss_that_is_called_in_another_way_is_left_to_the_ordinary_path() -> None:
+    model, loss = dp.attach(linear()), nn.BCEWithLogitsLoss()
+    model.forward = lambda input: input.sum(1, keepdim=True)  # type: ignore[method-assign]
+    assert not taken(model, loss, records(BCE))
+    hooked_loss, own_loss = nn.BCEWithLogitsLoss(), nn.BCEWithLogitsLoss()
+    hooked_loss.register_forward_hook(lambda module, args, output: 2 * output)
+    own_loss.forward = lambda output, target: (output - target).mean()  # type: ignore[method-assign]
+
+    class Twice(dp.losses.Logistic):
+        def __call__(self, output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+            return 2 * super().__call__(output, target, reduction)
+
+    for other in (hooked_loss, own_loss, Twice()):
+        assert not taken(dp.attach(linear()), other, records(BCE))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+    try:
+        assert not taken(dp.attach(linear()), loss, records(BCE))
+    finally:
+        handle.remove()
+    assert taken(dp.attach(linear()), loss, records(BCE))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -179,6 +217,11 @@ OTHERS: dict[str, Callable[[], tuple[nn.Module, Any, Dataset[Any]]]] = {
     "data of another dtype": lambda: (linear(), BCE, records(BCE, dtype=torch.float64)),
     "data not in memory": lambda: (linear(), BCE, Passed(records(BCE))),
     "sequences": lambda: (linear(), BCE, TensorDataset(torch.zeros(N, 2, D), torch.zeros(N, 2, 1))),
+    "another ignored class": lambda: (
+        linear(3),
+        nn.CrossEntropyLoss(ignore_index=0),
+        records(nn.CrossEntropyLoss()),
+    ),
     "an ignored class": lambda: (
         linear(3),
         nn.CrossEntropyLoss(),

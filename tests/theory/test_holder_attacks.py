@@ -64,7 +64,10 @@ def run(family, features, labels, batches, lr, batch_size, radius, dtype=np.floa
     w, iterates = np.zeros(features.shape[1], dtype), []
     for step, batch in zip(lr, batches, strict=True):
         iterates.append(w)
-        slopes = family.slope(features[batch] @ w, labels[batch]) / dtype(batch_size)
+        with np.errstate(invalid="ignore"):  # numpy's product may flag lanes of registers that hold no number of ours
+            scores = features[batch] @ w
+        assert np.isfinite(scores).all()
+        slopes = family.slope(scores, labels[batch]) / dtype(batch_size)
         w = w - step * (slopes @ features[batch])
         norm = np.linalg.norm(w)
         if norm > radius:

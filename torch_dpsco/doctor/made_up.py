@@ -31,17 +31,24 @@ class MadeUp:
         collate: makes a batch of a list of records.
         device: where the batches go.
         other_targets: whether the second versions have other targets too.
+        ignored: class number that the loss ignores; the second versions of records with several targets have it.
 
     Raises:
         ValueError: the collated batch has no tensor with a dimension for the records.
     """
 
     def __init__(
-        self, record: Any, collate: Callable[[list[Any]], Any], device: torch.device, *, other_targets: bool = True
+        self,
+        record: Any,
+        collate: Callable[[list[Any]], Any],
+        device: torch.device,
+        *,
+        other_targets: bool = True,
+        ignored: int | None = None,
     ) -> None:
         # a record of a TensorDataset is a view, whose deepcopy copies ALL records: cut the views off once
         self._record = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record)
-        self._collate, self._device = collate, device
+        self._collate, self._device, self._ignored = collate, device, ignored
         leaves, more = self._template(2)[0], self._template(3)[0]
         self._dims = [
             _batch_dim(leaf, other) if isinstance(leaf, Tensor) and isinstance(other, Tensor) else None
@@ -82,7 +89,10 @@ class MadeUp:
             if place < n_inputs:
                 pools.append(_values(shape, leaf.dtype, generator))
             else:
-                pools.append(_targets(shape, leaf.dtype, dim if other_targets else None, self.size))
+                targets = _targets(shape, leaf.dtype, dim if other_targets else None, self.size)
+                if dim is not None and other_targets and self._ignored is not None and not leaf.is_floating_point():
+                    _ignore_some(targets.narrow(dim, self.size, self.size), dim, self._ignored)
+                pools.append(targets)
         return pools
 
     def batch(self, records: Sequence[int]) -> Any:
@@ -116,3 +126,11 @@ def _targets(shape: list[int], dtype: torch.dtype, dim: int | None, size: int) -
     if dim is not None:
         targets.narrow(dim, size, size).fill_(1 - first)
     return targets
+
+
+def _ignore_some(targets: Tensor, dim: int, ignored: int) -> None:
+    # a mean over the targets that are not ignored couples the records; where a record has one target only, `fit` looks
+    # at the batches themselves, for the loss's default would be refused everywhere
+    several = [d for d, n in enumerate(targets.shape) if d != dim and n > 1]
+    if several:
+        targets.select(several[0], 0).fill_(ignored)

@@ -58,7 +58,14 @@ def examine(script: Script) -> Evidence:
 def _make_up(script: Script, *, other_targets: bool = True) -> MadeUp | Refused:
     def build() -> MadeUp:
         device = next(iter(script.trainable.values())).device
-        return MadeUp(script.first_record(), script.collate, device, other_targets=other_targets)
+        ignored = getattr(script.loss, "ignore_index", None)
+        return MadeUp(
+            script.first_record(),
+            script.collate,
+            device,
+            other_targets=other_targets,
+            ignored=ignored if isinstance(ignored, int) else None,
+        )
 
     return attempt("making up a batch from the first record", build)
 

@@ -54,6 +54,16 @@ class Tape:
             if p is not None:
                 p.grad_factors = self  # type: ignore[attr-defined]
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.uses:
+            # PRIVACY: a part of a model is copied without the model's own check
+            # (test_a_part_of_a_model_is_neither_saved_nor_copied_with_rows_in_it)
+            raise SequenceError(
+                "a layer must be saved or copied between steps: it holds rows of records now; call optimizer.step() or "
+                "optimizer.discard() first"
+            )
+        return self.__dict__
+
     @property
     def tags(self) -> set[int | None]:
         """Numbers of the passes."""
@@ -147,6 +157,14 @@ def run(layer: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
     layer.passes.require_batch(layer, x.shape, 0)
+    if any(p is not None and p.requires_grad and not hasattr(p, "dpsco_reset") for p in layer._parameters.values()):
+        # PRIVACY: rows at one point would be taken for rows at another
+        # (test_weights_that_attach_has_not_seen_are_refused)
+        raise SequenceError(
+            f"{type(layer).__name__} has trained parameters that it did not have at dp.attach (functional_call, "
+            f"load_state_dict(assign=True), a copy of a part): attach the model after such changes, or use one that is "
+            f"detached"
+        )
     for p in (p for p in layer._parameters.values() if p is not None):
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
     x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")

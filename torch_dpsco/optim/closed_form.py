@@ -6,7 +6,7 @@ oracle, ledger, noise and update are the same code, and the rows are equal up to
 
 | taken | left to the ordinary path |
 |---|---|
-| the model is one `nn.Linear`, attached, without hooks of others | any other model |
+| the model is one `nn.Linear`, attached, without hooks of others, its weight before its bias | any other model |
 | losses of `torch_dpsco.losses`; BCEWithLogitsLoss, CrossEntropyLoss and MSELoss without options | other losses |
 | a TensorDataset of (features (n, d), targets) in memory, of the model's dtype and device | other data |
 
@@ -18,7 +18,7 @@ Source: perf spec, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,11 +90,14 @@ class GivenRows:
         oracle.observe(GradBatch([self._block]))
 
 
-def closed_form(model: nn.Module, loss_fn: Any, dataset: Dataset[Any], loader: PrivateLoader) -> ClosedForm | None:
+def closed_form(
+    model: nn.Module, params: Sequence[Tensor], loss_fn: Any, dataset: Dataset[Any], loader: PrivateLoader
+) -> ClosedForm | None:
     """Returns the closed form of the rows of a model on a data set, None if there is none.
 
     Args:
         model: attached.
+        params: its trained parameters, in the order of the optimizer.
         loss_fn: loss_fn(model(input), target) -> scalar, reduced as the model was attached.
         dataset: of (input, target) pairs.
         loader: of the data set, without a collate function of its own.
@@ -102,7 +105,10 @@ def closed_form(model: nn.Module, loss_fn: Any, dataset: Dataset[Any], loader: P
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
         return None
     features, targets = dataset.tensors
-    if type(model) is not FactoredLinear or _has_other_hooks(model):
+    if type(model) is not FactoredLinear or _is_changed(model, loss_fn):
+        return None
+    own = [model._parameters[name] for name in ("weight", "bias")]
+    if [id(p) for p in params] != [id(p) for p in own if p is not None and p.requires_grad]:
         return None
     weight = model.weight
     same = features.dtype == weight.dtype and features.device == weight.device == targets.device
@@ -112,16 +118,22 @@ def closed_form(model: nn.Module, loss_fn: Any, dataset: Dataset[Any], loader: P
     return None if slope is None else ClosedForm(model, slope, features, targets)
 
 
-def _has_other_hooks(model: FactoredLinear) -> bool:
-    # attach has one before and one after the forward; a hook of a user's may change the output
-    hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_hooks, model._backward_pre_hooks)
-    return [len(own) for own in hooks] != [1, 1, 0, 0] or any(
-        p._backward_hooks for p in model.parameters() if p.requires_grad
-    )
+def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:
+    """Returns whether a user's hook, or a forward of its own, may make another function of the model or the loss."""
+    for module, own in ((model, [1, 1]), (loss_fn, [0, 0])):  # attach has a hook before and one after the forward
+        if isinstance(module, nn.Module):
+            hooks = [module._forward_pre_hooks, module._forward_hooks]
+            others = len(module._backward_hooks) + len(module._backward_pre_hooks)
+            if "forward" in vars(module) or [len(each) for each in hooks] != own or others:
+                return True
+    tensor_hooks = any(p._backward_hooks for p in model.parameters() if p.requires_grad)
+    return tensor_hooks or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def _slope_of(loss_fn: Any, outputs: int, targets: Tensor, *, mean: bool) -> _Slope | None:
     if isinstance(loss_fn, Loss):
+        if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
+            return None
         fits = mean and loss_fn.num_scores == outputs and targets.shape in ((len(targets),), (len(targets), 1))
         if not fits or (loss_fn.target_kind == "class") == targets.is_floating_point():
             return None
@@ -129,7 +141,7 @@ def _slope_of(loss_fn: Any, outputs: int, targets: Tensor, *, mean: bool) -> _Sl
     if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
         return None
     if type(loss_fn) is nn.CrossEntropyLoss:
-        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0 and loss_fn.ignore_index < 0
         fits = targets.dtype == torch.int64 and targets.dim() == 1
         return _softmax_slope if plain and fits and outputs > 1 and bool((targets >= 0).all()) else None
     if outputs != 1 or targets.shape != (len(targets), 1) or not targets.is_floating_point():
