@@ -137,11 +137,6 @@ class ClippedMean(MeanOracle):
         self._flat = torch.empty(self.dim, dtype=dtype, device=device)
         self._answer = self.views(self._flat)
 
-    def _count(self, rows: int) -> None:
-        self._n_rows += rows
-        if self._n_rows > self._summation.max_rows:
-            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
-
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
         clip = self.clip  # raises before open
@@ -200,11 +195,10 @@ class ClippedMean(MeanOracle):
         The declared error of the sum stays that of one process. Float32 is used by a process with m_r rows where
         W m_r <= rows, so that all such rows together are at most `rows`, and in no process the product of the chain of
         roundings and the mean of the weighted norms is larger than the planned chain times C: the errors add up to at
-        most chain u sum_r m_r C. The sums of the processes are added in
-        float64, by W - 1 roundings more. The planned float64 chain, 1024 + max_rows, has room for them: that of a
-        process is at most m_r + 4 (tiles of its chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by
-        `replace_sum`, and W <= 1020. The last bits of a mean loss depend on the rows of one process, and are bounded by
-        the rows of all, as before.
+        most chain u sum_r m_r C. The sums of the processes are added in float64, by W - 1 roundings more. The planned
+        float64 chain, at least 1024 + max_rows, has room for them: that of a process is at most m_r + 4 (tiles of its
+        chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by `replace_sum`, and W <= 1020. The last
+        bits of a mean loss depend on the rows of one process, and are bounded by the rows of all, as before.
         """
         # PRIVACY: else each process could spend the whole room for float32
         # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)
