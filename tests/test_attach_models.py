@@ -401,3 +401,21 @@ def test_weights_that_attach_has_not_seen_are_refused():
     model(torch.ones(4, 3)).sum().backward()
     model.eval()
     torch.func.functional_call(model, weights, (torch.ones(4, 3),)).sum().backward()  # of no interest to anyone
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), nn.LayerNorm(3)])
+@pytest.mark.parametrize("times", [(), (2,)], ids=["vectors", "sequences"])
+def test_an_input_that_is_overwritten_before_the_step_is_refused(layer, times):
+    model = dp.attach(copy.deepcopy(layer))
+    buffer, next_batch = torch.randn(4, *times, 3), torch.full((4, *times, 3), 1e6)
+    model(buffer).sum().backward()
+    expected = [rows.clone() for rows in GradBatch.consume(list(model.parameters())).dense()]
+    model(buffer).sum().backward()
+    buffer.copy_(next_batch)
+    if any(isinstance(m, nn.Linear) for m in model.modules()) and not times:  # left as factors
+        with pytest.raises(dp.SequenceError, match="overwritten between backward and step"):
+            GradBatch.consume(list(model.parameters()))
+        return
+    rows = GradBatch.consume(list(model.parameters())).dense()  # formed in the backward, and not moved
+    for found, right in zip(rows, expected, strict=True):
+        torch.testing.assert_close(found, right)

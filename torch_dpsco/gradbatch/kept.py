@@ -152,13 +152,25 @@ class _Pairs(Kept):
     def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool) -> None:
         self.acts, self.backprops, self.shape = acts, backprops, shape
         self.trained = {"weight": weight, "bias": bias}
+        self._versions = acts._version, backprops._version
+
+    def _require_unwritten(self) -> None:
+        if (self.acts._version, self.backprops._version) != self._versions:
+            # PRIVACY: a buffer that has the next batch by now would put its records into this step
+            # (test_an_input_that_is_overwritten_before_the_step_is_refused)
+            raise SequenceError(
+                "the input of a layer was overwritten between backward and step: fill a buffer with the next batch "
+                "after optimizer.step(), or give the model a copy of it"
+            )
 
     def __len__(self) -> int:
         return self.acts.shape[0]
 
     def _sides(self, others: Sequence[Kept]) -> list[tuple[Tensor, ...]]:
-        all_pairs = [(p.acts, p.backprops) for p in (self, *others) if isinstance(p, _Pairs)]
-        return list(zip(*all_pairs, strict=True))
+        all_pairs = [p for p in (self, *others) if isinstance(p, _Pairs)]
+        for p in all_pairs:
+            p._require_unwritten()
+        return list(zip(*[(p.acts, p.backprops) for p in all_pairs], strict=True))
 
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
@@ -176,10 +188,12 @@ class _Pairs(Kept):
 
     def formed(self) -> Formed:
         """Returns the rows."""
+        self._require_unwritten()
         return _formed(self.acts, self.backprops, self.shape, **self.trained)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block of vectors, or one of sequences and the rows of the bias."""
+        self._require_unwritten()
         if self.acts.shape[1] == 1 and len(self.shape) == 2:
             return [FactoredBlock(self.acts[:, 0], self.backprops[:, 0], weight=weight, bias=bias)]
         found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []

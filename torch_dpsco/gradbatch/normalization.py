@@ -23,6 +23,8 @@ def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:
     rows["bias"] = grad if use.trained["bias"] else None
     if places:
         rows = {name: None if part is None else part.sum(places) for name, part in rows.items()}
+    elif rows["bias"] is not None:
+        rows["bias"] = rows["bias"].clone()  # the gradient is autograd's
     if use.scale != 1:
         rows = {name: None if part is None else part * use.scale for name, part in rows.items()}
     return Formed(**rows)
