@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from fractions import Fraction
@@ -303,6 +304,37 @@ def test_releases_of_copied_oracles_have_noise(copied):
         twin.observe(GradBatch([DenseBlock(torch.zeros(1, 3)), DenseBlock(torch.zeros(1, 1))]))
         parts = twin.release(torch.Generator().manual_seed(1)).mean
         assert len({*torch.cat(parts).tolist(), 0.0}) == 5
+
+
+def moved(how, model):
+    if how == "another dtype":
+        model.double().float()
+    elif how == "zeros":
+        for p in model.parameters():
+            p.grad.data = torch.zeros_like(p.grad)
+
+
+@pytest.mark.parametrize("how", ["nothing", "another dtype", "zeros"])
+def test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release(how):
+    """`Module.to` and the like re-point p.grad.data. False alarm: below 1e-9 (a difference of Gaussians below 1e-12)."""
+    model = dp.attach(torch.nn.Linear(4, 1))
+    optimizer = dp.PrivateOptimizer(
+        model.parameters(),
+        0.1,
+        oracle=Clipped(1.0, 100.0, 8),
+        rule=dp.rules.SGD(),
+        design=dp.Full(8),
+        adjacency="replace_one",
+    )
+    gradients, x = [], torch.ones(8, 4)
+    for _ in optimizer.loader(torch.utils.data.TensorDataset(x), steps=4):
+        model(x).sum().backward()
+        optimizer.step()
+        gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+        moved(how, model)
+    for before, after in itertools.pairwise(gradients):
+        assert (after - before).abs().min() > 1e-12
+        assert (after - before).std() > 1e-3  # the mean of clipped rows is the same in all steps, the noise is not
 
 
 # -- rows of one score ------------------------------------------------------------------------------------------------

@@ -89,12 +89,10 @@ class ClippedMean(MeanOracle):
         self._shapes: list[torch.Size] = []
         self._means: list[Tensor] | None = None
         self._n_rows = 0
-        self._flat, self._answer = torch.empty(0), list[Tensor]()  # memory of a release, and its parts
+        self._flat: Tensor | None = None  # memory of releases
 
     def __getstate__(self) -> dict[str, Any]:
-        # PRIVACY: parts of a copy need not be views of its flat memory, where the noise is drawn
-        # (test_releases_of_copied_oracles_have_noise)
-        return self.__dict__ | {"_flat": torch.empty(0), "_answer": []}
+        return self.__dict__ | {"_flat": None}
 
     @abstractmethod
     def bound(self, query: Sequence[Tensor]) -> float:
@@ -130,12 +128,11 @@ class ClippedMean(MeanOracle):
         if form != self._form:
             self._form, self._shapes = form, [p.shape for p in query]
             self._summation = plan_summation(self.batch_size, sum(shape.numel() for shape in self._shapes))
-            self._answer = []
+            self._flat = None
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         # for all releases: fresh memory costs as much as the arithmetic
         self._flat = torch.empty(self.dim, dtype=dtype, device=device)
-        self._answer = self.views(self._flat)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
@@ -256,17 +253,21 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        if not self._answer and self._form:
+        if self._flat is None:
             double = any(dtype == torch.float64 for _, dtype, _ in self._form)
             self._allocate(torch.float64 if double else torch.float32, self._form[0][2])
+        assert self._flat is not None
         if self._multiplier > 0:
             self._flat.normal_(std=noise_std, generator=generator)
         else:
             self._flat.zero_()
-        for part, mean in zip(self._answer, self._means or [], strict=self._means is not None):
+        # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory, where
+        # there is no noise (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
+        answer = self.views(self._flat)
+        for part, mean in zip(answer, self._means or [], strict=self._means is not None):
             part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
-        return Release(list(self._answer))
+        return Release(answer)
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""
