@@ -316,7 +316,7 @@ def moved(how, model):
 
 @pytest.mark.parametrize("how", ["nothing", "another dtype", "zeros"])
 def test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release(how):
-    """`Module.to` and the like re-point p.grad.data. False alarm: below 1e-9 (a difference of Gaussians below 1e-12)."""
+    """`Module.to` and the like re-point p.grad.data. False alarm: below 1e-9 (Gaussians within 1e-12)."""
     model = dp.attach(torch.nn.Linear(4, 1))
     optimizer = dp.PrivateOptimizer(
         model.parameters(),
