@@ -44,6 +44,7 @@ NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}
 # A square below the least normal number may be flushed to 0: each coordinate hides at most its square root.
 UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
+_PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
 _FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
 _MAX_ERROR32 = 2.0**-7
 CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
@@ -219,10 +220,14 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
     n_rows = rows.shape[0]
     if n_rows <= tile:
         return (small @ rows).double()
-    whole = n_rows - n_rows % tile
-    parts = torch.bmm(small[:whole].view(-1, 1, tile), rows[:whole].view(-1, tile, rows.shape[1]))
-    total = parts.sum(dim=(0, 1), dtype=torch.float64)
-    return total if whole == n_rows else total.add_(small[whole:] @ rows[whole:])
+    whole, width = n_rows - n_rows % tile, rows.shape[1]
+    step = max(1, _PARTS_ELEMENTS // width) * tile  # sums of tiles go through memory twice, or stay in cache
+    sums = rows.new_zeros(width, dtype=torch.float64)
+    for start in range(0, whole, step):
+        slab = slice(start, min(start + step, whole))
+        parts = torch.bmm(small[slab].view(-1, 1, tile), rows[slab].view(-1, tile, width))
+        sums.add_(parts.sum(dim=(0, 1), dtype=torch.float64))
+    return sums if whole == n_rows else sums.add_(small[whole:] @ rows[whole:])
 
 
 def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
