@@ -336,3 +336,22 @@ def test_whole_draws_are_shared_only_with_who_reads() -> None:
     loader = optimizer_of(dp.attach(linear()), Full(N)).loader(data, steps=1)
     [batch] = loader
     assert batch[0].data_ptr() != data.tensors[0].data_ptr()
+
+
+def test_given_rows_are_refused_beside_those_of_a_backward() -> None:
+    """Else the rows of this draw would wait, and be taken for those of the next one."""
+    model, dataset = dp.attach(linear()), records(BCE)
+    optimizer = optimizer_of(model, Fixed(20, N))
+    loader = optimizer.loader(dataset, steps=2)
+    form = closed_form(model, list(model.parameters()), BCE, dataset, loader)
+    assert form is not None
+    batches = form.batches(loader)
+    with torch.no_grad():
+        rows = next(batches)
+    BCE(model(dataset.tensors[0][:20]), dataset.tensors[1][:20]).backward()
+    with pytest.raises(dp.SequenceError, match="rows of a backward are waiting"):
+        optimizer.step_on(rows)
+    assert len(optimizer.accountant) == optimizer.steps == 0
+    with torch.no_grad():
+        optimizer.step_on(next(batches))
+    assert len(optimizer.accountant) == optimizer.steps == 1

@@ -207,8 +207,11 @@ class PrivateOptimizer(Assembly):
         rows: Rows | None = given
         if given is None and (has_rows(params) or self._batch.needs_rows):
             rows = _Recorded(GradBatch.consume(params), users, scale)
-        if given is None:
-            retire_forwards(params)
+        elif given is not None and has_rows(params):
+            # PRIVACY: rows that a backward has left would wait for a later step, another draw
+            # (test_given_rows_are_refused_beside_those_of_a_backward)
+            raise SequenceError("rows of a backward are waiting: make the step of that batch by step(), or discard() it")
+        retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
         if not self._batch.admit(n_rows, 1 if rows is None else rows.passes, partial):
             return None  # a late chunk of a draw that was given up
