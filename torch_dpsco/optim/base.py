@@ -210,7 +210,7 @@ class PrivateOptimizer(Assembly):
         elif given is not None and has_rows(params):
             # PRIVACY: rows that a backward has left would wait for a later step, another draw
             # (test_given_rows_are_refused_beside_those_of_a_backward)
-            raise SequenceError("rows of a backward are waiting: make the step of that batch by step(), or discard() it")
+            raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
         retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
         if not self._batch.admit(n_rows, 1 if rows is None else rows.passes, partial):
