@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design, Full, Undeclared
 from torch_dpsco.gradbatch import has_rows
 
 FALSE_ALARM = 1e-6
@@ -58,6 +58,23 @@ def check_that_no_row_passes_the_clip() -> None:
             x * torch.tensor([[0.0], [1.0]]), Undeclared(2), rows
         )
         assert torch.linalg.vector_norm(moved) <= 1.0 / 2 * ROUNDING
+
+
+def check_that_no_row_of_a_fused_fit_passes_the_clip() -> None:
+    """Exact sensitivity through `fit` in closed form: two data sets that differ in one record."""
+    x, clip = torch.tensor([[30.0, 40.0], [0.3, 0.4]]), 0.5
+
+    def trained(inputs: Tensor) -> Tensor:
+        model = nn.Linear(2, 1)
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        opt = make_optimizer(model, Full(2), clip=clip)  # lr 1, no noise
+        targets = torch.ones(2)
+        dp.fit(model, opt, TensorDataset(inputs, targets), dp.losses.Logistic(), steps=1, progress=False)
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    moved = torch.linalg.vector_norm(trained(x) - trained(x * torch.tensor([[-1.0], [1.0]])))
+    assert 0.9 * clip <= moved <= 2 * clip / 2 * ROUNDING
 
 
 def check_that_the_noise_is_what_the_ledger_says() -> None:

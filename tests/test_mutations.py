@@ -47,6 +47,13 @@ def test_removed_clip_is_caught():
     assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
 
 
+def test_removed_clip_of_linear_rows_is_caught():
+    def mutate(patch: Patch) -> None:
+        patch.setattr(clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors))
+
+    assert_caught(checks.check_that_no_row_of_a_fused_fit_passes_the_clip, mutate)
+
+
 def test_a_clip_of_parts_instead_of_rows_is_caught():
     def mutate(patch: Patch) -> None:
         clip_weights = clipped.clip_weights

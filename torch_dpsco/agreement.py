@@ -49,10 +49,12 @@ _CALLS: dict[str, dict[str, str]] = {
 }
 _WIDTH = 2 + max(map(len, _CALLS.values()))
 
+_AVAILABLE = dist.is_available()  # a property of the build of torch
+
 
 def world_size() -> int:
     """Returns the number of processes of the default process group, 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
 
 
 class Group:

@@ -17,6 +17,21 @@ from torch_dpsco.errors import PrivacyError, UtilityWarning
 __all__ = ["Journal"]
 
 
+class Process:
+    """Tells a forked copy of a process from its parent, without a system call."""
+
+    number = os.getpid()
+
+    @classmethod
+    def renew(cls) -> None:
+        """Notes that this is a new process."""
+        cls.number = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):  # elsewhere processes are not forked
+    os.register_at_fork(after_in_child=Process.renew)
+
+
 class Journal:
     """A book that is only added to, and the file that knows it first.
 
@@ -29,7 +44,7 @@ class Journal:
         self.book, self.file = book, file
         self._filed = len(book.ledger) if file is not None and not file.is_empty else -1  # events that the file knows
         self._facts = _facts(book)  # and the facts, if it knows any events
-        self._process = os.getpid()
+        self._process = Process.number
         self._charging = False
 
     def charge(self, event: Event, count: int, marks: Collection[str] = ()) -> int:
@@ -74,7 +89,7 @@ class Journal:
 
     def require_own_process(self) -> None:
         """Raises PrivacyError in a forked copy."""
-        if os.getpid() != self._process:
+        if Process.number != self._process:
             # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
             raise PrivacyError(
                 "an accountant must be charged in the process that made it: a forked copy would spend unseen and "

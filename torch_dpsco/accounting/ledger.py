@@ -95,6 +95,7 @@ class Ledger:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._length = 0
+        self._latest: Event | None = None  # event that touches all records
         self._counts: dict[_Place, _Counts] = {}
         self._kinds: _Kinds = {}
         self._parts: dict[str, list[_Place]] = {}
@@ -119,17 +120,14 @@ class Ledger:
 
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
-        entries: list[tuple[_Place, SimpleEvent, int]]
-        if isinstance(event, SimpleEvent) and event in self._counts.get(_BASE, {}):  # what most steps are
-            times = check.count(count=count)
-            entries, kinds = [(_BASE, event, times)] if times else [], self._kinds
-        else:
-            entries, kinds = list(_flatten(event, check.count(count=count))), self._kinds_with(event)
+        known = event is self._latest or (isinstance(event, SimpleEvent) and event in self._counts.get(_BASE, {}))
+        if known and type(count) is int and count > 0:  # what most steps are
+            self._add_again(event, count)
+            return
+        entries, kinds = list(_flatten(event, check.count(count=count))), self._kinds_with(event)
         if not entries:
             return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
-        length = self._length + sum(times for _, _, times in entries)
-        if length > sys.maxsize:
-            raise ValueError(f"count must leave at most {sys.maxsize} events in the ledger (got {length})")
+        length = self._lengthened(sum(times for _, _, times in entries))
         self._kinds = kinds
         # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
         totals, self._totals = self._totals, {}
@@ -139,9 +137,23 @@ class Ledger:
                 self._parts.setdefault(place[0], []).append(place)
             counts = self._counts[place]
             counts[simple] = counts.get(simple, 0) + times
-            self._length += times
             self._update(totals, place, simple)
-        self._totals = totals
+        self._length, self._totals = length, totals
+
+    def _add_again(self, event: Any, count: int) -> None:
+        length = self._lengthened(count)
+        totals, self._totals = self._totals, {}  # as in `add`
+        counts = self._counts[_BASE]
+        counts[event] = times = counts[event] + count
+        for known in totals.values():  # each has the event already
+            known.base.put(event, times)
+        self._length, self._totals, self._latest = length, totals, event
+
+    def _lengthened(self, events: int) -> int:
+        length = self._length + events
+        if length > sys.maxsize:
+            raise ValueError(f"count must leave at most {sys.maxsize} events in the ledger (got {length})")
+        return length
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)

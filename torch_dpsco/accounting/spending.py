@@ -203,7 +203,8 @@ class Spending(OpacusFace):
         adjacency: Adjacency = REPLACE_ONE,
         planned: int = 1,
     ) -> None:
-        check.count(count=count)
+        if type(count) is not int or count < 0:
+            count = check.count(count=count)
         if self._budget is None:
             self._charge(event, count, marks, adjacency)
             return

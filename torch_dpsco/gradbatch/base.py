@@ -45,7 +45,9 @@ NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}
 UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
+_GROUP, _MANY_TILES = 4, 16  # sums of tiles that are added in float32 first, where there are many
 _FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
+_LARGE = 64  # rows of a tile
 _MAX_ERROR32 = 2.0**-7
 CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
 
@@ -94,7 +96,8 @@ class Summation:
     """Precision of weighted sums, with a bound on their error.
 
     Args:
-        vector_tile: rows per float32 tile in sums of vectors, whose tiles are added in float64; 0 sums in float64.
+        vector_tile: rows per float32 tile in sums of vectors; a few tiles are added in float32, and those sums in
+            float64; 0 sums in float64.
         matrix_tile: rows per float32 tile in sums of outer products, added in float32; 0 sums in float64.
         rows: largest logical batch for which float32 may be used.
         max_rows: largest logical batch for which the bound is proved at all.
@@ -111,6 +114,11 @@ class Summation:
     def uses_float32(self) -> bool:
         """Whether some sums may run in float32."""
         return self.vector_tile > 0 or self.matrix_tile > 0
+
+    @property
+    def has_small_tiles(self) -> bool:
+        """Whether larger tiles, where rows leave room for them, would be much faster."""
+        return 0 < self.vector_tile < _LARGE or 0 < self.matrix_tile < _LARGE
 
     def for_rows(self, n_rows: int, mean_norm: float = 1.0) -> Summation:
         """Returns the precision for a physical batch.
@@ -131,8 +139,9 @@ class Summation:
         room = 1.0 / mean_norm if 0.0 < mean_norm < 1.0 else 1.0
         if room < 1.1:
             return self
-        vector = _largest_tile(lambda t: t + 3, room * (self.vector_tile + 3)) if self.vector_tile else 0
-        matrix = 0
+        vector = matrix = 0
+        if self.vector_tile:
+            vector = _largest_tile(_vector_chain, room * _vector_chain(self.vector_tile))
         if self.matrix_tile:
             matrix = _largest_tile(self._matrix_chain, room * self._matrix_chain(self.matrix_tile))
         return _with_tiles(self, max(vector, self.vector_tile), max(matrix, self.matrix_tile))
@@ -149,9 +158,9 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
 
     A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
     two neighboring sums differ by twice that from their exact difference. In tiles of t rows k = t + 3 (weight,
-    product, t - 1 additions, rounding of the tile), plus m/t + 9 where tiles are added in float32 too. The bound holds
-    whatever size a batch turns out to have: past `rows` everything is summed in float64. The cap max_rows =
-    2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
+    product, t - 1 additions, rounding of the tile), plus 3 where four tiles are added before float64, or m/t + 9 where
+    all are added in float32. The bound holds whatever size a batch turns out to have: past `rows` everything is summed
+    in float64. The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
 
     A mean loss is a second source: 1/B is rounded, so that one record more changes ALL rows, by 4 u each if the layer
     is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)).
@@ -171,13 +180,13 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
         return 2.0 * chain * 2.0**-24 * rows
 
     def largest(chain_of: Callable[[int], int]) -> tuple[int, float]:
-        fitting = [(t, error(chain_of(t))) for t in (64, 32, 16, 8) if error(chain_of(t)) <= _MAX_ERROR32]
+        fitting = [(t, error(chain_of(t))) for t in (64, 32, 16, 8, 4) if error(chain_of(t)) <= _MAX_ERROR32]
         return fitting[0] if fitting else (0, 0.0)
 
     always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (2 * batch_size + 1024)
     if batch_size * dim <= _SMALL:
         return Summation(0, 0, rows, max_rows, always)
-    vector_tile, vector_error = largest(lambda t: t + 3)
+    vector_tile, vector_error = largest(_vector_chain)
     matrix_tile, matrix_error = largest(lambda t: t + rows // t + 12)
     return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always)
 
@@ -190,6 +199,10 @@ def _with_tiles(plan: Summation, vector: int, matrix: int) -> Summation:
 def _largest_tile(chain_of: Callable[[int], int], longest: float) -> int:
     """Returns the largest tile whose chain of roundings is at most that long; 0 if none is."""
     return next((t for t in (512, 256, 128, 64, 32, 16) if chain_of(t) <= longest), 0)
+
+
+def _vector_chain(tile: int) -> int:
+    return tile + 3 + _GROUP - 1
 
 
 def _float32_is_exact() -> bool:
@@ -205,29 +218,42 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
 
     Args:
         rows: (B, k).
-        weights: (B,) float64.
+        weights: (B,) float64, or float32.
         precision: of the sum; few numbers are summed in float64 anyway.
     """
-    tile = precision.vector_tile
     if rows.numel() <= _FEW:
-        return rows.double().t() @ weights
-    if not tile or rows.dtype == torch.float64:
+        return weights.double() @ rows.double()
+    if not precision.vector_tile or rows.dtype == torch.float64:
         total = rows.new_zeros(rows.shape[1], dtype=torch.float64)
         for index, part in float64_tiles(rows):
-            total.addmv_(part.t(), weights[index])
+            total.addmv_(part.t(), weights[index].double())
         return total
-    rows, small = rows.float(), weights.float()
-    n_rows = rows.shape[0]
-    if n_rows <= tile:
-        return (small @ rows).double()
-    whole, width = n_rows - n_rows % tile, rows.shape[1]
-    step = max(1, _PARTS_ELEMENTS // width) * tile  # sums of tiles go through memory twice, or stay in cache
-    sums = rows.new_zeros(width, dtype=torch.float64)
-    for start in range(0, whole, step):
-        slab = slice(start, min(start + step, whole))
-        parts = torch.bmm(small[slab].view(-1, 1, tile), rows[slab].view(-1, tile, width))
-        sums.add_(parts.sum(dim=(0, 1), dtype=torch.float64))
-    return sums if whole == n_rows else sums.add_(small[whole:] @ rows[whole:])
+    return _tiled_sum(rows.float(), weights.float(), precision.vector_tile)
+
+
+def _tiled_sum(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """Returns the weighted sum of float32 rows, at most as many tiles at once as stay in cache."""
+    n_rows, width = rows.shape
+    most = max(_GROUP, _PARTS_ELEMENTS // width) * tile
+    if n_rows <= most and n_rows % tile == 0:
+        return _sum_of_tiles(rows, weights, tile)
+    whole = n_rows - n_rows % tile
+    total = (weights[whole:] @ rows[whole:]).double()
+    for start in range(0, whole, most):
+        part = slice(start, min(start + most, whole))
+        total.add_(_sum_of_tiles(rows[part], weights[part], tile))
+    return total
+
+
+def _sum_of_tiles(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """Returns the weighted sum of whole tiles: each in float32, then groups of their sums, and those in float64."""
+    tiles, width = len(rows) // tile, rows.shape[1]
+    sums = torch.bmm(weights.view(tiles, 1, tile), rows.view(tiles, tile, width)).squeeze(1)
+    if tiles < _MANY_TILES:
+        return sums.sum(0, dtype=torch.float64)
+    in_groups = tiles - tiles % _GROUP
+    total = sums[:in_groups].view(_GROUP, -1, width).sum(0).sum(0, dtype=torch.float64)
+    return total if in_groups == tiles else total.add_(sums[in_groups:].sum(0, dtype=torch.float64))
 
 
 def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:

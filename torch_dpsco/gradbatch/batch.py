@@ -24,15 +24,17 @@ _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at
 
 
 def _tape(p: Tensor) -> Tape | None:
-    tape: Tape | None = getattr(p, "grad_factors", None)
+    tape: Tape | None = p.__dict__.get("grad_factors")
     return tape if tape is not None and tape.uses else None
 
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    return any(
-        _tape(p) is not None or getattr(p, "grad_sample", None) is not None or MARK in p.__dict__ for p in params
-    )
+    for p in params:
+        kept = p.__dict__
+        if kept.get("grad_sample") is not None or MARK in kept or _tape(p) is not None:
+            return True
+    return False
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -52,8 +54,10 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
 
 def retire_forwards(params: Sequence[nn.Parameter]) -> None:
     """Makes the attached models of the parameters refuse backwards of all their forwards so far."""
-    for retire in {p.__dict__["dpsco_retire"] for p in params if "dpsco_retire" in p.__dict__}:
-        retire()
+    for p in params:
+        retire = p.__dict__.get("dpsco_retire")
+        if retire is not None:
+            retire()
 
 
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
@@ -189,6 +193,11 @@ class GradBatch:
             clear_rows(params)
 
     def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
         return len(self.blocks[0])
 
     def unscaled(self, scale: float) -> GradBatch:

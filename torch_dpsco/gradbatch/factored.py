@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_dpsco.gradbatch.base import NORM_ERROR, Block, Summation, float64_tiles, row_norms, weighted_rows
 
-__all__ = ["FactoredBlock", "LinearRows", "input_factors"]
+__all__ = ["FactoredBlock", "LinearRows", "input_factors", "rounded_up"]
 
 
 class LinearRows(NamedTuple):
@@ -22,12 +22,30 @@ class LinearRows(NamedTuple):
     Args:
         features: (B, d) x_i.
         slopes: (B,) derivatives of the losses in the score.
-        factors: (B,) float64 upper bounds of |(x_i, 1)|, see `input_factors`.
+        factors: (B,) upper bounds of |(x_i, 1)|: float64 of `input_factors`, or float32 of `rounded_up`.
     """
 
     features: Tensor
     slopes: Tensor
     factors: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows; len() is that of the tuple."""
+        return self.slopes.shape[0]
+
+    @property
+    def passes(self) -> int:
+        """Number of backward passes that they come from."""
+        return 1
+
+    def block(self) -> FactoredBlock:
+        """Returns the same rows as a block."""
+        return FactoredBlock(self.features, self.slopes.unsqueeze(1), factors=self.factors.double())
+
+    def select(self, index: Tensor) -> LinearRows:
+        """Returns some of the rows."""
+        return LinearRows(*(column[index] for column in self))
 
 
 def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
@@ -37,6 +55,11 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
         norms = norms.square_().add_(1.0).sqrt_()
     # the roundings here, and in the product of the factors, are far inside the slack of the norms of several numbers
     return norms if acts.shape[1] > 1 else norms.mul_(1.0 + NORM_ERROR[torch.float64])
+
+
+def rounded_up(factors: Tensor) -> Tensor:
+    """Returns factors in float32, larger by 2^-20: room for all float32 roundings of a row's norm and clip weight."""
+    return (factors * (1.0 + 2.0**-20)).float()
 
 
 class FactoredBlock(Block):

@@ -24,16 +24,16 @@ def forget_wrappers(params: Iterable[nn.Parameter]) -> None:
         p.__dict__.pop(_ON_PARAMETERS, None)
 
 
-def require_unwrapped(params: Iterable[nn.Parameter]) -> None:
+def require_unwrapped(params: Sequence[nn.Parameter]) -> None:
     """Raises SequenceError if an Opacus optimizer took the parameters since a private optimizer was made."""
     # PRIVACY: it would count ordinary steps while ours runs on what it left of the rows
     # (test_an_opacus_optimizer_around_ours_cannot_step)
-    params = list(params)
-    if any(_ON_PARAMETERS in p.__dict__ for p in params):
-        for p in params:  # its sums of rows, which no ledger of ours knows; the mark stays
+    marked = [p for p in params if _ON_PARAMETERS in p.__dict__]
+    if marked:
+        for p in params:  # sums of rows, which no ledger of ours knows; the mark stays
             p.grad = None
-            if _ON_PARAMETERS in p.__dict__:
-                p.__dict__[_ON_PARAMETERS] = None
+        for p in marked:
+            p.__dict__[_ON_PARAMETERS] = None
         raise SequenceError(_WRAPPED)
 
 

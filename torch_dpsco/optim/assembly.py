@@ -79,6 +79,7 @@ class Assembly(CommonOptimizer):
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
         self._drawn: tuple[BaseEvent, Event] | None = None  # the oracle's event, and that of a draw
         self._stills = 0  # releases of this phase that were no means
+        self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
         self._batch = LogicalBatch(self.design)
         self._grad_scale: float | None = None
         self._lrs = [float(group["lr"]) for group in self.param_groups]

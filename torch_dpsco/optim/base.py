@@ -16,57 +16,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import BaseEvent, Draw
 from torch_dpsco.accounting.events import ADD_REMOVE, Event
-from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.gradbatch import GradBatch, has_rows, require_unwrapped, retire_forwards
+from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
-from torch_dpsco.oracles.base import MeanOracle, Release
-from torch_dpsco.prox import Identity
+from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import trained
 from torch_dpsco.sampling import Partition
 from torch_dpsco.schedule import Phase
 
 __all__ = ["PrivateOptimizer"]
-
-
-class Rows(Protocol):
-    """Per-sample gradients of one physical batch, for an oracle to observe."""
-
-    @property
-    def passes(self) -> int:
-        """Number of backward passes that they come from."""
-
-    def __len__(self) -> int: ...
-
-    def show(self, oracle: MeanOracle) -> None:
-        """Lets the oracle observe them."""
-
-
-class _Recorded:
-    """Rows that the backward has left on the parameters."""
-
-    def __init__(self, rows: GradBatch, users: Tensor | None, scale: float | None) -> None:
-        self._rows, self._users = rows if scale is None else rows.unscaled(scale), users
-        self.passes = rows.passes
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def show(self, oracle: MeanOracle) -> None:
-        oracle.observe(self._rows, self._users)
 
 
 class PrivateOptimizer(Assembly):
@@ -120,7 +91,7 @@ class PrivateOptimizer(Assembly):
             self._make(users, scale)
         return loss
 
-    def step_on(self, rows: Rows) -> None:
+    def step_on(self, rows: GradBatch | LinearRows) -> None:
         """Makes a step like `step()`, from rows that were computed without a backward; `fit` does it, in no_grad mode.
 
         Args:
@@ -129,7 +100,7 @@ class PrivateOptimizer(Assembly):
         self._require_open()
         self._make(None, None, rows)
 
-    def _make(self, users: Tensor | None, scale: float | None, rows: Rows | None = None) -> None:
+    def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | LinearRows | None = None) -> None:
         try:
             draw = self._observe(users, partial=False, scale=scale, given=rows)
             if draw is None:
@@ -195,44 +166,54 @@ class PrivateOptimizer(Assembly):
         *,
         partial: bool,
         scale: float | None = None,
-        given: Rows | None = None,
+        given: GradBatch | LinearRows | None = None,
     ) -> Draw | None:
-        params = self._trained()
-        chunk = self._batch.current()
-        if isinstance(self.design, Parts) and chunk.draw.index != self._steps:
+        params, batch = self._trained(), self._batch
+        chunk = batch.current()
+        if self._in_parts and chunk.draw.index != self._steps:
             raise SequenceError(
                 f"step {self._steps} needs batch {self._steps} of the phases (got batch {chunk.draw.index}): after "
                 f"discard(), or to go on with a run, use optimizer.loader(dataset, resume=True)"
             )
-        rows: Rows | None = given
-        if given is None and (has_rows(params) or self._batch.needs_rows):
-            rows = _Recorded(GradBatch.consume(params), users, scale)
-        elif given is not None and has_rows(params):
+        rows = self._taken(params, scale) if given is None else given
+        if given is not None and has_rows(params):
             # PRIVACY: rows that a backward has left would wait for a later step, another draw
             # (test_given_rows_are_refused_beside_those_of_a_backward)
             raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
         retire_forwards(params)
-        n_rows = 0 if rows is None else len(rows)
-        if not self._batch.admit(n_rows, 1 if rows is None else rows.passes, partial):
+        n_rows = 0 if rows is None else rows.n_rows
+        if not batch.admit(n_rows, 1 if rows is None else rows.passes, partial):
             return None  # a late chunk of a draw that was given up
-        if not self._batch.opened:
+        if not batch.opened:
             self.oracle.open(params, self._steps)
-            self._batch.opened = True
-        if rows is not None and n_rows:
-            rows.show(self.oracle)
-        self._grad_scale = scale
-        return self._batch.close(chunk) if not partial else None
+            batch.opened = True
+        if isinstance(rows, LinearRows):
+            self.oracle.observe_linear(rows)
+        elif rows is not None and n_rows:
+            self.oracle.observe(rows, users)
+        if scale != self._grad_scale:
+            self._grad_scale = scale
+        return batch.close(chunk) if not partial else None
+
+    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
+        """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
+        if not (self._batch.needs_rows or has_rows(params)):
+            return None
+        rows = GradBatch.consume(params)
+        return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, release: Release) -> None:
-        self._shifts.lift(self._all_params(), self.state)
-        self._halted = release.halted
+        if self._smooths:
+            self._shifts.lift(self._all_params(), self.state)
+        phases = self.schedule.phases
         index, k = self.schedule.locate(self._steps)
-        phase = self.schedule.phases[index]
-        self._steps += 1
-        self._stills = (self._stills if k else 0) + release.still
+        phase = phases[index]
+        stills = (self._stills if k else 0) + release.still
+        # at once, for __setattr__ is slow
+        vars(self).update(_halted=release.halted, _steps=self._steps + 1, _stills=stills)
         if not release.still:
-            self._move(release, phase, k - self._stills)  # rules count the moves of a phase
-        if k + 1 == phase.steps and len(self.schedule.phases) > 1:
+            self._move(release, phase, k - stills)  # rules count the moves of a phase
+        if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
             self.rule.end_phase(self.param_groups, self.state, phase)
         self._place()
@@ -240,14 +221,14 @@ class PrivateOptimizer(Assembly):
     def _move(self, release: Release, phase: Phase, k: int) -> None:
         params = self._trained()
         for p, mean in zip(params, release.mean, strict=True):
-            p.grad = mean.to(p.dtype)
+            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
         if self.reg:
             for p in params:
                 assert p.grad is not None
                 p.grad.add_(p, alpha=self.reg)
-        self._lrs = checks.warn_of_other_lrs(self.param_groups, self._lrs)
+        checks.warn_of_other_lrs(self.param_groups, self._lrs)
         self.rule.update(self.param_groups, self.state, k, phase)
-        if not isinstance(self.prox, Identity) or phase.radius < math.inf:
+        if self._constrains or phase.radius < math.inf:
             steps = [self.rule.step_size(float(g["lr"]), k, phase) for g in self.param_groups for _ in trained(g)]
             self.rule.constrain(self.prox, params, steps, self.state, phase)
         self.rule.settle(self.param_groups, self.state, k)

@@ -161,13 +161,13 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
         )
 
 
-def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: Sequence[float]) -> list[float]:
-    """Returns the step sizes of the groups, and warns if they are not the known ones."""
+def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: list[float]) -> None:
+    """Warns if the step sizes of the groups are not the known ones, and notes them there."""
     lrs = [float(group["lr"]) for group in groups]
     if lrs != known:
+        known[:] = lrs
         warnings.warn(
             "lr was changed after construction: privacy is unchanged, but the plan's utility theorem does not apply",
             UtilityWarning,
             stacklevel=5,
         )
-    return lrs

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from torch_dpsco.gradbatch import FactoredBlock, FactoredLinear, GradBatch, input_factors
+from torch_dpsco.gradbatch import FactoredBlock, FactoredLinear, GradBatch, LinearRows, input_factors, rounded_up
 from torch_dpsco.losses.base import Loss
-from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.losses.margin import Logistic
 from torch_dpsco.sampling import PrivateLoader
 
-__all__ = ["ClosedForm", "GivenRows", "closed_form"]
+__all__ = ["ClosedForm", "closed_form"]
 
-_Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K), targets -> derivatives of the losses (B, K)
+_Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _BLOCK_ROWS = 8192
 
 
@@ -43,7 +43,7 @@ class ClosedForm:
         layer: attached.
         slope: derivative of the loss of a record in its scores.
         features: (n, d) of the layer's dtype and device.
-        targets: (n,) or (n, K).
+        targets: as `slope` takes them: (n,) for one score.
     """
 
     def __init__(self, layer: FactoredLinear, slope: _Slope, features: Tensor, targets: Tensor) -> None:
@@ -51,43 +51,33 @@ class ClosedForm:
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
         weight, bias = self._trained = "weight" in trained, "bias" in trained
-        columns = [features, targets]
+        self._columns = [features, targets]
+        linear = weight and bias and layer.out_features == 1
+        self._rows = self._linear if linear else self._factored
         if weight:
-            columns.append(torch.cat([input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]))
-        self._columns = columns
+            factors = torch.cat([input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)])
+            self._columns.append(rounded_up(factors) if linear and features.dtype != torch.float64 else factors)
 
-    def batches(self, loader: PrivateLoader) -> Iterator[GivenRows]:
+    def batches(self, loader: PrivateLoader) -> Iterator[LinearRows | GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
         for columns in loader.read_only(self._columns):
             yield self._rows(*columns)
 
-    def _rows(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GivenRows:
+    def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> LinearRows:
         weight, bias = self._params
-        if len(weight) > 1:
-            scores = nn.functional.linear(features, weight, bias)
-        else:  # a product with a vector is several times faster
-            scores = torch.mv(features, weight[0]).unsqueeze_(1)
-            if bias is not None:
-                scores += bias
+        assert bias is not None
+        # a product with a vector is several times faster than one with a matrix of one row
+        scores = torch.mv(features, weight.squeeze(0)).add_(bias)
+        return LinearRows(features, self._slope(scores, targets), factors)
+
+    def _factored(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GradBatch:
+        weight, bias = self._params
+        scores = nn.functional.linear(features, weight, bias)
+        if len(weight) == 1:
+            scores = scores.squeeze(1)
+        slopes = self._slope(scores, targets).reshape(len(features), len(weight))
         trained_weight, trained_bias = self._trained
-        slopes = self._slope(scores, targets)
-        return GivenRows(FactoredBlock(features, slopes, weight=trained_weight, bias=trained_bias, factors=factors))
-
-
-class GivenRows:
-    """Rows of one batch that were computed without a backward."""
-
-    passes = 1
-
-    def __init__(self, block: FactoredBlock) -> None:
-        self._block = block
-
-    def __len__(self) -> int:
-        return len(self._block)
-
-    def show(self, oracle: MeanOracle) -> None:
-        """Lets an oracle observe them."""
-        oracle.observe(GradBatch([self._block]))
+        return GradBatch([FactoredBlock(features, slopes, weight=trained_weight, bias=trained_bias, factors=factors)])
 
 
 def closed_form(
@@ -114,8 +104,8 @@ def closed_form(
     same = features.dtype == weight.dtype and features.device == weight.device == targets.device
     if not same or features.dim() != 2 or features.shape[1] != model.in_features or not features.is_contiguous():
         return None
-    slope = _slope_of(loss_fn, model.out_features, targets, mean=bool(model._dpsco.mean))
-    return None if slope is None else ClosedForm(model, slope, features, targets)
+    found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean))
+    return None if found is None else ClosedForm(model, found[0], features, found[1])
 
 
 def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:
@@ -130,35 +120,40 @@ def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:
     return tensor_hooks or bool(torch.nn.modules.module._has_any_global_hook())
 
 
-def _slope_of(loss_fn: Any, outputs: int, targets: Tensor, *, mean: bool) -> _Slope | None:
+def _slope_of(
+    loss_fn: Any, outputs: int, targets: Tensor, dtype: torch.dtype, *, mean: bool
+) -> tuple[_Slope, Tensor] | None:
+    """Returns the derivative of a loss, and the targets as it takes them; None for other losses and targets."""
     if isinstance(loss_fn, Loss):
         if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
             return None
         fits = mean and loss_fn.num_scores == outputs and targets.shape in ((len(targets),), (len(targets), 1))
         if not fits or (loss_fn.target_kind == "class") == targets.is_floating_point():
             return None
-        return _of_loss(loss_fn)
+        column = targets.reshape(-1).long() if loss_fn.target_kind == "class" else targets.reshape(-1).to(dtype)
+        # the same numbers in fewer calls
+        return (_sign_slope, -column) if type(loss_fn) is Logistic else (loss_fn.derivative, column)
     if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
         return None
     if type(loss_fn) is nn.CrossEntropyLoss:
         plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0 and loss_fn.ignore_index < 0
-        fits = targets.dtype == torch.int64 and targets.dim() == 1
-        return _softmax_slope if plain and fits and outputs > 1 and bool((targets >= 0).all()) else None
+        fits = targets.dtype == torch.int64 and targets.dim() == 1 and outputs > 1
+        return (_softmax_slope, targets) if plain and fits and bool((targets >= 0).all()) else None
     if outputs != 1 or targets.shape != (len(targets), 1) or not targets.is_floating_point():
         return None
+    column = targets.squeeze(1).to(dtype)
     if type(loss_fn) is nn.BCEWithLogitsLoss and loss_fn.weight is None and loss_fn.pos_weight is None:
-        return _logistic_slope
-    return _square_slope if type(loss_fn) is nn.MSELoss else None
+        return _logistic_slope, column
+    return (_square_slope, column) if type(loss_fn) is nn.MSELoss else None
 
 
-def _of_loss(loss: Loss) -> _Slope:
-    if loss.num_scores > 1:
-        return lambda scores, targets: loss.derivative(scores, targets.reshape(-1).long())
-    return lambda scores, targets: loss.derivative(scores[:, 0], targets.reshape(-1).to(scores.dtype)).unsqueeze(1)
+def _sign_slope(scores: Tensor, opposite: Tensor) -> Tensor:
+    """Returns -y sigmoid(-y s) for the opposites -y of the labels."""
+    return scores.mul_(opposite).sigmoid_().mul_(opposite)
 
 
 def _logistic_slope(scores: Tensor, targets: Tensor) -> Tensor:
-    return torch.sigmoid_(scores).sub_(targets)
+    return scores.sigmoid_().sub_(targets)
 
 
 def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.auto import AutoClip
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.centered import Centered
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean, HolderClipped, clip_weights, joint_norm
+from torch_dpsco.oracles.clipped import Clipped, ClippedMean, HolderClipped
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, median_of_means
 from torch_dpsco.oracles.exact import Exact
 from torch_dpsco.oracles.phased import Phased
@@ -14,6 +14,7 @@ from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.oracles.user_search import UserSearched
+from torch_dpsco.oracles.weights import clip_weights, joint_norm
 
 __all__ = [
     "AdaptiveClipped",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from torch import Tensor
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.gradbatch import GradBatch, LinearRows
 
 __all__ = ["MeanOracle", "Release"]
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """A private answer.
 
     Args:
@@ -84,6 +82,10 @@ class MeanOracle(ABC):
     @abstractmethod
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Takes the rows of one physical batch. `users` is for oracles whose unit is a user."""
+
+    def observe_linear(self, rows: LinearRows) -> None:
+        """Takes rows of a linear model with one score, weight and bias, as `observe` does."""
+        self.observe(GradBatch([rows.block()]))
 
     @abstractmethod
     def discard(self) -> None:

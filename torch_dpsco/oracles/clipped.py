@@ -31,36 +31,12 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import MissingConstantError, SequenceError
-from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, row_norm, weighted_rows
+from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
 from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.weights import Cut, clip_weights, clipped_slopes, cuts, in_float32, joint_norm
 from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
-
-_ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
-
-
-def clip_weights(norms: Tensor, clip: float) -> Tensor:
-    """Returns min(1, clip / norm), a little below it, and 0 for rows that must not count.
-
-    Args:
-        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf mark rows to drop.
-        clip: largest norm a row may contribute, > 0.
-
-    Returns:
-        (B,) float64 in [0, 1]; weight * norm <= clip also after rounding.
-    """
-    scaled = norms.reciprocal().mul_(clip * _ROUNDED)
-    # PRIVACY: clip / inf = 0 and NaN becomes 0 (test_non_finite_rows_contribute_nothing)
-    return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
-
-
-def joint_norm(tensors: Sequence[Tensor]) -> float:
-    """Returns an upper bound of the L2 norm of the concatenated tensors; inf if it is not finite."""
-    # one row of all tensors, unless a weight and a bias are read faster by themselves
-    flat = tensors if len(tensors) <= 2 else [torch.cat([t.detach().reshape(-1) for t in tensors])]
-    norm = math.hypot(*[row_norm(t.detach()) for t in flat]) * (1.0 + 2.0**-50)
-    return norm if math.isfinite(norm) else math.inf
 
 
 class ClippedMean(MeanOracle):
@@ -87,6 +63,8 @@ class ClippedMean(MeanOracle):
         self._clip: float | None = None
         self._form: list[Any] = []  # of the parameters
         self._shapes: list[torch.Size] = []
+        self._cuts: list[Cut] = []
+        self._dim = 0
         self._means: list[Tensor] | None = None
         self._n_rows = 0
         self._flat: Tensor | None = None  # memory of releases
@@ -123,64 +101,75 @@ class ClippedMean(MeanOracle):
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Fixes the clip by the public point and forgets an unfinished batch."""
         self.discard()
-        self._clip = self.bound(query)
+        self.__dict__["_clip"] = self.bound(query)  # __setattr__ is slow
         form = [(p.shape, p.dtype, p.device) for p in query]
         if form != self._form:
             self._form, self._shapes = form, [p.shape for p in query]
-            self._summation = plan_summation(self.batch_size, sum(shape.numel() for shape in self._shapes))
+            self._cuts, self._dim = cuts(self._shapes)
+            self._summation = plan_summation(self.batch_size, self._dim)
             self._flat = None
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         # for all releases: fresh memory costs as much as the arithmetic
-        self._flat = torch.empty(self.dim, dtype=dtype, device=device)
+        self._flat = torch.empty(self._dim, dtype=dtype, device=device)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
+        linear = rows.linear() if self._clips_only else None
+        if linear is not None:
+            self.observe_linear(linear)
+            return
         clip = self.clip  # raises before open
-        self._n_rows += len(rows)
-        if self._n_rows > self._summation.max_rows:
-            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
-        linear = rows.linear()
-        means = self._clipped_means(rows, clip) if linear is None else self._linear_means(linear, clip)
-        if [m.shape for m in means] != self._shapes:
-            raise ValueError(
-                f"rows must be of shapes {self._shapes}, those of the query (got {[m.shape for m in means]})"
-            )
-        if self._means is None:
-            self._means = means
-        else:
-            self._means = [m.double() for m in self._means]
-            torch._foreach_add_(self._means, means)
-
-    def _clipped_means(self, rows: GradBatch, clip: float) -> list[Tensor]:
+        self._count(len(rows))
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         norms = rows.norms()
         weights = self.weights(norms, clip)
         precision = self._precision(clip, weights * norms)
-        return rows.weighted_sum(weights.div_(self.batch_size), precision)
+        self._add(rows.weighted_sum(weights.div_(self.batch_size), precision))
 
-    def _linear_means(self, rows: LinearRows, clip: float) -> list[Tensor]:
-        """Returns what `_clipped_means` does, in fewer calls."""
-        slopes, features = rows.slopes, rows.features
-        norms = slopes.abs() * rows.factors  # in float64; the factors have room for its rounding
-        # PRIVACY: (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
-        if self._clips_only and float(norms.max()) <= clip * _ROUNDED:  # not so if one is NaN
-            coefficients = slopes.to(torch.float64, copy=True)
-        else:
-            weights = self.weights(norms, clip)
-            if not bool((weights > 0).all()):
-                index = (weights > 0).nonzero().squeeze(1)  # dropped, not multiplied by 0
-                slopes, features, weights, norms = slopes[index], features[index], weights[index], norms[index]
-            coefficients, norms = weights * slopes, weights * norms
+    def observe_linear(self, rows: LinearRows) -> None:
+        """Does what `observe` does in fewer calls: row i is w_i (x_i, 1), w_i = s_i clipped to C / f_i.
+
+        f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
+        """
+        if not self._clips_only:
+            super().observe_linear(rows)
+            return
+        clip = self.clip  # raises before open
+        self._count(rows.n_rows)
+        # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
+        rows, norms = clipped_slopes(rows, clip)
         precision = self._precision(clip, norms)
-        total = weighted_rows(features, coefficients.div_(self.batch_size), precision)
-        return [total[None], coefficients.sum(0, keepdim=True)]
+        weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
+        total, constant = weighted_rows(rows.features, weights, precision), weights.sum(0, True, dtype=torch.float64)
+        self._add([total.unsqueeze_(0), constant])
+
+    def _count(self, n_rows: int) -> None:
+        n_rows += self._n_rows
+        if n_rows > self._summation.max_rows:
+            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+        self.__dict__["_n_rows"] = n_rows
+
+    def _add(self, means: list[Tensor]) -> None:
+        if [m.shape for m in means] != self._shapes:
+            raise ValueError(
+                f"rows must be of shapes {self._shapes}, those of the query (got {[m.shape for m in means]})"
+            )
+        if self._means is not None:
+            before = [m.double() for m in self._means]
+            torch._foreach_add_(before, means)
+            means = before
+        self.__dict__["_means"] = means
 
     def _precision(self, clip: float, norms: Tensor) -> Summation:
-        """Returns that of the sum of rows of these norms, after the clip: (B,)."""
-        if not self._summation.uses_float32 or not 2.0**-40 < clip < 2.0**40 or not len(norms):
-            return FLOAT64  # the error bound of float32 leaves out overflow and underflow
-        return self._summation.for_rows(self._n_rows * self._processes, float(norms.mean()) / clip)
+        """Returns that of the sum of rows of these norms, after the clip: (B,), whatever their signs."""
+        plan = self._summation
+        if not plan.uses_float32 or not norms.shape[0] or not in_float32(clip):
+            return FLOAT64
+        mean = 1.0  # tiles that are large already need no reading of norms
+        if plan.has_small_tiles:  # the root of the mean square is no less than the mean; some room for its rounding
+            mean = math.sqrt(float(torch.dot(norms, norms)) / norms.shape[0]) * (1.0 + norms.shape[0] * 2.0**-23) / clip
+        return plan.for_rows(self._n_rows * self._processes, mean)
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
@@ -235,12 +224,12 @@ class ClippedMean(MeanOracle):
     @property
     def dim(self) -> int:
         """Coordinates of the means of the open batch."""
-        return sum(shape.numel() for shape in self._shapes)
+        return self._dim
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a (d,) vector cut into the shapes of the parameters."""
-        parts = flat.split([shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        start = int(flat.storage_offset())
+        return [flat.as_strided(shape, strides, start + place) for shape, strides, place in self._cuts]
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""

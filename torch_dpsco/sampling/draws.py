@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
@@ -16,8 +16,7 @@ from torch_dpsco.errors import SequenceError
 __all__ = ["Chunk", "DrawLog"]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """What one delivered batch is: (a part of) one draw.
 
     Args:
@@ -94,7 +93,7 @@ class DrawLog:
             self._require_used()
             self.waiting.append(Chunk(self._split, self._split.size, last=not more))
         elif self.waiting:
-            self.waiting[-1] = replace(self.waiting[-1], last=not more)
+            self.waiting[-1] = self.waiting[-1]._replace(last=not more)
         else:
             raise SequenceError(
                 "signal_skip_step() must follow a new draw of the optimizer's own loader: give the loader of "

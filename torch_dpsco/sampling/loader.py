@@ -113,8 +113,12 @@ class PrivateLoader:
             yield from self._pieces(draw, indices, chunks)
 
     def _pieces(self, draw: Draw, indices: _Indices, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        size = self.physical_batch_size or max(len(indices), 1)
-        starts = range(0, max(len(indices), 1), size)
+        size = self.physical_batch_size
+        if size is None or size >= len(indices):
+            chunks.append(Chunk(draw, len(indices), last=True))
+            yield indices
+            return
+        starts = range(0, len(indices), size)
         for start in starts:
             part = indices[start : start + size]
             chunks.append(Chunk(draw, len(part), last=start == starts[-1]))
@@ -157,8 +161,9 @@ class PrivateLoader:
 
 def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False) -> Iterator[list[Tensor]]:
     """Yields the rows of tensors at some positions; `share`: as many positions as rows are all of them, in order."""
+    size = tensors[0].shape[0]
     for part in parts:
-        if share and len(part) == len(tensors[0]):
+        if share and len(part) == size:
             yield list(tensors)
             continue
         index = torch.from_numpy(part)
