@@ -119,9 +119,9 @@ def test_noise_before_the_charge_is_caught():
     def draws_first(patch: Patch) -> None:
         observe = dp.PrivateOptimizer._observe
 
-        def with_noise(self, users, **options):
+        def with_noise(self, *args, **options):
             torch.empty(1).normal_(generator=self._noise)
-            return observe(self, users, **options)
+            return observe(self, *args, **options)
 
         patch.setattr(dp.PrivateOptimizer, "_observe", with_noise)
 

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
+from torch_dpsco.optim import closed_form as module
 from torch_dpsco.optim.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
 
@@ -31,6 +32,13 @@ LOSSES: dict[str, tuple[Any, int]] = {
     "MSELoss": (nn.MSELoss(), 1),
     "CrossEntropyLoss": (nn.CrossEntropyLoss(), 3),
 }
+
+
+@pytest.fixture(autouse=True, params=[0, 2**16], ids=["as it is", "extended"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Up to how many numbers a data set is taken in float64, with a column of ones."""
+    monkeypatch.setattr(module, "_FEW", request.param)
+    return int(request.param)
 
 
 def targets_of(loss: Any, n: int = N) -> Tensor:
@@ -268,6 +276,21 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
         distances.append(float((moved(changed)[0] - start).norm()) / oracle.sensitivity(relation))
     assert max(distances) <= 1 + 1e-9
     assert max(distances) > (0.4 if scale >= 1 else 0.0)
+
+
+@pytest.mark.parametrize("records_in_truth", [1, N, 4 * N])
+def test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records(
+    monkeypatch: pytest.MonkeyPatch, few: int, records_in_truth: int
+) -> None:
+    monkeypatch.setattr(module, "_FEW", N * D if few else 0)
+    model = dp.attach(linear())
+    optimizer = optimizer_of(model, Poisson(20, N), adjacency="add_remove")
+    dataset = records(BCE, records_in_truth)
+    found = closed_form(model, list(model.parameters()), BCE, dataset, optimizer.loader(dataset))
+    assert found is not None
+    for rows in found.batches(optimizer.loader(dataset, steps=1)):
+        assert rows.extended == bool(few)
+        assert rows.slopes.dtype == (torch.float64 if few else torch.float32)
 
 
 def test_empty_draws_are_steps_of_noise() -> None:

@@ -23,11 +23,13 @@ class LinearRows(NamedTuple):
         features: (B, d) x_i.
         slopes: (B,) derivatives of the losses in the score.
         factors: (B,) upper bounds of |(x_i, 1)|: float64 of `input_factors`, or float32 of `rounded_up`.
+        extended: whether the features are (x_i, 1), (B, d + 1).
     """
 
     features: Tensor
     slopes: Tensor
     factors: Tensor
+    extended: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -41,11 +43,12 @@ class LinearRows(NamedTuple):
 
     def block(self) -> FactoredBlock:
         """Returns the same rows as a block."""
-        return FactoredBlock(self.features, self.slopes.unsqueeze(1), factors=self.factors.double())
+        features = self.features[:, :-1] if self.extended else self.features
+        return FactoredBlock(features, self.slopes.unsqueeze(1), factors=self.factors.double())
 
     def select(self, index: Tensor) -> LinearRows:
         """Returns some of the rows."""
-        return LinearRows(*(column[index] for column in self))
+        return LinearRows(self.features[index], self.slopes[index], self.factors[index], self.extended)
 
 
 def input_factors(acts: Tensor, *, bias: bool) -> Tensor:

@@ -102,7 +102,8 @@ class PrivateOptimizer(Assembly):
 
     def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | LinearRows | None = None) -> None:
         try:
-            draw = self._observe(users, partial=False, scale=scale, given=rows)
+            params = self._trained()
+            draw = self._observe(params, users, partial=False, scale=scale, given=rows)
             if draw is None:
                 return
             self._world.agree(self, draw)
@@ -115,7 +116,7 @@ class PrivateOptimizer(Assembly):
             self._abort()
             raise
         self._batch.finish(used=True)
-        self._apply(release)
+        self._apply(params, release)
 
     def _charge(self, draw: Draw) -> None:
         # accounting is Python: nothing to compile, and caches that a tracer would look through
@@ -162,13 +163,14 @@ class PrivateOptimizer(Assembly):
 
     def _observe(
         self,
+        params: list[nn.Parameter],
         users: Tensor | None,
         *,
         partial: bool,
         scale: float | None = None,
         given: GradBatch | LinearRows | None = None,
     ) -> Draw | None:
-        params, batch = self._trained(), self._batch
+        batch = self._batch
         chunk = batch.current()
         if self._in_parts and chunk.draw.index != self._steps:
             raise SequenceError(
@@ -202,7 +204,7 @@ class PrivateOptimizer(Assembly):
         rows = GradBatch.consume(params)
         return rows if scale is None else rows.unscaled(scale)
 
-    def _apply(self, release: Release) -> None:
+    def _apply(self, params: list[nn.Parameter], release: Release) -> None:
         if self._smooths:
             self._shifts.lift(self._all_params(), self.state)
         phases = self.schedule.phases
@@ -212,14 +214,13 @@ class PrivateOptimizer(Assembly):
         # at once, for __setattr__ is slow
         vars(self).update(_halted=release.halted, _steps=self._steps + 1, _stills=stills)
         if not release.still:
-            self._move(release, phase, k - stills)  # rules count the moves of a phase
+            self._move(params, release, phase, k - stills)  # rules count the moves of a phase
         if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
             self.rule.end_phase(self.param_groups, self.state, phase)
         self._place()
 
-    def _move(self, release: Release, phase: Phase, k: int) -> None:
-        params = self._trained()
+    def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
         if self.reg:
@@ -242,7 +243,7 @@ class PrivateOptimizer(Assembly):
         self._require_open()
         try:
             with torch.no_grad():
-                self._observe(users, partial=True)
+                self._observe(self._trained(), users, partial=True)
         except BaseException:
             self._world.failed(self, in_progress=self.outstanding_rows is not None)
             self._abort()

@@ -34,6 +34,7 @@ __all__ = ["ClosedForm", "closed_form"]
 
 _Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _BLOCK_ROWS = 8192
+_FEW = 2**16  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
 
 
 class ClosedForm:
@@ -44,19 +45,32 @@ class ClosedForm:
         slope: derivative of the loss of a record in its scores.
         features: (n, d) of the layer's dtype and device.
         targets: as `slope` takes them: (n,) for one score.
+        size: public size of the data set.
     """
 
-    def __init__(self, layer: FactoredLinear, slope: _Slope, features: Tensor, targets: Tensor) -> None:
+    def __init__(self, layer: FactoredLinear, slope: _Slope, features: Tensor, targets: Tensor, size: int) -> None:
         self._slope = slope
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
         weight, bias = self._trained = "weight" in trained, "bias" in trained
         self._columns = [features, targets]
-        linear = weight and bias and layer.out_features == 1
-        self._rows = self._linear if linear else self._factored
+        self._rows: Callable[..., LinearRows | GradBatch] = self._factored
         if weight:
             factors = torch.cat([input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)])
-            self._columns.append(rounded_up(factors) if linear and features.dtype != torch.float64 else factors)
+            self._columns.append(factors)
+        if weight and bias and layer.out_features == 1:
+            self._rows = self._linear
+            # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
+            # (test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records)
+            if size * features.shape[1] <= _FEW:
+                self._extend()
+            elif features.dtype != torch.float64:
+                self._columns[2] = rounded_up(factors)
+
+    def _extend(self) -> None:
+        features, targets, factors = (column.double() for column in self._columns)
+        self._columns = [torch.cat([features, features.new_ones(len(features), 1)], dim=1), targets, factors]
+        self._rows = self._extended
 
     def batches(self, loader: PrivateLoader) -> Iterator[LinearRows | GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
@@ -69,6 +83,12 @@ class ClosedForm:
         # a product with a vector is several times faster than one with a matrix of one row
         scores = torch.mv(features, weight.squeeze(0)).add_(bias)
         return LinearRows(features, self._slope(scores, targets), factors)
+
+    def _extended(self, features: Tensor, targets: Tensor, factors: Tensor) -> LinearRows:
+        weight, bias = self._params
+        assert bias is not None
+        scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
+        return LinearRows(features, self._slope(scores, targets), factors, extended=True)
 
     def _factored(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GradBatch:
         weight, bias = self._params
@@ -105,7 +125,7 @@ def closed_form(
     if not same or features.dim() != 2 or features.shape[1] != model.in_features or not features.is_contiguous():
         return None
     found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean))
-    return None if found is None else ClosedForm(model, found[0], features, found[1])
+    return None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
 
 
 def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:

@@ -64,8 +64,9 @@ class ClippedMean(MeanOracle):
         self._form: list[Any] = []  # of the parameters
         self._shapes: list[torch.Size] = []
         self._cuts: list[Cut] = []
-        self._dim = 0
+        self._dim, self._is_linear = 0, False
         self._means: list[Tensor] | None = None
+        self._vector: Tensor | None = None  # what comes as one vector
         self._n_rows = 0
         self._flat: Tensor | None = None  # memory of releases
 
@@ -106,6 +107,7 @@ class ClippedMean(MeanOracle):
         if form != self._form:
             self._form, self._shapes = form, [p.shape for p in query]
             self._cuts, self._dim = cuts(self._shapes)
+            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[0][0] == 1
             self._summation = plan_summation(self.batch_size, self._dim)
             self._flat = None
 
@@ -141,8 +143,12 @@ class ClippedMean(MeanOracle):
         rows, norms = clipped_slopes(rows, clip)
         precision = self._precision(clip, norms)
         weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
-        total, constant = weighted_rows(rows.features, weights, precision), weights.sum(0, True, dtype=torch.float64)
-        self._add([total.unsqueeze_(0), constant])
+        total = weighted_rows(rows.features, weights, precision)
+        if not rows.extended:
+            total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
+        if total.shape[0] != self._dim or not self._is_linear:
+            raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got a weight and a bias)")
+        self.__dict__["_vector"] = total if self._vector is None else total.add_(self._vector)
 
     def _count(self, n_rows: int) -> None:
         n_rows += self._n_rows
@@ -173,7 +179,7 @@ class ClippedMean(MeanOracle):
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
-        self.__dict__.update(_means=None, _n_rows=0)  # __setattr__ is slow
+        self.__dict__.update(_means=None, _vector=None, _n_rows=0)  # __setattr__ is slow
 
     def share(self, processes: int) -> None:
         """Declares that logical batches are spread over W processes, each of which observes its own rows.
@@ -211,15 +217,14 @@ class ClippedMean(MeanOracle):
 
         NOT private: for the process that adds the sums up.
         """
-        for part, mean in zip(self.views(out), self._means or [], strict=self._means is not None):
-            part.copy_(mean)
+        self._add_to(out, self.views(out))
         return self._n_rows
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
         if n_rows > self._summation.max_rows:
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
-        self._means = self.views(total)
+        self.__dict__.update(_means=None, _vector=total)
 
     @property
     def dim(self) -> int:
@@ -253,10 +258,19 @@ class ClippedMean(MeanOracle):
         # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory, where
         # there is no noise (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
         answer = self.views(self._flat)
-        for part, mean in zip(answer, self._means or [], strict=self._means is not None):
-            part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
+        self._add_to(self._flat, answer)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
         return Release(answer)
+
+    def _add_to(self, flat: Tensor, views: list[Tensor]) -> None:
+        vector, means = self._vector, self._means
+        if vector is not None:
+            if means is not None:  # both in float64 first, so that they meet the noise at once
+                torch._foreach_add_(self.views(vector), means)
+            flat.add_(vector)
+        elif means is not None:
+            for part, mean in zip(views, means, strict=True):
+                part.add_(mean)
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""
