@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, row_norms
+from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, linear_factors, row_norms
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ABOVE = {torch.float32: 1.3e-4, torch.float64: 2e-12}  # largest relative distance from the exact norm
@@ -66,6 +66,32 @@ def test_norms_are_never_below_the_exact_norm(row):
     square = squares(row.tolist())
     assert_certified(float(row_norms(row[None])), square, row.dtype, len(row))
     assert_certified(float(DenseBlock(row.view(1, -1, 1)).norms()), square, row.dtype, len(row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 2, 100, 1025])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-3, 1.0, 1e4, 1e15])
+def test_linear_factors_are_never_below_the_exact_norm(dtype, width, size):
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.cat([torch.randn(4, width, generator=generator), torch.ones(2, width)]).double()
+    rows[4:] *= 1.0 + 2.0**-12
+    acts = (rows * size / math.sqrt(width)).to(dtype)
+    factors = linear_factors(acts)
+    assert factors.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # room for 7 more roundings of float32; the clip weights of float64 have room for 16, of which these are 4
+    room = 1 + (-4 * Fraction(2) ** -53 if dtype == torch.float64 else 7 * Fraction(2) ** -23)
+    for row, bound in zip(acts, factors.tolist(), strict=True):
+        if not torch.isfinite(row).all():
+            assert not math.isfinite(bound)
+            continue
+        square = squares(row.tolist()) + 1
+        assert square * room**2 <= Fraction(bound) ** 2 <= square * (1 + Fraction(1, 5000)) ** 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_linear_factors_of_rows_that_must_not_count_are_not_finite(value):
+    factors = linear_factors(torch.tensor([[value, 1.0, 0.0], [1.0, 1.0, 0.0]]))
+    assert [math.isfinite(factor) for factor in factors.tolist()] == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ from torch_dpsco.gradbatch.base import (
 )
 from torch_dpsco.gradbatch.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.gradbatch.dense import DenseBlock
-from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows, input_factors, rounded_up
+from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows, input_factors, linear_factors
 from torch_dpsco.gradbatch.ghost import GhostBlock, GhostHooks, ghost_backward
 from torch_dpsco.gradbatch.gram import SequenceBlock
 from torch_dpsco.gradbatch.items import ItemBlock
@@ -42,11 +42,11 @@ __all__ = [
     "ghost_backward",
     "has_rows",
     "input_factors",
+    "linear_factors",
     "neighbor_counts",
     "plan_summation",
     "require_unwrapped",
     "retire_forwards",
-    "rounded_up",
     "row_norm",
     "row_norms",
     "weighted_rows",

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_dpsco.gradbatch.base import NORM_ERROR, Block, Summation, float64_tiles, row_norms, weighted_rows
+from torch_dpsco.gradbatch.base import NORM_ERROR, PIECE, Block, Summation, float64_tiles, row_norms, weighted_rows
 
-__all__ = ["FactoredBlock", "LinearRows", "input_factors", "rounded_up"]
+__all__ = ["FactoredBlock", "LinearRows", "input_factors", "linear_factors"]
 
 
 class LinearRows(NamedTuple):
@@ -22,7 +22,7 @@ class LinearRows(NamedTuple):
     Args:
         features: (B, d) x_i.
         slopes: (B,) derivatives of the losses in the score.
-        factors: (B,) upper bounds of |(x_i, 1)|: float64 of `input_factors`, or float32 of `rounded_up`.
+        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`.
         extended: whether the features are (x_i, 1), (B, d + 1).
     """
 
@@ -60,9 +60,21 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
     return norms if acts.shape[1] > 1 else norms.mul_(1.0 + NORM_ERROR[torch.float64])
 
 
-def rounded_up(factors: Tensor) -> Tensor:
-    """Returns factors in float32, larger by 2^-20: room for all float32 roundings of a row's norm and clip weight."""
-    return (factors * (1.0 + 2.0**-20)).float()
+def linear_factors(acts: Tensor) -> Tensor:
+    """Returns upper bounds of |(a, 1)|: of float64 inputs those of `input_factors`, else float32 ones.
+
+    The latter are larger by 7 * 2^-23 at least: room for 14 roundings of a row's norm and clip weight.
+    """
+    if acts.dtype == torch.float64:
+        return input_factors(acts, bias=True)
+    if acts.dtype != torch.float32 or not 1 < acts.shape[1] <= PIECE:
+        return (input_factors(acts, bias=True) * (1.0 + 2.0**-20)).float()
+    # a norm n of float32 errs by e = 513 u < 3.1e-5 of it, and hides h < 2^-58: (n (1 + e) + h)^2 + 1 is at most
+    # (n^2 + 1)(1 + e)^2 (1 + 2^-50). NORM_ERROR is 2e, so that e is left: more than enough
+    squares = torch.linalg.vector_norm(acts, dim=1).square_()
+    # PRIVACY: (test_linear_factors_are_never_below_the_exact_norm)
+    bounds: Tensor = squares.add_(1.0).sqrt_().mul_(1.0 + NORM_ERROR[torch.float32])
+    return bounds
 
 
 class FactoredBlock(Block):
@@ -102,7 +114,8 @@ class FactoredBlock(Block):
         """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
         if not (self.weight and self.bias) or self.backprops.shape[1] != 1:
             return None
-        return LinearRows(self.acts, self.backprops[:, 0], self._factors())
+        factors = linear_factors(self.acts) if self.factors is None else self.factors
+        return LinearRows(self.acts, self.backprops[:, 0], factors)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""

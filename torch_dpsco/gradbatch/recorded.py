@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +85,7 @@ def _trained(layer: nn.Module, name: str) -> nn.Parameter | None:
     return p if p is not None and p.requires_grad else None
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One use of a layer, as its backward sees it.
 
     Args:
@@ -152,7 +150,7 @@ def run(layer: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     params = [p for p in layer._parameters.values() if p is not None]
     if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
         return plain(x)
-    return _recorded_eagerly(layer, x)
+    return _recorded_eagerly(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
 
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:

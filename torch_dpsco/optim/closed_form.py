@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from torch_dpsco.gradbatch import FactoredBlock, FactoredLinear, GradBatch, LinearRows, input_factors, rounded_up
+from torch_dpsco.gradbatch import FactoredBlock, FactoredLinear, GradBatch, LinearRows, input_factors, linear_factors
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.margin import Logistic
 from torch_dpsco.sampling import PrivateLoader
@@ -55,17 +55,16 @@ class ClosedForm:
         weight, bias = self._trained = "weight" in trained, "bias" in trained
         self._columns = [features, targets]
         self._rows: Callable[..., LinearRows | GradBatch] = self._factored
-        if weight:
-            factors = torch.cat([input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)])
-            self._columns.append(factors)
         if weight and bias and layer.out_features == 1:
+            self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
             self._rows = self._linear
             # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
             # (test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records)
             if size * features.shape[1] <= _FEW:
                 self._extend()
-            elif features.dtype != torch.float64:
-                self._columns[2] = rounded_up(factors)
+        elif weight:
+            factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
+            self._columns.append(torch.cat(factors))
 
     def _extend(self) -> None:
         features, targets, factors = (column.double() for column in self._columns)

@@ -34,9 +34,9 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
 def clipped_slopes(rows: LinearRows, clip: float) -> tuple[LinearRows, Tensor]:
     """Returns the rows that count, and s_i f_i clipped to [-C, C]: divided by f_i, the weights of (x_i, 1).
 
-    A weight w computed from it has |w| |(x, 1)| <= C: f is larger than the norm by 2^-20 where it is of float32 (see
-    `rounded_up`), more than the five roundings of product, limit, quotient and mean can add; in float64 the limit is a
-    little below C. What underflows in the product belongs to a row far shorter than C.
+    A weight w computed from it has |w| |(x, 1)| <= C: a product, the limit, a quotient, 1/B and a product are rounded,
+    and a float32 f has room for 14 roundings (see `linear_factors`); in float64 the limit has it, also for those of f.
+    What underflows in a product belongs to a row far shorter than C.
 
     Args:
         rows: s_i (x_i, 1) with the bounds f_i.
