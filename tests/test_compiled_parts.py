@@ -132,6 +132,27 @@ def test_compiled_rows_choose_their_size_by_the_design_of_the_optimizer() -> Non
     assert rows.micro_batch_size == 16  # 4 users have 40 records
 
 
+def test_records_of_any_layout_run_one_program() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    model = nn.Linear(3, 1)
+    rows = dp.CompiledRows(model, nn.MSELoss(), micro_batch_size=4, backend=backend)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    layouts = [x, x.t().contiguous().t(), torch.cat([x, x], dim=1)[:, 3:], x[:1].expand(4, 3)]
+    rows.prepare(x, x[:, :1])
+    for part in layouts:
+        found = rows._rows(part, part[:, :1], slice(0, 4))
+        expected = rows._call(rows._eager, part, part[:, :1])
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(("physical", "expected"), [(None, 20), (5, 5)])
 def test_fit_compiles_micro_batches_that_fit_its_batches(
     physical: int | None, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ from torch_dpsco.gradbatch.left import forget_rows, leave_rows
 from torch_dpsco.gradbatch.supported import require_supported
 from torch_dpsco.micro_batches import micro_batch_size
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.patches import PatchedConvolutions, has_convolutions
 
 __all__ = ["CompiledRows", "try_compile"]
 
@@ -100,7 +101,7 @@ class CompiledRows:
         self.micro_batch_size = micro_batch_size
         self.backend = backend
         self._model, self._loss, self._layers = model, _RecordLoss(model, loss_fn), list(model.modules())
-        self._eager = torch.func.vmap(torch.func.grad(self._one), in_dims=(None, 0, 0), randomness="different")
+        self._eager = _rows_of(self._one)
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
         self._shapes: tuple[Any, ...] | None = None
 
@@ -169,15 +170,22 @@ class CompiledRows:
         self._shapes, self._fast = _shapes(inputs, targets), self._eager
         if self.backend is None:
             return "backend is None"
+        compiled = self._compile(self._patched, zeros) if has_convolutions(self._model) else None
+        if compiled is None or isinstance(compiled, Refused):
+            compiled = self._compile(self._one, zeros)
+        if isinstance(compiled, Refused):
+            return str(compiled)
+        self._fast = compiled
+        return None
+
+    def _compile(self, loss: Callable[..., Tensor], batch: tuple[Any, Any]) -> Callable[..., _Rows] | Refused:
+        assert self.backend is not None
         # isolated: other models that run the same code must not count as recompilations of this one
         known = inspect.signature(torch.compile).parameters
         isolated: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-        fast = torch.compile(self._eager, backend=self.backend, fullgraph=True, dynamic=False, **isolated)
-        compiled = attempt("torch.compile", lambda: self._call(fast, *zeros))
-        if isinstance(compiled, Refused):
-            return str(compiled)
-        self._fast = fast
-        return None
+        fast = torch.compile(_rows_of(loss), backend=self.backend, fullgraph=True, dynamic=False, **isolated)
+        tried = attempt("torch.compile", lambda: self._call(fast, *batch))
+        return tried if isinstance(tried, Refused) else fast
 
     @property
     def _size(self) -> int:
@@ -254,6 +262,11 @@ class CompiledRows:
         loss: Tensor = torch.func.functional_call(self._loss, dict(zip(names, params, strict=True)), batch)
         return loss
 
+    def _patched(self, params: _Rows, inputs: Any, targets: Any) -> Tensor:
+        """Returns the same loss, with convolutions in a form that is faster once it is compiled."""
+        with PatchedConvolutions():
+            return self._one(params, inputs, targets)
+
     def _require_no_capture(self, inputs: Any, targets: Any) -> None:
         """Raises for a loss on weights that `functional_call` does not replace: their term would be in no row."""
         params = tuple(p.detach().requires_grad_() for p in self._trained())
@@ -278,6 +291,11 @@ class CompiledRows:
         return [t for of_module in tensors for t in of_module if t is not None]
 
 
+def _rows_of(loss: Callable[..., Tensor]) -> Callable[..., _Rows]:
+    rows: Callable[..., _Rows] = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    return rows
+
+
 def _versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
     return [(id(t), t._version) for t in tensors]
 
@@ -294,9 +312,10 @@ class _RecordLoss(nn.Module):
 
 
 def _filled(records: Tensor, size: int) -> Tensor:
-    """Returns the records with zeros below them, up to `size`."""
+    """Returns the records with zeros below them, up to `size`, in one layout: another one would be compiled anew."""
     missing = size - len(records)
-    return records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+    whole = records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+    return whole.contiguous()
 
 
 def _batch_size(inputs: Any, targets: Any) -> int:
