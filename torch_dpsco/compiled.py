@@ -315,7 +315,7 @@ def _filled(records: Tensor, size: int) -> Tensor:
     """Returns the records with zeros below them, up to `size`, in one layout: another one would be compiled anew."""
     missing = size - len(records)
     whole = records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
-    return whole.reshape(-1).view(whole.shape)  # not contiguous(), which leaves strides of dimensions of size 1
+    return whole.contiguous().view(-1).view(whole.shape)  # contiguous() leaves strides of dimensions of size 1
 
 
 def _batch_size(inputs: Any, targets: Any) -> int:
