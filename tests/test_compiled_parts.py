@@ -14,6 +14,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco import micro_batches, train
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.gradbatch import GradBatch, has_rows
 from torch_dpsco.gradbatch.left import forget_rows, leave_rows
 from torch_dpsco.micro_batches import micro_batch_size
@@ -42,8 +43,10 @@ def test_parts_of_poisson_batches_are_counted_by_their_law(mean: int, size: int)
         (Undeclared(48), None, 100, 48),
         (None, None, 100, 16),
         (None, None, 2**20, 8),
-        (dp.Full(64), None, 2**20, 8),  # rows of that many parameters take 32 MiB
+        (dp.Full(64), None, 2**20, 8),  # rows of that many parameters take 32 MiB (the least)
         (dp.Poisson(64, 10**4), 32, 100, 32),
+        (Parts(((dp.Full(100), 1), (dp.Full(50), 1000)), n=200), None, 100, 50),  # 100 records are two parts
+        (Parts(((dp.Full(100), 1000), (dp.Full(50), 1)), n=200), None, 100, 100),
     ],
 )
 def test_sizes_of_micro_batches_fit_the_batches(design: Any, physical: int | None, dim: int, expected: int) -> None:
@@ -56,6 +59,7 @@ def test_no_other_size_is_expected_to_be_faster(mean: int) -> None:
         return expected_parts(mean, size) * (size + 8)
 
     chosen = micro_batch_size(nn.Linear(10, 1), dp.Poisson(mean, 100 * mean))
+    assert chosen == micro_batch_size(nn.Linear(10, 1), Assigned(mean, 100 * mean))
     assert chosen > mean  # most batches are one part
     assert cost(chosen) <= 1.001 * min(cost(size) for size in range(4, 2 * mean, 1 + mean // 50))
 

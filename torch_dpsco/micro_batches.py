@@ -5,9 +5,10 @@ kernels that are slow on few records). A batch of n records has ceil(n / s) part
 
     E[ceil(n / s)] (s + c)
 
-with n of fixed size, or of the law of Poisson for Poisson sampling. Large s means few calls, and much filling for
-batches that are a little larger than a multiple of s: the minimum is a divisor for fixed batches, and some standard
-deviations above the mean for small Poisson batches. All of this is public: design and number of parameters.
+with n of fixed size, or of the law of Poisson where sampling is; the sum of it over the draws of a plan. Large s means
+few calls, and much filling for batches that are a little larger than a multiple of s: the minimum is a divisor for fixed
+batches, and some standard deviations above the mean for small Poisson batches. All of this is public: design and number
+of parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 from torch import nn
 
 from torch_dpsco.accounting.designs import Design, Poisson
+from torch_dpsco.accounting.parts import Assigned, Parts
 
 __all__ = ["micro_batch_size"]
 
 _CALL = 8  # c, in records: measured 1 for a transformer block and 15 for a small network of convolutions
 _LEAST, _MOST = 8, 512  # records at once
-_NUMBERS = 2**23  # in the rows of a part, 32 MiB of float32: past it they only cost memory
+_NUMBERS = 2**22  # in the rows of a part, 16 MiB of float32: past it they only cost memory
 _UNKNOWN = 16  # records at once if nothing is known of batches
 
 
@@ -45,15 +47,20 @@ def micro_batch_size(model: nn.Module, design: Design | None, physical_batch_siz
     most = min(_MOST, max(_LEAST, _NUMBERS // max(dim, 1)))
     if design is None:
         return min(_UNKNOWN, most)
-    mean, is_poisson = design.batch_size, isinstance(design, Poisson)
-    if physical_batch_size is not None and physical_batch_size <= mean:
-        mean, is_poisson = physical_batch_size, False
-    parts = _poisson_parts if is_poisson else _fixed_parts
-    return min(range(1, most + 1), key=lambda size: (parts(mean, size) * (size + _CALL), size))
+    plan = design.parts if isinstance(design, Parts) else ((design, 1),)
+
+    def cost(size: int) -> float:
+        parts = math.fsum(draws * _expected_parts(drawn, size, physical_batch_size) for drawn, draws in plan)
+        return parts * (size + _CALL)
+
+    return min(range(1, most + 1), key=cost)
 
 
-def _fixed_parts(n: int, size: int) -> float:
-    return math.ceil(n / size)
+def _expected_parts(design: Design, size: int, physical_batch_size: int | None) -> float:
+    mean = design.batch_size
+    if physical_batch_size is not None and physical_batch_size <= mean:  # most come in full ones
+        return mean / physical_batch_size * math.ceil(physical_batch_size / size)
+    return _poisson_parts(mean, size) if isinstance(design, (Poisson, Assigned)) else math.ceil(mean / size)
 
 
 def _poisson_parts(mean: int, size: int) -> float:
