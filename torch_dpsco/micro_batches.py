@@ -6,9 +6,9 @@ kernels that are slow on few records). A batch of n records has ceil(n / s) part
     E[ceil(n / s)] (s + c)
 
 with n of fixed size, or of the law of Poisson where sampling is; the sum of it over the draws of a plan. Large s means
-few calls, and much filling for batches that are a little larger than a multiple of s: the minimum is a divisor for fixed
-batches, and some standard deviations above the mean for small Poisson batches. All of this is public: design and number
-of parameters.
+few calls, and much filling for batches that are a little larger than a multiple of s: the minimum is a divisor for
+fixed batches, and some standard deviations above the mean for small Poisson batches. All of this is public: design and
+number of parameters.
 """
 
 from __future__ import annotations
