@@ -160,10 +160,16 @@ VARIANTS: dict[str, Callable[[Case, nn.Module, Setting], Step]] = {
 
 
 def compiled_step(case: Case, model: nn.Module, setting: Setting, *, backend: str | None = "inductor") -> Step:
-    """Returns a step by rows that are compiled (backend None: vectorized only), which takes a while."""
+    """Returns a step by rows that are compiled (backend None: vectorized only), which takes a while.
+
+    Micro-batches are those of `dp.fit` for batches of a fixed size, as all variants have them here: none is filled up.
+    """
     inputs, targets = case.batch
+    size = importlib.import_module("torch_dpsco.micro_batches").micro_batch_size(model, dp.Full(len(inputs)))
     optimizer, deliver = _outstanding(model, setting, len(inputs))
-    rows = importlib.import_module("torch_dpsco.compiled").CompiledRows(model, case.loss, backend=backend)
+    rows = importlib.import_module("torch_dpsco.compiled").CompiledRows(
+        model, case.loss, micro_batch_size=size, backend=backend
+    )
 
     def step() -> None:
         deliver()

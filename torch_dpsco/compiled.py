@@ -4,7 +4,10 @@
 
 Batches are cut into micro-batches of one fixed size, the last one filled up with records of zeros, so that Poisson
 batches of any size run one compiled program. Rows of the filling are cut off before anyone sees them; the others go
-to the optimizer micro-batch by micro-batch, so that memory does not grow with the batch. Differs from `attach` in:
+to the optimizer micro-batch by micro-batch, so that memory does not grow with the batch; see `micro_batches` for their
+size. Compiled code makes rows and nothing else: norms, clipping and sums are those of `GradBatch` and the oracle, on
+the rows as they are in memory, so that no fused arithmetic of a compiler comes between a row and its norm. Differs
+from `attach` in:
 
 1. the model keeps its layers and is not hooked; there is no gradient of a batch, so nothing to drop or to compare;
 2. a loss that is a mean and one that is a sum give the same rows, those of a batch of one;
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +28,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.attach import is_attached
 from torch_dpsco.doctor.evidence import Refused, attempt
 from torch_dpsco.engine import require_same_parameters
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.gradbatch.left import forget_rows, leave_rows
 from torch_dpsco.gradbatch.supported import require_supported
+from torch_dpsco.micro_batches import micro_batch_size
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.patches import PatchedConvolutions, has_convolutions
 
 __all__ = ["CompiledRows", "try_compile"]
 
@@ -52,8 +58,9 @@ class CompiledRows:
     Args:
         model: not attached; what `attach` refuses is refused here too.
         loss_fn: loss_fn(model(input), target) -> scalar tensor, for a batch of one record; "mean" or "sum" is the same.
-        micro_batch_size: records that are computed at once, >= 1. Batches are filled up to multiples of it, and each
-            part costs some tenths of a millisecond: small models and batches of fixed size want a larger one.
+        micro_batch_size: records that are computed at once, >= 1; batches are filled up to multiples of it. Default:
+            chosen by `micro_batch_size` for the design of the first optimizer, before compiling. Give it, as a
+            divisor, where draws come in parts (`physical_batch_size`) that are smaller than a batch.
         backend: of torch.compile; None vectorizes without compiling.
 
     Raises:
@@ -83,16 +90,18 @@ class CompiledRows:
         model: nn.Module,
         loss_fn: _LossFn,
         *,
-        micro_batch_size: int = 16,
+        micro_batch_size: int | None = None,
         backend: str | Callable[..., Any] | None = "inductor",
     ) -> None:
         if is_attached(model):
             raise SequenceError("model must not be attached to compile its rows: call dp.detach(model) first")
         require_supported(model, batch_first=True)
-        self.micro_batch_size = check.positive_count(micro_batch_size=micro_batch_size)
+        if micro_batch_size is not None:
+            check.positive_count(micro_batch_size=micro_batch_size)
+        self.micro_batch_size = micro_batch_size
         self.backend = backend
         self._model, self._loss, self._layers = model, _RecordLoss(model, loss_fn), list(model.modules())
-        self._eager = torch.func.vmap(torch.func.grad(self._one), in_dims=(None, 0, 0), randomness="different")
+        self._eager = _rows_of(self._one)
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
         self._shapes: tuple[Any, ...] | None = None
 
@@ -120,6 +129,9 @@ class CompiledRows:
             optimizer.step(users=users)
             return
         params = self._trained()
+        if self.micro_batch_size is None:
+            # a batch of users has any number of records
+            self.micro_batch_size = self._fitting(optimizer.design if optimizer.oracle.unit == "example" else None)
         try:
             for index, last in self._micro_batches(optimizer, params, inputs, targets):
                 ids = None if users is None else users[index]
@@ -128,9 +140,7 @@ class CompiledRows:
                 else:
                     optimizer.accumulate(users=ids)
         finally:
-            for p in params:
-                p.__dict__.pop("grad_sample", None)
-                p.__dict__.pop("dpsco_mean", None)
+            forget_rows(params)
 
     def prepare(self, inputs: Any, targets: Any) -> str | None:
         """Checks model and loss and compiles them, for records of the shapes of this batch; reads no value in it.
@@ -145,6 +155,8 @@ class CompiledRows:
             ValueError: see `step`.
         """
         _batch_size(inputs, targets)
+        if self.micro_batch_size is None:
+            self.micro_batch_size = self._fitting(None)
         size = self.micro_batch_size
         zeros = tree_map(lambda t: t.new_zeros(size, *t.shape[1:]), (inputs, targets))
         values = [t.clone() for t in self._state()]
@@ -158,15 +170,30 @@ class CompiledRows:
         self._shapes, self._fast = _shapes(inputs, targets), self._eager
         if self.backend is None:
             return "backend is None"
+        compiled = self._compile(self._patched, zeros) if has_convolutions(self._model) else None
+        if compiled is None or isinstance(compiled, Refused):
+            compiled = self._compile(self._one, zeros)
+        if isinstance(compiled, Refused):
+            return str(compiled)
+        self._fast = compiled
+        return None
+
+    def _compile(self, loss: Callable[..., Tensor], batch: tuple[Any, Any]) -> Callable[..., _Rows] | Refused:
+        assert self.backend is not None
         # isolated: other models that run the same code must not count as recompilations of this one
         known = inspect.signature(torch.compile).parameters
         isolated: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-        fast = torch.compile(self._eager, backend=self.backend, fullgraph=True, dynamic=False, **isolated)
-        compiled = attempt("torch.compile", lambda: self._call(fast, *zeros))
-        if isinstance(compiled, Refused):
-            return str(compiled)
-        self._fast = fast
-        return None
+        fast = torch.compile(_rows_of(loss), backend=self.backend, fullgraph=True, dynamic=False, **isolated)
+        tried = attempt("torch.compile", lambda: self._call(fast, *batch))
+        return tried if isinstance(tried, Refused) else fast
+
+    @property
+    def _size(self) -> int:
+        assert self.micro_batch_size is not None  # chosen by now
+        return self.micro_batch_size
+
+    def _fitting(self, design: Design | None) -> int:
+        return micro_batch_size(self._model, design)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -182,10 +209,10 @@ class CompiledRows:
             parts = self._parts(inputs, targets)
             if isinstance(optimizer.design, Undeclared) and len(parts) > 1:  # takes the rows of a step at once, or none
                 rows = [self._rows(inputs, targets, part) for part in parts]
-                _leave(params, [torch.cat(side) for side in zip(*rows, strict=True)])
+                leave_rows(params, [torch.cat(side) for side in zip(*rows, strict=True)])
                 parts = [slice(0, parts[-1].stop)]
             else:
-                _leave(params, self._rows(inputs, targets, parts[0]))
+                leave_rows(params, self._rows(inputs, targets, parts[0]))
         except BaseException:
             optimizer.discard()
             raise
@@ -193,7 +220,7 @@ class CompiledRows:
         for part in parts[1:]:
             try:
                 # no name holds the rows before: kernels run faster in memory that was used just now
-                _leave(params, self._rows(inputs, targets, part))
+                leave_rows(params, self._rows(inputs, targets, part))
             except BaseException:
                 optimizer.discard()
                 raise
@@ -201,16 +228,17 @@ class CompiledRows:
 
     def _parts(self, inputs: Any, targets: Any) -> list[slice]:
         """Returns where to cut a batch, after what has to be done before the first one."""
-        n, size = _batch_size(inputs, targets), self.micro_batch_size
+        n = _batch_size(inputs, targets)
         if self._fast is None:
             reason = self.prepare(inputs, targets)
             if reason is not None and self.backend is not None:
                 warnings.warn(f"rows are vectorized, but not compiled: {reason}", UtilityWarning, stacklevel=5)
+        size = self._size
         return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
 
     def _rows(self, inputs: Any, targets: Any, part: slice) -> _Rows:
         """Returns the rows of some records by parameter: (records, *shape) each."""
-        n, size = part.stop - part.start, self.micro_batch_size
+        n, size = part.stop - part.start, self._size
         batch = tree_map(lambda t: _filled(t[part], size), (inputs, targets))
         same = _shapes(inputs, targets) == self._shapes
         rows = self._call(self._fast if same and self._fast is not None else self._eager, *batch)
@@ -233,6 +261,11 @@ class CompiledRows:
         batch = tree_map(lambda t: t.unsqueeze(0), (inputs, targets))
         loss: Tensor = torch.func.functional_call(self._loss, dict(zip(names, params, strict=True)), batch)
         return loss
+
+    def _patched(self, params: _Rows, inputs: Any, targets: Any) -> Tensor:
+        """Returns the same loss, with convolutions in a form that is faster once it is compiled."""
+        with PatchedConvolutions():
+            return self._one(params, inputs, targets)
 
     def _require_no_capture(self, inputs: Any, targets: Any) -> None:
         """Raises for a loss on weights that `functional_call` does not replace: their term would be in no row."""
@@ -258,10 +291,9 @@ class CompiledRows:
         return [t for of_module in tensors for t in of_module if t is not None]
 
 
-def _leave(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
-    for p, part in zip(params, rows, strict=True):
-        # no mean over a batch was taken, see `GradBatch.averaged`
-        p.grad_sample, p.dpsco_mean = part, False  # type: ignore[attr-defined]
+def _rows_of(loss: Callable[..., Tensor]) -> Callable[..., _Rows]:
+    rows: Callable[..., _Rows] = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    return rows
 
 
 def _versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
@@ -280,9 +312,10 @@ class _RecordLoss(nn.Module):
 
 
 def _filled(records: Tensor, size: int) -> Tensor:
-    """Returns the records with zeros below them, up to `size`."""
+    """Returns the records with zeros below them, up to `size`, in one layout: another one would be compiled anew."""
     missing = size - len(records)
-    return records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+    whole = records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+    return whole.contiguous().view(-1).view(whole.shape)  # contiguous() leaves strides of dimensions of size 1
 
 
 def _batch_size(inputs: Any, targets: Any) -> int:
@@ -301,17 +334,20 @@ def _shapes(inputs: Any, targets: Any) -> tuple[Any, ...]:
     return structure, [(t.shape[1:], t.dtype, t.device) for t in leaves]
 
 
-def try_compile(model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any]) -> CompiledRows | str:
+def try_compile(
+    model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any], *, micro_batch_size: int
+) -> CompiledRows | str:
     """Returns compiled rows, or why there are none, for a loop that can do without; reads no value of a record.
 
     Args:
         model: see `CompiledRows`.
         loss_fn: see `CompiledRows`.
         example: makes an (inputs, targets) batch, of which only the shapes are used.
+        micro_batch_size: see `CompiledRows`.
     """
 
     def compiled() -> CompiledRows | str:
-        rows = CompiledRows(model, loss_fn)
+        rows = CompiledRows(model, loss_fn, micro_batch_size=micro_batch_size)
         return rows.prepare(*example()) or rows
 
     made = attempt("compiling", compiled)

@@ -23,12 +23,13 @@ from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.micro_batches import micro_batch_size
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.closed_form import closed_form
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.sampling import PrivateLoader, UserLoader
 
 __all__ = ["fit", "to_device"]
 
@@ -294,7 +295,13 @@ def _compiled(
     else:
         detach(model)
         device = next(model.parameters()).device
-        rows = try_compile(model, loss_fn, lambda: to_device(loader.collate_fn([loader.dataset[0]]), device)[:2])
+        design = None if isinstance(loader, UserLoader) else loader.design  # users have any number of records
+        rows = try_compile(
+            model,
+            loss_fn,
+            lambda: to_device(loader.collate_fn([loader.dataset[0]]), device)[:2],
+            micro_batch_size=micro_batch_size(model, design, loader.physical_batch_size),
+        )
         if isinstance(rows, CompiledRows):
             return rows
         attach(model, loss_reduction=reduction)
