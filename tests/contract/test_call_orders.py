@@ -120,6 +120,7 @@ def counts_no_rows(patch: Patch) -> None:
 
 def clips_nothing(patch: Patch) -> None:
     patch.setattr(clipped, "clip_weights", lambda norms, clip: torch.ones_like(norms))
+    patch.setattr(clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors))
 
 
 def keeps_raw_gradients(patch: Patch) -> None:
