@@ -26,11 +26,13 @@ from torch import Tensor
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import Block, work_dtype
-from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.dense import DenseBlock, piece_norms
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.gram import MAX_TIMES, SequenceBlock, outer_sums
 
 __all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs"]
+
+_TILE_ELEMENTS = 2**18  # numbers of rows that are formed at once, so that their norms are taken in cache
 
 
 class Kept(ABC):
@@ -83,10 +85,11 @@ class Formed(Kept):
     Args:
         weight: (B, *shape), None if it is not trained.
         bias: (B, *shape) likewise; one of them is there.
+        pieces: `piece_norms` of the weight's rows, where they are known.
     """
 
-    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        self._parts = [weight, bias]
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, pieces: Tensor | None = None) -> None:
+        self._parts, self._pieces = [weight, bias], pieces
 
     def __len__(self) -> int:
         return len(next(part for part in self._parts if part is not None))
@@ -112,8 +115,8 @@ class Formed(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block for each."""
-        wanted = [part for part, chosen in zip(self._parts, (weight, bias), strict=True) if chosen]
-        return [DenseBlock(part) for part in wanted if part is not None]
+        parts = zip(self._parts, (self._pieces, None), (weight, bias), strict=True)
+        return [DenseBlock(part, pieces) for part, pieces, chosen in parts if chosen and part is not None]
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -141,9 +144,16 @@ def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, b
 
 
 def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1) -> Formed:
-    rows = outer_sums(acts, backprops, scale).view(len(acts), *shape) if weight else None
     sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
-    return Formed(rows, sums)
+    if not weight:
+        return Formed(None, sums)
+    n_records, out, width = len(acts), backprops.shape[2], acts.shape[2]
+    rows = acts.new_empty(n_records, out, width, dtype=work_dtype(torch.promote_types(acts.dtype, backprops.dtype)))
+    step, pieces = max(1, _TILE_ELEMENTS // max(1, out * width)), []
+    for part in (slice(start, start + step) for start in range(0, n_records, step)):
+        formed = outer_sums(acts[part], backprops[part], scale, out=rows[part])
+        pieces.append(piece_norms(formed.flatten(1)))
+    return Formed(rows.view(n_records, *shape), sums, torch.cat(pieces) if pieces else None)
 
 
 class _Pairs(Kept):

@@ -44,9 +44,9 @@ class _LayerNorm(Kind):
 
     def rows(self, use: Use) -> Kept:
         """Returns the rows."""
-        shape = use.layer.normalized_shape
-        normalized = F.layer_norm(use.x.to(work_dtype(use.x.dtype)), shape, eps=use.layer.eps)
-        return _formed(use, normalized, list(range(1, use.x.dim() - len(shape))))
+        x, (means, inverse_deviations) = use.x.to(work_dtype(use.x.dtype)), use.saved
+        normalized = x.sub(means).mul_(inverse_deviations)  # twice as fast as normalizing again
+        return _formed(use, normalized, list(range(1, x.dim() - len(use.layer.normalized_shape))))
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x."""
