@@ -45,7 +45,8 @@ class DenseBlock(Block):
 
     def _order(self) -> list[int]:
         """Returns the dimensions of a row as they are in memory, outermost first."""
-        return sorted(range(1, self.rows.dim()), key=lambda dim: -self.rows.stride(dim))
+        strides = self.rows.stride()
+        return sorted(range(1, self.rows.dim()), key=lambda dim: -strides[dim])
 
     def flat(self) -> Tensor:
         """Returns the rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
@@ -130,7 +131,8 @@ def piece_norms(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     whole = width - width % PIECE
     if not whole:
-        return torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return pieces
     pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
     if whole == width:
         return pieces
