@@ -139,7 +139,9 @@ def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, b
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
     if vectors or (weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2])):
-        return _Pairs(acts, backprops if scale == 1 else backprops * scale, shape, weight=weight, bias=bias)
+        if scale != 1 and (not vectors or shape[0] == 1):  # later, for several outputs: that saves a pass over memory
+            backprops, scale = backprops * scale, 1
+        return _Pairs(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
 
@@ -159,8 +161,10 @@ def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool,
 class _Pairs(Kept):
     """The factors; arguments of `pairs`."""
 
-    def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool) -> None:
-        self.acts, self.backprops, self.shape = acts, backprops, shape
+    def __init__(
+        self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1
+    ) -> None:
+        self.acts, self.backprops, self.shape, self.scale = acts, backprops, shape, scale
         self.trained = {"weight": weight, "bias": bias}
         self._versions = acts._version, backprops._version
 
@@ -180,7 +184,7 @@ class _Pairs(Kept):
         all_pairs = [p for p in (self, *others) if isinstance(p, _Pairs)]
         for p in all_pairs:
             p._require_unwritten()
-        return list(zip(*[(p.acts, p.backprops) for p in all_pairs], strict=True))
+        return list(zip(*[(p.acts, p.backprops * p.scale) for p in all_pairs], strict=True))
 
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
@@ -199,13 +203,14 @@ class _Pairs(Kept):
     def formed(self) -> Formed:
         """Returns the rows."""
         self._require_unwritten()
-        return _formed(self.acts, self.backprops, self.shape, **self.trained)
+        return _formed(self.acts, self.backprops, self.shape, **self.trained, scale=self.scale)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block of vectors, or one of sequences and the rows of the bias."""
         self._require_unwritten()
         if self.acts.shape[1] == 1 and len(self.shape) == 2:
-            return [FactoredBlock(self.acts[:, 0], self.backprops[:, 0], weight=weight, bias=bias)]
+            acts, backprops = self.acts[:, 0], self.backprops[:, 0]
+            return [FactoredBlock(acts, backprops, weight=weight, bias=bias, scale=self.scale)]
         found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
         return found + _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias).blocks(
             weight=False, bias=bias
