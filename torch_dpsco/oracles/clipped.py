@@ -37,6 +37,7 @@ from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
 
+_PIECE = 2**16  # numbers of noise that are drawn at once
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 
 
@@ -89,7 +90,8 @@ class ClippedMean(MeanOracle):
         self._shapes: list[torch.Size] = []
         self._means: list[Tensor] | None = None
         self._n_rows = 0
-        self._flat: Tensor | None = None  # memory of releases
+        self._dtype = torch.float32  # of releases
+        self._flat: Tensor | None = None  # memory of small ones
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_flat": None}
@@ -128,11 +130,17 @@ class ClippedMean(MeanOracle):
         if form != self._form:
             self._form, self._shapes = form, [p.shape for p in query]
             self._summation = plan_summation(self.batch_size, sum(shape.numel() for shape in self._shapes))
+            self._dtype = torch.float64 if any(dtype == torch.float64 for _, dtype, _ in form) else torch.float32
             self._flat = None
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _memory(self, size: int) -> Tensor:
         # for all releases: fresh memory costs as much as the arithmetic
-        self._flat = torch.empty(self.dim, dtype=dtype, device=device)
+        if self._flat is None or len(self._flat) != size or self._flat.dtype != self._dtype:
+            self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
+        return self._flat
+
+    def _draw(self, out: Tensor, noise_std: float, generator: torch.Generator) -> Tensor:
+        return out.normal_(std=noise_std, generator=generator) if self._multiplier > 0 else out.zero_()
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
@@ -251,21 +259,24 @@ class ClippedMean(MeanOracle):
         return self._event
 
     def release(self, generator: torch.Generator) -> Release:
-        """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
+        """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        if self._flat is None:
-            double = any(dtype == torch.float64 for _, dtype, _ in self._form)
-            self._allocate(torch.float64 if double else torch.float32, self._form[0][2])
-        assert self._flat is not None
-        if self._multiplier > 0:
-            self._flat.normal_(std=noise_std, generator=generator)
-        else:
-            self._flat.zero_()
+        means = dict(enumerate(self._means or []))
+        large = [i for i, m in means.items() if m.numel() > _PIECE and m.dtype == self._dtype and m.is_contiguous()]
+        shapes = [torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)]
+        flat = self._memory(sum(shape.numel() for shape in shapes))
         # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory, where
         # there is no noise (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
-        answer = self.views(self._flat)
-        for part, mean in zip(answer, self._means or [], strict=self._means is not None):
-            part.add_(mean)  # rounds mean + noise, so after the noise: post-processing
+        parts = self._draw(flat, noise_std, generator).split([shape.numel() for shape in shapes])
+        answer = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for i, mean in means.items():
+            if i not in large:
+                answer[i].add_(mean)  # rounds mean + noise, so after the noise: post-processing
+                continue
+            # a large sum becomes the release itself, with noise that stays in cache
+            answer[i] = mean
+            for piece in mean.view(-1).split(_PIECE if mean.device.type == "cpu" else mean.numel()):
+                piece.add_(self._draw(torch.empty_like(piece), noise_std, generator))
         self.discard()
         return Release(answer)
 
