@@ -2,19 +2,21 @@
 
 With one group, x (B, C, ...) is cut into T patches of C k numbers, so that the rows are those of `kept`; several groups
 are formed, each from its own channels. Patches are a strided view of the padded input, copied for some records at once.
-In patches and in formed rows the channels come last in memory.
+In patches and in formed rows the channels come last in memory. Rows that take more than input and gradient are made
+after the backward, when the activations of the other layers are freed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_dpsco.gradbatch.base import work_dtype
-from torch_dpsco.gradbatch.kept import Formed, Kept, leaves_factors, pairs
+from torch_dpsco.gradbatch.base import Block, work_dtype
+from torch_dpsco.gradbatch.kept import Formed, Kept, added, joined, leaves_factors, pairs, require_unwritten
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Kind, Tape, Use, require_dims, run
 
@@ -91,6 +93,54 @@ def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
     return rows.movedim(-1, 2)
 
 
+def _kept(use: Use, trained: dict[str, bool]) -> Kept:
+    """Returns the rows, or their factors."""
+    layer, dtype = use.layer, work_dtype(use.grad.dtype)
+    patches, grad = _patches(layer, _padded(layer, use.x, dtype)), use.grad.to(dtype).flatten(2)
+    out, width, times = use.weight.shape[0], use.weight[0].numel(), grad.shape[2]
+    if layer.groups == 1 and leaves_factors(times, out, width):
+        dims = len(layer.kernel_size)
+        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)  # in the order of the weight
+        return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
+    bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
+    return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)
+
+
+class _Waiting(Kept):
+    """What rows are made from after the backward: input and gradient of a use."""
+
+    def __init__(self, use: Use) -> None:
+        self._use: Use | None = use
+        self._trained, self._versions = use.trained, (use.x._version, use.grad._version)
+        self._records = len(use.x)
+
+    def __len__(self) -> int:
+        return self._records
+
+    def _made(self) -> Kept:
+        use, self._use = self._use, None
+        assert use is not None
+        # PRIVACY: (test_an_input_that_is_overwritten_before_the_step_is_refused)
+        require_unwritten((use.x, use.grad), self._versions)
+        return _kept(use, self._trained)
+
+    def plus(self, others: Sequence[Kept]) -> Kept:
+        """Returns the sums."""
+        return added([part._made() if isinstance(part, _Waiting) else part for part in (self, *others)])
+
+    def then(self, others: Sequence[Kept]) -> Kept:
+        """Returns the rows one after another."""
+        return joined([part._made() if isinstance(part, _Waiting) else part for part in (self, *others)])
+
+    def formed(self) -> Formed:
+        """Returns the rows."""
+        return self._made().formed()
+
+    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
+        """Returns the rows of weight and bias, or of one of them."""
+        return self._made().blocks(weight=weight, bias=bias)
+
+
 class _Convolution(Kind):
     """x is (B, C, *spatial)."""
 
@@ -108,16 +158,9 @@ class _Convolution(Kind):
         return (convolve(x, weight, bias, layer.stride, _inner(layer), layer.dilation, layer.groups),)
 
     def rows(self, use: Use) -> Kept:
-        """Returns the rows, or their factors."""
-        layer, dtype = use.layer, work_dtype(use.grad.dtype)
-        patches, grad = _patches(layer, _padded(layer, use.x, dtype)), use.grad.to(dtype).flatten(2)
-        out, width, times = use.weight.shape[0], use.weight[0].numel(), grad.shape[2]
-        if layer.groups == 1 and leaves_factors(times, out, width):
-            dims = len(layer.kernel_size)
-            acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)  # in the order of the weight
-            return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **use.trained)
-        bias = grad.sum(2).mul_(use.scale) if use.trained["bias"] else None
-        return Formed(_formed_weight(use, patches, grad) if use.trained["weight"] else None, bias)
+        """Returns the rows, or what they are made from if that takes less."""
+        fewer = use.x[:1].numel() + use.grad[:1].numel() < use.weight.numel()
+        return _Waiting(use) if fewer and use.trained["weight"] else _kept(use, use.trained)
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x."""

@@ -30,9 +30,7 @@ from torch_dpsco.gradbatch.dense import DenseBlock, piece_norms
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.gram import MAX_TIMES, SequenceBlock, outer_sums
 
-__all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs"]
-
-_TILE_ELEMENTS = 2**18  # numbers of rows that are formed at once, so that their norms are taken in cache
+__all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs", "require_unwritten"]
 
 
 class Kept(ABC):
@@ -145,17 +143,23 @@ def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, b
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
 
+def require_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raises SequenceError if a tensor was written to since it had its version."""
+    if [tensor._version for tensor in tensors] != list(versions):
+        # PRIVACY: a buffer that has the next batch by now would put its records into this step
+        # (test_an_input_that_is_overwritten_before_the_step_is_refused)
+        raise SequenceError(
+            "the input of a layer was overwritten between backward and step: fill a buffer with the next batch after "
+            "optimizer.step(), or give the model a copy of it"
+        )
+
+
 def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1) -> Formed:
     sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
     if not weight:
         return Formed(None, sums)
-    n_records, out, width = len(acts), backprops.shape[2], acts.shape[2]
-    rows = acts.new_empty(n_records, out, width, dtype=work_dtype(torch.promote_types(acts.dtype, backprops.dtype)))
-    step, pieces = max(1, _TILE_ELEMENTS // max(1, out * width)), []
-    for part in (slice(start, start + step) for start in range(0, n_records, step)):
-        formed = outer_sums(acts[part], backprops[part], scale, out=rows[part])
-        pieces.append(piece_norms(formed.flatten(1)))
-    return Formed(rows.view(n_records, *shape), sums, torch.cat(pieces) if pieces else None)
+    rows = outer_sums(acts, backprops, scale)
+    return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))  # while they are in cache
 
 
 class _Pairs(Kept):
@@ -169,13 +173,7 @@ class _Pairs(Kept):
         self._versions = acts._version, backprops._version
 
     def _require_unwritten(self) -> None:
-        if (self.acts._version, self.backprops._version) != self._versions:
-            # PRIVACY: a buffer that has the next batch by now would put its records into this step
-            # (test_an_input_that_is_overwritten_before_the_step_is_refused)
-            raise SequenceError(
-                "the input of a layer was overwritten between backward and step: fill a buffer with the next batch "
-                "after optimizer.step(), or give the model a copy of it"
-            )
+        require_unwritten((self.acts, self.backprops), self._versions)
 
     def __len__(self) -> int:
         return self.acts.shape[0]

@@ -37,7 +37,7 @@ from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
 
-_PIECE = 2**16  # numbers of noise that are drawn at once
+_PIECE = 2**15  # numbers of noise that are drawn at once
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 
 
