@@ -37,7 +37,8 @@ from torch_dpsco.problem import Problem
 
 __all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
 
-_PIECE = 2**15  # numbers of noise that are drawn at once
+_LARGE = 2**15  # numbers; larger sums take the noise in place ...
+_PIECE = 2**16  # ... that many numbers at a time
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 
 
@@ -262,7 +263,7 @@ class ClippedMean(MeanOracle):
         """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
         means = dict(enumerate(self._means or []))
-        large = [i for i, m in means.items() if m.numel() > _PIECE and m.dtype == self._dtype and m.is_contiguous()]
+        large = [i for i, m in means.items() if m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous()]
         shapes = [torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)]
         flat = self._memory(sum(shape.numel() for shape in shapes))
         # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory, where
