@@ -50,11 +50,15 @@ class DenseBlock(Block):
 
     def flat(self) -> Tensor:
         """Returns the rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
-        return self.rows.permute(0, *self._order()).reshape(len(self), self.shapes[0].numel())
+        rows = self.rows if self.rows.is_contiguous() else self.rows.permute(0, *self._order())
+        return rows.reshape(len(self), self.rows.shape[1:].numel())
 
     def shaped(self, vector: Tensor) -> Tensor:
         """Returns a vector whose coordinates are in the order of `flat` in the shape of the parameter."""
-        order, shape = self._order(), self.shapes[0]
+        shape = self.rows.shape[1:]
+        if self.rows.is_contiguous():
+            return vector.view(shape)
+        order = self._order()
         places = [order.index(dim) for dim in range(1, self.rows.dim())]
         return vector.view([shape[dim - 1] for dim in order]).permute(places).contiguous()
 
