@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -137,6 +137,7 @@ def test_a_row_without_coordinates_has_norm_zero():
 
 
 @given(rows(), rows(), st.booleans(), st.booleans())
+@example(torch.tensor([2.0**-26, 0.0]), torch.tensor([-1.0]), True, True)  # |a|^2 is a rounding of 1
 def test_factored_norms_are_never_below_the_exact_norm(acts, backprops, weight, bias):
     if not weight and not bias:
         return
