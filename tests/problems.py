@@ -13,7 +13,6 @@ from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.oracles import Clipped, MeanOracle
-from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rules import SGD
 
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum}
@@ -60,10 +59,7 @@ def gradients(model: nn.Module, x: Tensor, reduction: str) -> GradBatch:
 
 def release_in_float64(oracle: MeanOracle) -> None:
     """Makes an open oracle's next answer one in float64, so that its own rounding (after the noise) is not measured."""
-    if isinstance(oracle, ClippedMean):
-        oracle._allocate(torch.float64, torch.device("cpu"))
-    else:
-        oracle._dtype = torch.float64
+    oracle._dtype = torch.float64
 
 
 def released(oracle: MeanOracle, query: Sequence[Tensor], batches: Sequence[GradBatch]) -> Tensor:

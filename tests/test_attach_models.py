@@ -419,3 +419,20 @@ def test_an_input_that_is_overwritten_before_the_step_is_refused(layer, times):
     rows = GradBatch.consume(list(model.parameters())).dense()  # formed in the backward, and not moved
     for found, right in zip(rows, expected, strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize(
+    ("layer", "waits"), [(nn.Conv2d(6, 8, 3), True), (nn.Conv2d(6, 2, 2), False)], ids=["big", "small"]
+)
+def test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already(layer, waits):
+    model, buffer = dp.attach(copy.deepcopy(layer)), torch.randn(4, 6, 4, 4)
+    model(buffer).sum().backward()
+    expected = GradBatch.consume(list(model.parameters())).dense()
+    model(buffer).sum().backward()
+    buffer.fill_(1e6)
+    if waits:  # its weight has more numbers than its input and output
+        with pytest.raises(dp.SequenceError, match="overwritten between backward and step"):
+            GradBatch.consume(list(model.parameters()))
+        return
+    for found, right in zip(GradBatch.consume(list(model.parameters())).dense(), expected, strict=True):
+        torch.testing.assert_close(found, right)

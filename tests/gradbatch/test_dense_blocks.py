@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.gradbatch.test_norms import DTYPES, assert_certified, rows, squares
 from torch_dpsco.gradbatch import FLOAT64, DenseBlock, FactoredBlock, Summation, plan_summation
-from torch_dpsco.gradbatch.dense import DenseBlocks, joined
+from torch_dpsco.gradbatch.dense import DenseBlocks, joined, piece_norms
 
 SHAPES = [(3,), (2, 1024), (), (5, 700), (1, 2048)]
 
@@ -66,11 +66,45 @@ def test_the_error_of_a_sum_in_one_tile_is_within_the_plan():
     assert 2 * error <= plan.error
 
 
-def test_only_dense_blocks_are_joined():
+def test_only_dense_blocks_that_follow_each_other_are_joined():
     parts = blocks(2)
     factored = FactoredBlock(torch.ones(2, 3), torch.ones(2, 1))
-    assert [type(block) for block in joined([*parts, factored])] == [DenseBlock] * len(parts) + [FactoredBlock]
-    (one,) = joined(list(parts))
-    assert one.shapes == [torch.Size(shape) for shape in SHAPES]
-    assert [row.shape[0] for row in one.select(torch.tensor([1])).dense()] == [1] * len(parts)
+    found = joined([parts[0], factored, *parts, factored, factored])
+    assert [type(block) for block in found] == [DenseBlock, FactoredBlock, DenseBlocks, FactoredBlock, FactoredBlock]
+    assert found[0] is parts[0]
+    assert found[2].shapes == [torch.Size(shape) for shape in SHAPES]  # in their order
+    assert [row.shape[0] for row in found[2].select(torch.tensor([1])).dense()] == [1] * len(parts)
     assert joined([factored]) == [factored]
+
+
+def permuted(n: int) -> DenseBlock:
+    """Rows of shape (3, 400, 2) with the last dimension outermost in memory, as those of convolutions are."""
+    stored = torch.randn(n, 2, 3, 400, generator=torch.Generator().manual_seed(n))
+    return DenseBlock(stored.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("n", [0, 1, 40])
+@pytest.mark.parametrize(
+    "precision", [FLOAT64, Summation(8, 8, 100, 200, 0.0), plan_summation(40, 2400)], ids=["float64", "tiles", "plan"]
+)
+def test_rows_in_another_order_of_memory_are_read_without_a_copy_and_summed_in_their_shape(n, precision):
+    block = permuted(n)
+    if n:
+        assert block.flat().data_ptr() == block.rows.data_ptr()
+    weights = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
+    exact = torch.einsum("b,b...->...", weights, block.rows.double())
+    for each in (block, DenseBlocks([block]), DenseBlocks([*blocks(n), block])):
+        total = each.weighted_sum(weights, precision)[-1]
+        assert total.is_contiguous()
+        torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_known_norms_of_pieces_give_the_certified_norms_of_the_rows():
+    block = permuted(5)
+    known = DenseBlock(block.rows, piece_norms(block.flat()))
+    assert known.pieces.shape == (5, 3)  # 1024 + 1024 + 352
+    index = torch.tensor([4, 1])
+    for one, other in ((known, block), (known.select(index), block.select(index)), (DenseBlocks([known]), block)):
+        for bound, row in zip(one.norms().tolist(), other.rows.flatten(1).tolist(), strict=True):
+            assert_certified(bound, squares(row), torch.float32, 2400)
+        torch.testing.assert_close(one.norms(), other.norms(), rtol=1e-6, atol=0.0)

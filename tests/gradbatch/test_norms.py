@@ -9,11 +9,19 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, linear_factors, row_norms
+from torch_dpsco.gradbatch import (
+    FLOAT64,
+    DenseBlock,
+    FactoredBlock,
+    GradBatch,
+    Summation,
+    linear_factors,
+    row_norms,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ABOVE = {torch.float32: 1.3e-4, torch.float64: 2e-12}  # largest relative distance from the exact norm
@@ -163,6 +171,7 @@ def test_a_row_without_coordinates_has_norm_zero():
 
 
 @given(rows(), rows(), st.booleans(), st.booleans())
+@example(torch.tensor([2.0**-26, 0.0]), torch.tensor([-1.0]), True, True)  # |a|^2 is a rounding of 1
 def test_factored_norms_are_never_below_the_exact_norm(acts, backprops, weight, bias):
     if not weight and not bias:
         return
@@ -181,6 +190,28 @@ def test_factored_norms_are_close(dtype):
     for a, b, bound in zip(acts.tolist(), backprops.tolist(), bounds.tolist(), strict=True):
         exact = math.sqrt(squares(b) * (squares(a) + 1))
         assert exact <= bound <= exact * (1 + 2 * ABOVE[dtype])
+
+
+@given(rows(), rows(), st.integers(2, 5000))
+def test_norms_of_scaled_factors_are_never_below_the_exact_norm(acts, backprops, scale):
+    bound = float(FactoredBlock(acts[None], backprops[None], scale=scale).norms())
+    exact = scale**2 * squares(backprops.tolist()) * (squares(acts.tolist()) + 1)
+    assert math.isinf(bound) or Fraction(bound) ** 2 >= exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scaled_factors_are_those_of_scaled_rows(dtype):
+    generator = torch.Generator().manual_seed(3)
+    acts, backprops = (torch.randn(20, k, generator=generator, dtype=dtype) for k in (50, 40))
+    index, weights = torch.tensor([7, 3, 11]), torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
+    scaled, whole = FactoredBlock(acts, backprops, scale=48), FactoredBlock(acts, 48 * backprops)
+    torch.testing.assert_close(scaled.norms(), whole.norms(), rtol=1e-6, atol=0.0)
+    for one, other in zip(scaled.dense(), whole.dense(), strict=True):
+        assert torch.equal(one, other)
+    for precision in (FLOAT64, Summation(2, 2, 100, 200, 0.0)):
+        sums = (block.select(index).weighted_sum(weights, precision) for block in (scaled, whole))
+        for one, other in zip(*sums, strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
 
 
 @given(st.lists(rows(), min_size=1, max_size=6))

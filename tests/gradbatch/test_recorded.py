@@ -59,6 +59,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv1d of a wide kernel": (lambda: nn.Conv1d(20, 40, 3), floats(20, 4)),
     "conv1d at one place": (lambda: nn.Conv1d(20, 40, 3), floats(20, 3)),
     "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)), floats(2, 7, 6)),
+    "conv2d of many channels": (lambda: nn.Conv2d(6, 8, 3), floats(6, 4, 4)),
+    "conv2d of many channels, frozen bias": (lambda: frozen(nn.Conv2d(6, 8, 3), "bias"), floats(6, 4, 4)),
     "conv2d without bias": (lambda: nn.Conv2d(2, 3, 2, bias=False), floats(2, 4, 4)),
     "conv2d in groups": (lambda: nn.Conv2d(4, 6, 2, groups=2, stride=2), floats(4, 5, 5)),
     "conv2d by channel": (lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1), floats(4, B, B)),

@@ -206,9 +206,9 @@ def test_linear_layers_are_factored_where_that_is_possible():
         return [type(block) for block in batch(dp.attach(model), [x]).blocks]
 
     assert kinds("mlp") == [FactoredBlock, FactoredBlock]
-    assert kinds("layer norm") == [DenseBlock, DenseBlock, FactoredBlock, DenseBlock, DenseBlock, FactoredBlock]
-    assert kinds("layer used twice") == [DenseBlock, DenseBlock, FactoredBlock]
-    assert kinds("tied weights") == [DenseBlock, DenseBlock, FactoredBlock]
+    assert kinds("layer norm") == [DenseBlocks, FactoredBlock, DenseBlocks, FactoredBlock]
+    assert kinds("layer used twice") == [DenseBlocks, FactoredBlock]
+    assert kinds("tied weights") == [DenseBlocks, FactoredBlock]
     assert kinds("sequences") == [DenseBlocks]
 
 

@@ -140,6 +140,18 @@ def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(batch_siz
     assert 0 < error <= plan.error
 
 
+@pytest.mark.parametrize("batch_size", [8, 64, 512])
+@pytest.mark.parametrize("make", ROWS)
+def test_float32_sums_of_the_rows_of_a_bias_err_by_at_most_what_is_claimed(batch_size, make):
+    plan, dim = plan_for(batch_size)
+    rows = make(plan.rows, dim)
+
+    def bias(index: Tensor) -> GradBatch:
+        return GradBatch([FactoredBlock(rows[index, :1], rows[index], weight=False)])
+
+    assert 0 < largest_error(bias, vector(rows), plan) <= plan.error
+
+
 @pytest.mark.parametrize("batch_size", [64, 4096])
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -18,7 +18,8 @@ from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.losses import Squared
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.centered import Centered
-from torch_dpsco.oracles.clipped import Clipped, HolderClipped
+from torch_dpsco.oracles.clipped import Clipped
+from torch_dpsco.oracles.holder import HolderClipped
 
 CLIP = 0.5
 BAD = [math.nan, math.inf, -math.inf, 3e38, 1e300, 5e-324]

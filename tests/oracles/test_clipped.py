@@ -18,6 +18,7 @@ import torch_dpsco as dp
 from tests.problems import released
 from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.gradbatch import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation
+from torch_dpsco.gradbatch.dense import DenseBlocks
 from torch_dpsco.oracles import Clipped, clip_weights, joint_norm
 
 UNITS = {ADD_REMOVE: 1, ZERO_OUT: 1, REPLACE_ONE: 2}
@@ -335,6 +336,38 @@ def test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_relea
     for before, after in itertools.pairwise(gradients):
         assert (after - before).abs().min() > 1e-12
         assert (after - before).std() > 1e-3  # the mean of clipped rows is the same in all steps, the noise is not
+
+
+def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate():
+    """False alarm: below 1e-7 (standard deviations and means within 6 of their own standard deviations)."""
+    shapes, row = [(400, 400), (3,)], 1e-3
+    oracle, generator, known = Clipped(1.0, 1.0, 2), torch.Generator(), []
+    generator.seed()
+    for _ in range(2):
+        oracle.open([torch.zeros(shape) for shape in shapes])
+        oracle.observe(GradBatch([DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]))
+        assert oracle._means[0].dtype == torch.float32  # of the release too, so that it takes the noise in place
+        summed = oracle._means[0].clone()
+        torch.testing.assert_close(summed, torch.full(shapes[0], row))
+        large, small = oracle.release(generator).mean
+        assert [large.shape, small.shape] == [torch.Size(shape) for shape in shapes]
+        known.append((large, (large - summed).flatten(), small))
+    std = oracle.noise_std
+    for _, noise, _ in known:
+        for piece in noise.split(2**16):
+            assert abs(piece.std() / std - 1) < 6 / math.sqrt(2 * len(piece))
+            assert abs(piece.mean()) < 6 * std / math.sqrt(len(piece))
+    (first, noise, _), (second, other, _) = known
+    assert first.data_ptr() != second.data_ptr()
+    for one, two in ((noise, other), (noise[: 2**16], noise[2**16 : 2**17])):
+        assert abs(torch.dot(one, two)) < 6 * std**2 * math.sqrt(len(one))
+    for noise_multiplier, means in ((0.0, True), (1.0, False)):
+        oracle = Clipped(1.0, noise_multiplier, 2)
+        oracle.open([torch.zeros(shape) for shape in shapes])
+        if means:
+            oracle.observe(GradBatch([DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]))
+        large, _ = oracle.release(generator).mean
+        assert torch.all(large == summed) if means else large.std() > 0.4
 
 
 # -- rows of one score ------------------------------------------------------------------------------------------------

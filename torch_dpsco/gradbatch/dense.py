@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch_dpsco.gradbatch.base import (
     work_dtype,
 )
 
-__all__ = ["DenseBlock", "DenseBlocks", "joined"]
+__all__ = ["DenseBlock", "DenseBlocks", "joined", "piece_norms"]
 
 
 class DenseBlock(Block):
@@ -26,12 +27,13 @@ class DenseBlock(Block):
 
     Args:
         rows: (B, *shape) floating.
+        pieces: `piece_norms` of the rows, where they are known.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
         if rows.dim() < 1 or not rows.is_floating_point():
             raise ValueError(f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype}, {rows.shape})")
-        self.rows = rows
+        self.rows, self.pieces = rows, pieces
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -41,21 +43,36 @@ class DenseBlock(Block):
     def __len__(self) -> int:
         return self.rows.shape[0]
 
+    def _order(self) -> list[int]:
+        """Returns the dimensions of a row as they are in memory, outermost first."""
+        strides = self.rows.stride()
+        return sorted(range(1, self.rows.dim()), key=lambda dim: -strides[dim])
+
     def flat(self) -> Tensor:
-        """Returns the rows as vectors: (B, k)."""
-        return self.rows.reshape(len(self), self.shapes[0].numel())
+        """Returns the rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
+        rows = self.rows if self.rows.is_contiguous() else self.rows.permute(0, *self._order())
+        return rows.reshape(len(self), self.rows.shape[1:].numel())
+
+    def shaped(self, vector: Tensor) -> Tensor:
+        """Returns a vector whose coordinates are in the order of `flat` in the shape of the parameter."""
+        shape = self.rows.shape[1:]
+        if self.rows.is_contiguous():
+            return vector.view(shape)
+        order = self._order()
+        places = [order.index(dim) for dim in range(1, self.rows.dim())]
+        return vector.view([shape[dim - 1] for dim in order]).permute(places).contiguous()
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the rows' norms: (B,) float64."""
-        return row_norms(self.flat())
+        return row_norms(self.flat()) if self.pieces is None else DenseBlocks([self]).norms()
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]]."""
-        return [weighted_rows(self.flat(), weights, precision).view(self.shapes[0])]
+        return [self.shaped(weighted_rows(self.flat(), weights, precision))]
 
     def select(self, index: Tensor) -> DenseBlock:
         """Returns the block of some rows."""
-        return DenseBlock(self.rows[index])
+        return DenseBlock(self.rows[index], None if self.pieces is None else self.pieces[index])
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]."""
@@ -83,23 +100,21 @@ class DenseBlocks(Block):
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint norms of the rows: (B,) float64."""
         # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
-        flat = [block.flat() for block in self.blocks]
-        flat = [rows.to(work_dtype(rows.dtype)) for rows in flat]
-        pieces = torch.cat([piece for rows in flat for piece in _piece_norms(rows)], dim=1)
-        norms: Tensor = torch.linalg.vector_norm(pieces.double(), dim=1)
-        error = max(NORM_ERROR[rows.dtype] for rows in flat)
-        hidden = max(UNDERFLOW[rows.dtype] for rows in flat) * sum(rows.shape[1] for rows in flat) ** 0.5
+        parts = [piece_norms(block.flat()) if block.pieces is None else block.pieces for block in self.blocks]
+        norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
+        dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
+        error = max(NORM_ERROR[dtype] for dtype in dtypes)
+        hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * sum(shape.numel() for shape in self.shapes) ** 0.5
         # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
         return norms.mul_(1.0 + error).add_(hidden)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
         tile = precision.vector_tile
-        flat = [block.flat() for block in self.blocks]
-        if not 0 < len(self) <= tile or any(rows.dtype == torch.float64 for rows in flat):
+        if not 0 < len(self) <= tile or any(block.rows.dtype == torch.float64 for block in self.blocks):
             return [total for block in self.blocks for total in block.weighted_sum(weights, precision)]
         small = weights.float()[None]  # one tile, which the bound of `plan_summation` covers
-        return [(small @ rows.float()).view(shape) for rows, shape in zip(flat, self.shapes, strict=True)]
+        return [block.shaped(torch.mm(small, block.flat().float())[0]) for block in self.blocks]
 
     def select(self, index: Tensor) -> DenseBlocks:
         """Returns the block of some rows."""
@@ -110,18 +125,29 @@ class DenseBlocks(Block):
         return [rows for block in self.blocks for rows in block.dense()]
 
 
-def _piece_norms(rows: Tensor) -> list[Tensor]:
-    """Returns norms of consecutive pieces of rows: (B, n) each."""
+def piece_norms(rows: Tensor) -> Tensor:
+    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
+
+    Args:
+        rows: (B, k) floating; half precisions are read as float32.
+    """
+    rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
     whole = width - width % PIECE
     if not whole:
-        return [torch.linalg.vector_norm(rows, dim=1, keepdim=True)]
-    first = rows if whole == width else rows[:, :whole]
-    pieces = [torch.linalg.vector_norm(first.reshape(len(rows), whole // PIECE, PIECE), dim=2)]
-    return pieces if whole == width else [*pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
+        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return pieces
+    pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
+    if whole == width:
+        return pieces
+    return torch.cat([pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1)
 
 
 def joined(blocks: list[Block]) -> list[Block]:
-    """Returns blocks with the same rows, as one if all are dense."""
-    dense = [block for block in blocks if isinstance(block, DenseBlock)]
-    return [DenseBlocks(dense)] if len(dense) == len(blocks) > 1 else blocks
+    """Returns blocks with the same rows, in their order, those dense ones as one that follow each other."""
+    found: list[Block] = []
+    for _, run in groupby(blocks, key=lambda block: isinstance(block, DenseBlock)):
+        others = list(run)
+        dense = [block for block in others if isinstance(block, DenseBlock)]
+        found += [DenseBlocks(dense)] if len(dense) > 1 else others
+    return found

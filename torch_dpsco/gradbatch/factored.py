@@ -56,8 +56,10 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
     norms = row_norms(acts)
     if bias:
         norms = norms.square_().add_(1.0).sqrt_()
-    # the roundings here, and in the product of the factors, are far inside the slack of the norms of several numbers
-    return norms if acts.shape[1] > 1 else norms.mul_(1.0 + NORM_ERROR[torch.float64])
+    # the roundings here, and in the product of the factors, are far inside the slack of the norms of several numbers;
+    # PRIVACY: but next to the 1 of a bias that slack may vanish
+    # (test_factored_norms_are_never_below_the_exact_norm)
+    return norms if acts.shape[1] > 1 and not bias else norms.mul_(1.0 + NORM_ERROR[torch.float64])
 
 
 def linear_factors(acts: Tensor) -> Tensor:
@@ -86,6 +88,7 @@ class FactoredBlock(Block):
         weight: whether the weight is trained.
         bias: whether there is a bias that is trained.
         factors: (B,) float64 upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, where they are known.
+        scale: all rows are multiplied by it.
     """
 
     def __init__(
@@ -96,10 +99,12 @@ class FactoredBlock(Block):
         weight: bool = True,
         bias: bool = True,
         factors: Tensor | None = None,
+        scale: int = 1,
     ) -> None:
         if acts.dim() != 2 or backprops.dim() != 2 or acts.shape[0] != backprops.shape[0]:
             raise ValueError(f"acts and backprops must be (B, in) and (B, out) (got {acts.shape}, {backprops.shape})")
         self.acts, self.backprops, self.weight, self.bias, self.factors = acts, backprops, weight, bias, factors
+        self.scale = scale
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -112,17 +117,18 @@ class FactoredBlock(Block):
 
     def linear(self) -> LinearRows | None:
         """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
-        if not (self.weight and self.bias) or self.backprops.shape[1] != 1:
+        if not (self.weight and self.bias) or self.backprops.shape[1] != 1 or self.scale != 1:
             return None
         factors = linear_factors(self.acts) if self.factors is None else self.factors
         return LinearRows(self.acts, self.backprops[:, 0], factors)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
-        backprops = row_norms(self.backprops)
-        if not self.weight:
-            return backprops
-        return backprops.mul_(self._factors())
+        norms = row_norms(self.backprops)
+        if self.scale != 1:
+            # PRIVACY: rounded up (test_norms_of_scaled_factors_are_never_below_the_exact_norm)
+            norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
+        return norms.mul_(self._factors()) if self.weight else norms
 
     def _factors(self) -> Tensor:
         if self.factors is None:
@@ -135,12 +141,12 @@ class FactoredBlock(Block):
         # and the row is dropped), or a single number per record, of which float32 never sums enough
         matrix32 = self.backprops.shape[1] > 1 and precision.matrix_tile and self.acts.dtype != torch.float64
         dtype = torch.float32 if matrix32 else torch.float64
-        scaled = self.backprops.to(dtype) * weights.to(dtype)[:, None]
+        scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
         out = []
         if self.weight:
             out.append(self._weight_sum(scaled, precision))
         if self.bias:
-            out.append(scaled.sum(dim=0, dtype=torch.float64))
+            out.append(_tiled_sum(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0))
         return out
 
     def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
@@ -161,14 +167,27 @@ class FactoredBlock(Block):
         """Returns the block of some rows."""
         factors = None if self.factors is None else self.factors[index]
         return FactoredBlock(
-            self.acts[index], self.backprops[index], weight=self.weight, bias=self.bias, factors=factors
+            self.acts[index],
+            self.backprops[index],
+            weight=self.weight,
+            bias=self.bias,
+            factors=factors,
+            scale=self.scale,
         )
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per trained parameter."""
+        backprops = self.backprops if self.scale == 1 else self.backprops * self.scale
         out = []
         if self.weight:
-            out.append(torch.einsum("bo,bi->boi", self.backprops, self.acts.to(self.backprops.dtype)))
+            out.append(torch.einsum("bo,bi->boi", backprops, self.acts.to(backprops.dtype)))
         if self.bias:
-            out.append(self.backprops)
+            out.append(backprops)
         return out
+
+
+def _tiled_sum(rows: Tensor, tile: int) -> Tensor:
+    """Returns the sum of float32 rows, with the chain of roundings of a product in tiles."""
+    whole = len(rows) - len(rows) % tile
+    total: Tensor = rows[:whole].view(-1, tile, rows.shape[1]).sum(1).sum(0)
+    return total if whole == len(rows) else total.add_(rows[whole:].sum(0))

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import Block, work_dtype
-from torch_dpsco.gradbatch.dense import DenseBlock
+from torch_dpsco.gradbatch.dense import DenseBlock, piece_norms
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.gram import MAX_TIMES, SequenceBlock, outer_sums
 
-__all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs"]
+__all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs", "require_unwritten"]
 
 
 class Kept(ABC):
@@ -83,10 +83,11 @@ class Formed(Kept):
     Args:
         weight: (B, *shape), None if it is not trained.
         bias: (B, *shape) likewise; one of them is there.
+        pieces: `piece_norms` of the weight's rows, where they are known.
     """
 
-    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        self._parts = [weight, bias]
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, pieces: Tensor | None = None) -> None:
+        self._parts, self._pieces = [weight, bias], pieces
 
     def __len__(self) -> int:
         return len(next(part for part in self._parts if part is not None))
@@ -112,8 +113,8 @@ class Formed(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block for each."""
-        wanted = [part for part, chosen in zip(self._parts, (weight, bias), strict=True) if chosen]
-        return [DenseBlock(part) for part in wanted if part is not None]
+        parts = zip(self._parts, (self._pieces, None), (weight, bias), strict=True)
+        return [DenseBlock(part, pieces) for part, pieces, chosen in parts if chosen and part is not None]
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -136,32 +137,43 @@ def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, b
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
     if vectors or (weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2])):
-        return _Pairs(acts, backprops if scale == 1 else backprops * scale, shape, weight=weight, bias=bias)
+        if scale != 1 and (not vectors or shape[0] == 1):  # later, for several outputs: that saves a pass over memory
+            backprops, scale = backprops * scale, 1
+        return _Pairs(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
 
+def require_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raises SequenceError if a tensor was written to since it had its version."""
+    if [tensor._version for tensor in tensors] != list(versions):
+        # PRIVACY: a buffer that has the next batch by now would put its records into this step
+        # (test_an_input_that_is_overwritten_before_the_step_is_refused)
+        raise SequenceError(
+            "the input of a layer was overwritten between backward and step: fill a buffer with the next batch after "
+            "optimizer.step(), or give the model a copy of it"
+        )
+
+
 def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1) -> Formed:
-    rows = outer_sums(acts, backprops, scale).view(len(acts), *shape) if weight else None
     sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
-    return Formed(rows, sums)
+    if not weight:
+        return Formed(None, sums)
+    rows = outer_sums(acts, backprops, scale)
+    return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))  # while they are in cache
 
 
 class _Pairs(Kept):
     """The factors; arguments of `pairs`."""
 
-    def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool) -> None:
-        self.acts, self.backprops, self.shape = acts, backprops, shape
+    def __init__(
+        self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1
+    ) -> None:
+        self.acts, self.backprops, self.shape, self.scale = acts, backprops, shape, scale
         self.trained = {"weight": weight, "bias": bias}
         self._versions = acts._version, backprops._version
 
     def _require_unwritten(self) -> None:
-        if (self.acts._version, self.backprops._version) != self._versions:
-            # PRIVACY: a buffer that has the next batch by now would put its records into this step
-            # (test_an_input_that_is_overwritten_before_the_step_is_refused)
-            raise SequenceError(
-                "the input of a layer was overwritten between backward and step: fill a buffer with the next batch "
-                "after optimizer.step(), or give the model a copy of it"
-            )
+        require_unwritten((self.acts, self.backprops), self._versions)
 
     def __len__(self) -> int:
         return self.acts.shape[0]
@@ -170,7 +182,7 @@ class _Pairs(Kept):
         all_pairs = [p for p in (self, *others) if isinstance(p, _Pairs)]
         for p in all_pairs:
             p._require_unwritten()
-        return list(zip(*[(p.acts, p.backprops) for p in all_pairs], strict=True))
+        return list(zip(*[(p.acts, p.backprops * p.scale) for p in all_pairs], strict=True))
 
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
@@ -189,13 +201,14 @@ class _Pairs(Kept):
     def formed(self) -> Formed:
         """Returns the rows."""
         self._require_unwritten()
-        return _formed(self.acts, self.backprops, self.shape, **self.trained)
+        return _formed(self.acts, self.backprops, self.shape, **self.trained, scale=self.scale)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block of vectors, or one of sequences and the rows of the bias."""
         self._require_unwritten()
         if self.acts.shape[1] == 1 and len(self.shape) == 2:
-            return [FactoredBlock(self.acts[:, 0], self.backprops[:, 0], weight=weight, bias=bias)]
+            acts, backprops = self.acts[:, 0], self.backprops[:, 0]
+            return [FactoredBlock(acts, backprops, weight=weight, bias=bias, scale=self.scale)]
         found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
         return found + _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias).blocks(
             weight=False, bias=bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,9 +45,17 @@ class _LayerNorm(Kind):
 
     def rows(self, use: Use) -> Kept:
         """Returns the rows."""
-        shape = use.layer.normalized_shape
-        normalized = F.layer_norm(use.x.to(work_dtype(use.x.dtype)), shape, eps=use.layer.eps)
-        return _formed(use, normalized, list(range(1, use.x.dim() - len(shape))))
+        dtype, n_records, size = work_dtype(use.x.dtype), len(use.x), math.prod(use.layer.normalized_shape)
+        times = use.x[:1].numel() // size if n_records else 1
+        x, grad = (part.to(dtype).reshape(n_records, times, size) for part in (use.x, use.grad))
+        weight = bias = None
+        if use.trained["weight"]:  # normalized x times grad, summed: the deviations are weights of that sum
+            means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
+            weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
+            weight = weight.view(n_records, *use.layer.normalized_shape)
+        if use.trained["bias"]:
+            bias = grad.sum(1).mul_(use.scale).view(n_records, *use.layer.normalized_shape)
+        return Formed(weight, bias)
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x."""

@@ -33,7 +33,7 @@ from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarn
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.oracles.absolute import HolderAbsolute
-from torch_dpsco.oracles.clipped import HolderClipped
+from torch_dpsco.oracles.holder import HolderClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule

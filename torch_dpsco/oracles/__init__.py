@@ -5,9 +5,10 @@ from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.auto import AutoClip
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.centered import Centered
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean, HolderClipped
+from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, median_of_means
 from torch_dpsco.oracles.exact import Exact
+from torch_dpsco.oracles.holder import HolderClipped
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian

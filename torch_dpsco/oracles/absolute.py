@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.oracles.clipped import ClippedMean, HolderClipped
+from torch_dpsco.oracles.clipped import ClippedMean
+from torch_dpsco.oracles.holder import HolderClipped
 from torch_dpsco.problem import Problem
 
 __all__ = ["HolderAbsolute"]

@@ -1,4 +1,4 @@
-"""Means of clipped rows plus Gaussian noise, with a fixed bound or one that follows the public iterate.
+"""Means of clipped rows plus Gaussian noise, at a bound that subclasses choose.
 
     mean = ( sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I) ) / batch_size
 
@@ -30,13 +30,15 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
-from torch_dpsco.errors import MissingConstantError, SequenceError
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
 from torch_dpsco.oracles.base import MeanOracle, Release
-from torch_dpsco.oracles.weights import Cut, clip_weights, clipped_slopes, cuts, in_float32, joint_norm
-from torch_dpsco.problem import Problem
+from torch_dpsco.oracles.weights import Cut, clip_weights, clipped_slopes, cuts, in_float32, views
 
-__all__ = ["Clipped", "ClippedMean", "HolderClipped", "clip_weights", "joint_norm"]
+__all__ = ["Clipped", "ClippedMean", "clip_weights"]
+
+_LARGE = 2**15  # numbers; larger sums take the noise in place ...
+_PIECE = 2**16  # ... that many numbers at a time
 
 
 class ClippedMean(MeanOracle):
@@ -68,7 +70,8 @@ class ClippedMean(MeanOracle):
         self._means: list[Tensor] | None = None
         self._vector: Tensor | None = None  # what comes as one vector
         self._n_rows = 0
-        self._flat: Tensor | None = None  # memory of releases
+        self._dtype = torch.float32  # of releases
+        self._flat: Tensor | None = None  # memory of small ones
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_flat": None}
@@ -109,11 +112,17 @@ class ClippedMean(MeanOracle):
             self._cuts, self._dim = cuts(self._shapes)
             self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[0][0] == 1
             self._summation = plan_summation(self.batch_size, self._dim)
+            self._dtype = torch.float64 if any(dtype == torch.float64 for _, dtype, _ in form) else torch.float32
             self._flat = None
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _memory(self, size: int) -> Tensor:
         # for all releases: fresh memory costs as much as the arithmetic
-        self._flat = torch.empty(self._dim, dtype=dtype, device=device)
+        if self._flat is None or len(self._flat) != size or self._flat.dtype != self._dtype:
+            self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
+        return self._flat
+
+    def _draw(self, out: Tensor, noise_std: float, generator: torch.Generator) -> Tensor:
+        return out.normal_(std=noise_std, generator=generator) if self._multiplier > 0 else out.zero_()
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
@@ -147,7 +156,7 @@ class ClippedMean(MeanOracle):
         if not rows.extended:
             total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
-            raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got a weight and a bias)")
+            raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got one score)")
         self.__dict__["_vector"] = total if self._vector is None else total.add_(self._vector)
 
     def _count(self, n_rows: int) -> None:
@@ -233,8 +242,7 @@ class ClippedMean(MeanOracle):
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a (d,) vector cut into the shapes of the parameters."""
-        start = int(flat.storage_offset())
-        return [flat.as_strided(shape, strides, start + place) for shape, strides, place in self._cuts]
+        return views(flat, self._cuts)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""
@@ -245,31 +253,48 @@ class ClippedMean(MeanOracle):
         return self._event
 
     def release(self, generator: torch.Generator) -> Release:
-        """Adds N(0, noise_std^2 I), drawn at once for all parameters, and ends the batch."""
+        """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        if self._flat is None:
-            double = any(dtype == torch.float64 for _, dtype, _ in self._form)
-            self._allocate(torch.float64 if double else torch.float32, self._form[0][2])
-        assert self._flat is not None
-        if self._multiplier > 0:
-            self._flat.normal_(std=noise_std, generator=generator)
+        large = self._large_sums()
+        if large:
+            answer = self._release_in_place(large, noise_std, generator)
         else:
-            self._flat.zero_()
-        # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory, where
-        # there is no noise (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
-        answer = self.views(self._flat)
-        self._add_to(self._flat, answer)  # rounds mean + noise, so after the noise: post-processing
+            flat = self._draw(self._memory(self._dim), noise_std, generator)
+            # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
+            # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
+            answer = self.views(flat)
+            self._add_to(flat, answer)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
         return Release(answer)
 
-    def _add_to(self, flat: Tensor, views: list[Tensor]) -> None:
+    def _large_sums(self) -> list[int]:
+        means = self._means if self._dim > _LARGE and self._vector is None else None
+        fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means or ()]
+        return [i for i, large in enumerate(fits) if large]
+
+    def _release_in_place(self, large: list[int], noise_std: float, generator: torch.Generator) -> list[Tensor]:
+        """Returns the release, of which large sums are the memory; their noise stays in cache."""
+        assert self._means is not None
+        small = cuts([torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)])
+        flat = self._draw(self._memory(small[1]), noise_std, generator)
+        answer = views(flat, small[0])
+        for i, mean in enumerate(self._means):
+            if i not in large:
+                answer[i].add_(mean)
+                continue
+            answer[i] = mean
+            for piece in mean.view(-1).split(_PIECE if mean.device.type == "cpu" else mean.numel()):
+                piece.add_(self._draw(torch.empty_like(piece), noise_std, generator))
+        return answer
+
+    def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:
         vector, means = self._vector, self._means
         if vector is not None:
             if means is not None:  # both in float64 first, so that they meet the noise at once
                 torch._foreach_add_(self.views(vector), means)
             flat.add_(vector)
         elif means is not None:
-            for part, mean in zip(views, means, strict=True):
+            for part, mean in zip(parts, means, strict=True):
                 part.add_(mean)
 
     def metrics(self) -> dict[str, float]:
@@ -305,73 +330,3 @@ class Clipped(ClippedMean):
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         return {"oracle": "Clipped", "clip": self.fixed_clip, "noise_multiplier": self.noise_multiplier}
-
-
-class HolderClipped(ClippedMean):
-    """Clips at the gradient bound that the loss promises, so that with true constants nothing is ever clipped.
-
-    `noise="adaptive"`: C_t = G(|w_t|), a function of the public iterate; the ratio z is constant, so that each step is
-    the same event whatever the iterates do, also on an unbounded domain. `noise="constant"`: C = G(radius).
-    `noise="paper"`: C = M + L radius^alpha, the bound of the paper.
-
-    Args:
-        problem: promised constants; see `Problem.grad_bound`.
-        noise_multiplier: z >= 0.
-        batch_size: public divisor.
-        noise: "adaptive", "constant" or "paper".
-        radius: bound of the feasible set; inf for the whole space.
-
-    Raises:
-        MissingConstantError: constants are missing, or a constant bound does not exist on an unbounded domain.
-
-    Source: Wang, Lei, Ying, Zhang, Algorithm 2 (constant); spec holder.md 3.5, accounting A (adaptive).
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        noise_multiplier: float,
-        batch_size: int,
-        *,
-        noise: str = "adaptive",
-        radius: float = math.inf,
-    ) -> None:
-        super().__init__(noise_multiplier, batch_size)
-        self.noise = check.choice(("adaptive", "constant", "paper"), noise=noise)
-        self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
-        if noise == "paper" and math.isinf(self.radius):
-            raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")
-        # past problem.radius some constants are not promised; rows are clipped all the same
-        self._reach = min(self.radius, problem.radius)
-        if noise == "paper":
-            self._constant, self._follows = problem.paper_grad_bound(self._reach), False
-            return
-        at_zero = problem.grad_bound(0.0)  # raises if constants are missing
-        try:
-            self._constant = problem.grad_bound(self._reach)
-        except MissingConstantError:
-            if noise == "constant":
-                raise
-            self._constant = math.inf
-        # a bound that is the same everywhere need not follow the iterate
-        self._follows = noise == "adaptive" and self._constant > at_zero
-
-    def bound(self, query: Sequence[Tensor]) -> float:
-        """Returns C for gradients at `query`; raises ValueError if the iterate is not finite."""
-        if not self._follows:
-            return self._constant
-        norm = joint_norm(query)
-        if math.isinf(norm):
-            raise ValueError("the iterate must be finite: training diverged, lower lr or bound the domain (radius=)")
-        return min(self.problem.grad_bound(min(norm, self._reach)), self._constant)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the fixed numbers."""
-        return {
-            "oracle": "HolderClipped",
-            "noise": self.noise,
-            "noise_multiplier": self.noise_multiplier,
-            "radius": self.radius,
-            "problem": repr(self.problem),
-            "grad_bound": self.problem.grad_bound(min(1.0, self._reach)),  # repr leaves exact_grad_bound out
-        }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_dpsco.gradbatch import LinearRows, row_norm
 
-__all__ = ["Cut", "clip_weights", "clipped_slopes", "cuts", "in_float32", "joint_norm"]
+__all__ = ["Cut", "clip_weights", "clipped_slopes", "cuts", "in_float32", "joint_norm", "views"]
 
 Cut = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and place in a vector
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
@@ -73,3 +73,9 @@ def cuts(shapes: Sequence[torch.Size]) -> tuple[list[Cut], int]:
         found.append((shape, torch.empty(shape, device="meta").stride(), place))
         place += shape.numel()
     return found, place
+
+
+def views(flat: Tensor, places: Sequence[Cut]) -> list[Tensor]:
+    """Returns parts of a contiguous vector as tensors of their shapes, without copying."""
+    start = int(flat.storage_offset())
+    return [flat.as_strided(shape, strides, start + place) for shape, strides, place in places]
