@@ -138,17 +138,18 @@ def fit(
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     closed = None if protects_users else closed_form(model, trained, loss_fn, dataset, loader)
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
-    steps_to_make: Iterator[Callable[[], Any]]
+    make_step: Callable[[Any], Any]
+    batches: Iterator[Any]
     if closed is not None:
-        steps_to_make = (partial(optimizer.step_on, rows) for rows in closed.batches(loader))
+        make_step, batches = optimizer.step_on, closed.batches(loader)
     else:
-        steps_to_make = _steps_on(model, optimizer, loader, loss_fn, compiled)
+        make_step, batches = _call, _steps_on(model, optimizer, loader, loss_fn, compiled)
     with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
         optimizer.zero_grad()
         with torch.set_grad_enabled(closed is None):
-            for make_step in steps_to_make:
-                if not _made(optimizer, make_step):
+            for batch in batches:
+                if not _made(optimizer, make_step, batch):
                     break
                 progress_bar.show(goal - optimizer.steps)
     return model.eval()
@@ -310,10 +311,14 @@ def _compiled(
     return None
 
 
-def _made(optimizer: PrivateOptimizer, make_step: Callable[[], Any]) -> bool:
+def _call(step: Callable[[], Any]) -> None:
+    step()
+
+
+def _made(optimizer: PrivateOptimizer, make_step: Callable[[Any], Any], batch: Any) -> bool:
     """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
     try:
-        make_step()
+        make_step(batch)
     except BudgetExceeded:
         if not optimizer.oracle.adaptive or not optimizer.steps:
             raise

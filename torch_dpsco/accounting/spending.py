@@ -183,7 +183,8 @@ class Spending(OpacusFace):
         """
         if adaptive:
             self.require_adaptive()
-        self._authorize(self._placed(event), count, ("adaptive",) if adaptive else (), planned=planned)
+        event = event if self._place is None else self._placed(event)
+        self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned)
 
     def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
         """Charges a step of an Opacus optimizer (see `OpacusFace`)."""

@@ -117,7 +117,7 @@ class ClippedMean(MeanOracle):
 
     def _memory(self, size: int) -> Tensor:
         # for all releases: fresh memory costs as much as the arithmetic
-        if self._flat is None or len(self._flat) != size or self._flat.dtype != self._dtype:
+        if self._flat is None or self._flat.numel() != size or self._flat.dtype != self._dtype:
             self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
         return self._flat
 
@@ -255,7 +255,7 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
-        large = self._large_sums()
+        large = self._large_sums() if self._dim > _LARGE else []
         if large:
             answer = self._release_in_place(large, noise_std, generator)
         else:
@@ -268,7 +268,7 @@ class ClippedMean(MeanOracle):
         return Release(answer)
 
     def _large_sums(self) -> list[int]:
-        means = self._means if self._dim > _LARGE and self._vector is None else None
+        means = self._means if self._vector is None else None
         fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means or ()]
         return [i for i, large in enumerate(fits) if large]
 

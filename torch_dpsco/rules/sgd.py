@@ -30,8 +30,7 @@ class SGD(UpdateRule):
             params = trained(group)
             absorb(params, state, k, self.average)
             if params:
-                step = self.step_size(float(group["lr"]), k, phase)
-                torch._foreach_add_(params, means(params), alpha=-step)
+                torch._foreach_add_(params, means(params), alpha=-self.step_size(float(group["lr"]), k, phase))
 
     def settings(self) -> dict[str, Any]:
         """Returns name and average."""
