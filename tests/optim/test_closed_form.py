@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -148,6 +149,24 @@ def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any])
         return
     fast, slow = both(nn.BCEWithLogitsLoss(), Poisson(20, N), **settings)
     torch.testing.assert_close(fast[0], slow[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["observe", "weights"])
+@pytest.mark.parametrize("of_instance", [False, True])
+def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(name: str, of_instance: bool) -> None:
+    seen = []
+
+    def look(self: Any, *args: Any) -> Any:
+        seen.append(args)
+        return getattr(dp.oracles.Clipped, name)(self, *args)
+
+    kind = dp.oracles.Clipped if of_instance else type("Looks", (dp.oracles.Clipped,), {name: look})
+    oracle = kind(0.7, 0.5, N)
+    if of_instance:
+        setattr(oracle, name, functools.partial(look, oracle))
+    model = linear()
+    dp.fit(model, optimizer_of(model, Full(N), oracle=oracle), records(BCE), BCE, steps=3, progress=False)
+    assert len(seen) == 3
 
 
 def taken(model: nn.Module, loss: Any, dataset: Dataset[Any], **loader: Any) -> bool:

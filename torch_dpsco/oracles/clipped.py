@@ -60,7 +60,6 @@ class ClippedMean(MeanOracle):
         super().__init__(check.positive_count(batch_size=batch_size))
         self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         self._event = clipped_gaussian(self._multiplier)
-        self._clips_only = type(self).weights is ClippedMean.weights  # short rows have weight 1
         self._summation = FLOAT64
         self._clip: float | None = None
         self._form: list[Any] = []  # of the parameters
@@ -126,7 +125,7 @@ class ClippedMean(MeanOracle):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
-        linear = rows.linear() if self._clips_only else None
+        linear = rows.linear() if self._has_short_way() else None
         if linear is not None:
             self.observe_linear(linear)
             return
@@ -143,7 +142,7 @@ class ClippedMean(MeanOracle):
 
         f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
         """
-        if not self._clips_only:
+        if not self._has_short_way():
             super().observe_linear(rows)
             return
         clip = self.clip  # raises before open
@@ -158,6 +157,11 @@ class ClippedMean(MeanOracle):
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got one score)")
         self.__dict__["_vector"] = total if self._vector is None else total.add_(self._vector)
+
+    def _has_short_way(self) -> bool:
+        own = type(self)  # rows that fit have weight 1, and nobody else is to see them
+        kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
+        return kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
 
     def _count(self, n_rows: int) -> None:
         n_rows += self._n_rows
