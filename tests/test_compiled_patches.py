@@ -129,3 +129,36 @@ def test_what_the_compiler_refuses_of_patches_is_compiled_without(works: bool, m
     assert len(graphs) == 1
     for ours, theirs in zip(found, rows(plain, x, patched=False), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+class Force(nn.Module):
+    """A forward that differentiates an energy in its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        force: Tensor = torch.func.grad(lambda at: self.energy(at).tanh().square().sum())(x)
+        return force.flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "kind", [Force, lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(), nn.Flatten())], ids=["force", "dropout"]
+)
+def test_patches_are_left_out_where_they_change_rows(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(6, 1, 5, 5)
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    rows = dp.CompiledRows(model, nn.MSELoss(), micro_batch_size=6, backend=backend)
+    targets = torch.zeros_like(model(x))
+    before = torch.random.get_rng_state()
+    assert rows._patches_agree(x, targets) == (kind is not Force)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert rows.prepare(x, targets) is None
+    assert ["unfold" in code for code in graphs] == [kind is not Force]

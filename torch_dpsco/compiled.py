@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ class CompiledRows:
         self._shapes, self._fast = _shapes(inputs, targets), self._eager
         if self.backend is None:
             return "backend is None"
-        compiled = self._compile(self._patched, zeros) if has_convolutions(self._model) else None
+        patched = has_convolutions(self._model) and self._patches_agree(*zeros)
+        compiled = self._compile(self._patched, zeros) if patched else None
         if compiled is None or isinstance(compiled, Refused):
             compiled = self._compile(self._one, zeros)
         if isinstance(compiled, Refused):
@@ -267,6 +269,19 @@ class CompiledRows:
         with PatchedConvolutions():
             return self._one(params, inputs, targets)
 
+    def _patches_agree(self, inputs: Any, targets: Any) -> bool:
+        """Returns whether patches give the rows of made-up records: not if a forward differentiates in its input."""
+        batch, found = tree_map(_made_up, (inputs, targets)), []
+        for loss in (self._one, self._patched):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # of dropout, say
+                rows = attempt("vectorizing made-up records", partial(self._call, _rows_of(loss), *batch))
+            if isinstance(rows, Refused):
+                return False
+            found.append(torch.cat([row.flatten(1).double() for row in rows], dim=1))
+        plain, patched = found
+        return bool(torch.linalg.vector_norm(plain - patched) <= 1e-3 * torch.linalg.vector_norm(plain))
+
     def _require_no_capture(self, inputs: Any, targets: Any) -> None:
         """Raises for a loss on weights that `functional_call` does not replace: their term would be in no row."""
         params = tuple(p.detach().requires_grad_() for p in self._trained())
@@ -316,6 +331,12 @@ def _filled(records: Tensor, size: int) -> Tensor:
     missing = size - len(records)
     whole = records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
     return whole.contiguous().view(-1).view(whole.shape)  # contiguous() leaves strides of dimensions of size 1
+
+
+def _made_up(records: Tensor) -> Tensor:
+    two = records[:1].repeat(2, *[1] * (records.dim() - 1))
+    numbers = torch.arange(two.numel(), device=two.device).sin().view(two.shape)
+    return numbers.to(two.dtype) if two.is_floating_point() else two
 
 
 def _batch_size(inputs: Any, targets: Any) -> int:

@@ -26,6 +26,7 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.totals import Sum
 
 ONE = clipped_gaussian(1.0)
 
@@ -151,6 +152,22 @@ def test_an_interrupted_charge_leaves_no_stale_answer(event, monkeypatch):
         patched.setattr(ledgers, "total_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ledger.add(event, 50)
+    assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(DELTA, ZERO_OUT)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_interrupted_charge_of_an_ordinary_event_counts_it_or_not_but_agrees_with_itself(known, monkeypatch):
+    ledger = Ledger([STEP] * (2 if known else 0) + [part("0")])
+    ledger.epsilon(DELTA, ZERO_OUT)
+
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sum, "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.add(STEP, 50)
+    assert len(ledger) == len(Ledger.from_json(ledger.to_json()))
     assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(DELTA, ZERO_OUT)
 
 

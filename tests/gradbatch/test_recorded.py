@@ -145,6 +145,21 @@ def test_recorded_rows_are_those_of_single_records_and_of_opacus(name, reduction
     torch.testing.assert_close(rows.norms(), norms, rtol=2e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_rows_of_images_with_channels_last_are_those_with_channels_first(groups, kernel):
+    x, found = torch.randn(B, 4, 6, 6, generator=torch.Generator().manual_seed(1)), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(4, 8, kernel, groups=groups), nn.Conv2d(8, 8, kernel, groups=groups)
+        model = dp.attach(nn.Sequential(*layers).to(memory_format=layout))
+        model(x.contiguous(memory_format=layout)).square().mean().backward()
+        found.append(GradBatch.consume(list(model.parameters())))
+    for first, last in zip(*(batch.dense() for batch in found), strict=True):
+        torch.testing.assert_close(first, last, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*(batch.norms() for batch in found), rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_and_input_gradients_are_those_of_the_plain_layer(name):
     model, x = layer(name, torch.float32)

@@ -151,7 +151,7 @@ def test_a_step_of_an_equal_but_new_permutation_is_refused() -> None:
     for batch in loader:
         run.backward(batch)
         chunk = log.waiting[0]
-        log.waiting[0] = replace(chunk, draw=replace(chunk.draw, part="1"))  # the right place, of another permutation
+        log.waiting[0] = chunk._replace(draw=replace(chunk.draw, part="1"))  # the right place, of another permutation
         with refused(run, dp.SequenceError, "do not break a loop off within an epoch"):
             run.opt.step()
         break

@@ -372,6 +372,32 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate():
 
 # -- rows of one score ------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 2, 1025])
+@pytest.mark.parametrize("clip", [1e-300, 1e-20, 2.0**-39, 1e-6, 1e-3, 1.0, 2.0**39, 1e20, 1e300])
+def test_rows_of_one_huge_feature_are_clipped(clip, width, dtype):
+    # weights C / |x| are subnormal numbers for some of them, which rounding may double
+    least, share = float(torch.finfo(dtype).max), 0.0
+    for exponent in (1e-30, 1e-12, 1e-6, 0.03, 0.3, 0.7, 0.99):
+        value = least**exponent if exponent < 0.1 else least**0.5 * exponent if width > 1 else least * exponent
+        for batch_size in (1, 100):
+            features = torch.zeros(2, width, dtype=dtype)
+            features[0, 0] = value
+            oracle = Clipped(clip, 0.0, batch_size)
+            oracle.open([torch.zeros(1, width, dtype=dtype), torch.zeros(1, dtype=dtype)])
+            slopes = torch.full((2, 1), min(1e3 * clip, least), dtype=dtype).clamp(min=1.0)
+            slopes[1] = 0.0
+            oracle.observe(GradBatch([FactoredBlock(features, slopes)]))
+            moved = torch.zeros(width + 1, dtype=torch.float64)
+            oracle.write_sum(moved)
+            scale = float(moved.abs().max()) or 1.0
+            share = max(share, scale * float((moved / scale).norm()) / oracle.sensitivity("zero_out"))
+    assert share <= 1.0
+    # past that range slopes of that dtype cannot reach the clip, or weights below 2^-126 count as 0
+    assert share > 0.9 or not 1e-30 < clip < 1e19
+
+
 SCORES = {
     "short": [0.1, -0.2, 0.0, 0.05],
     "long": [3.0, -0.1, 100.0, -7.0],

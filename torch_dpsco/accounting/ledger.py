@@ -120,14 +120,14 @@ class Ledger:
 
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
-        known = event is self._latest or (isinstance(event, SimpleEvent) and event in self._counts.get(_BASE, {}))
+        known = isinstance(event, SimpleEvent) and (event is self._latest or event in self._counts.get(_BASE, {}))
         if known and type(count) is int and count > 0:  # what most steps are
             self._add_again(event, count)
             return
         entries, kinds = list(_flatten(event, check.count(count=count))), self._kinds_with(event)
         if not entries:
             return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
-        length = self._lengthened(sum(times for _, _, times in entries))
+        self._require_room(sum(times for _, _, times in entries))
         self._kinds = kinds
         # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
         totals, self._totals = self._totals, {}
@@ -137,23 +137,24 @@ class Ledger:
                 self._parts.setdefault(place[0], []).append(place)
             counts = self._counts[place]
             counts[simple] = counts.get(simple, 0) + times
+            self._length += times
             self._update(totals, place, simple)
-        self._length, self._totals = length, totals
+        self._totals = totals
 
     def _add_again(self, event: Any, count: int) -> None:
-        length = self._lengthened(count)
+        self._require_room(count)
         totals, self._totals = self._totals, {}  # as in `add`
         counts = self._counts[_BASE]
         counts[event] = times = counts[event] + count
+        self._length += count
         for known in totals.values():  # each has the event already
             known.base.put(event, times)
-        self._length, self._totals, self._latest = length, totals, event
+        self._totals, self._latest = totals, event
 
-    def _lengthened(self, events: int) -> int:
+    def _require_room(self, events: int) -> None:
         length = self._length + events
         if length > sys.maxsize:
             raise ValueError(f"count must leave at most {sys.maxsize} events in the ledger (got {length})")
-        return length
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)

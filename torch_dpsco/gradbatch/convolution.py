@@ -86,7 +86,7 @@ def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
     step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
     buffer = grad.new_empty(step, *patches.shape[1:])  # one for all tiles: fresh memory costs more than the arithmetic
     unused, shape = grad.new_empty(1, 1, 1), (n_records * groups, out // groups)
-    tiles = patches.split(step), grad.view(*shape, times), rows.view(*shape, width)
+    tiles = patches.split(step), grad.reshape(*shape, times), rows.view(*shape, width)
     for acts, backprops, formed in zip(tiles[0], *(part.split(step * groups) for part in tiles[1:]), strict=True):
         acts = buffer[: len(acts)].copy_(acts).view(-1, times, width)
         torch.baddbmm(unused, backprops, acts, beta=0, alpha=use.scale, out=formed)

@@ -65,12 +65,14 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
 def linear_factors(acts: Tensor) -> Tensor:
     """Returns upper bounds of |(a, 1)|: of float64 inputs those of `input_factors`, else float32 ones.
 
-    The latter are larger by 7 * 2^-23 at least: room for 14 roundings of a row's norm and clip weight.
+    The latter are larger by 7 * 2^-23 at least: room for 14 roundings of a row's norm and clip weight. Their squares do
+    not overflow, so that quotients by them do not underflow; single inputs may be larger, and have float64 ones.
     """
-    if acts.dtype == torch.float64:
+    if acts.dtype == torch.float64 or acts.shape[1] == 1:
+        # PRIVACY: (test_rows_of_one_huge_feature_are_clipped)
         return input_factors(acts, bias=True)
-    if acts.dtype != torch.float32 or not 1 < acts.shape[1] <= PIECE:
-        return (input_factors(acts, bias=True) * (1.0 + 2.0**-20)).float()
+    if acts.dtype != torch.float32 or acts.shape[1] > PIECE:
+        return (input_factors(acts, bias=True) * (1.0 + 2.0**-19)).float().square_().sqrt_()
     # a norm n of float32 errs by e = 513 u < 3.1e-5 of it, and hides h < 2^-58: (n (1 + e) + h)^2 + 1 is at most
     # (n^2 + 1)(1 + e)^2 (1 + 2^-50). NORM_ERROR is 2e, so that e is left: more than enough
     squares = torch.linalg.vector_norm(acts, dim=1).square_()

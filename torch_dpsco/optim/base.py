@@ -211,8 +211,9 @@ class PrivateOptimizer(Assembly):
         index, k = self.schedule.locate(self._steps)
         phase = phases[index]
         stills = (self._stills if k else 0) + release.still
-        # at once, for __setattr__ is slow
-        vars(self).update(_halted=release.halted, _steps=self._steps + 1, _stills=stills)
+        self._steps += 1
+        if (release.halted, stills) != (self._halted, self._stills):  # __setattr__ is slow
+            self._halted, self._stills = release.halted, stills
         if not release.still:
             self._move(params, release, phase, k - stills)  # rules count the moves of a phase
         if k + 1 == phase.steps and len(phases) > 1:

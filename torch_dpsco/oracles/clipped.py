@@ -125,11 +125,11 @@ class ClippedMean(MeanOracle):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
-        linear = rows.linear() if self._has_short_way() else None
+        clip = self.clip  # raises before open
+        linear = rows.linear() if in_float32(clip) and self._has_short_way() else None
         if linear is not None:
             self.observe_linear(linear)
             return
-        clip = self.clip  # raises before open
         self._count(len(rows))
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         norms = rows.norms()
@@ -142,10 +142,11 @@ class ClippedMean(MeanOracle):
 
         f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
         """
-        if not self._has_short_way():
+        clip = self.clip  # raises before open
+        if not (in_float32(clip) and self._has_short_way()):
+            # PRIVACY: weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
             super().observe_linear(rows)
             return
-        clip = self.clip  # raises before open
         self._count(rows.n_rows)
         # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
         rows, norms = clipped_slopes(rows, clip)
@@ -296,6 +297,7 @@ class ClippedMean(MeanOracle):
         if vector is not None:
             if means is not None:  # both in float64 first, so that they meet the noise at once
                 torch._foreach_add_(self.views(vector), means)
+                self.__dict__["_means"] = None
             flat.add_(vector)
         elif means is not None:
             for part, mean in zip(parts, means, strict=True):

@@ -40,10 +40,8 @@ def clipped_slopes(rows: LinearRows, clip: float) -> tuple[LinearRows, Tensor]:
 
     Args:
         rows: s_i (x_i, 1) with the bounds f_i.
-        clip: C > 0.
+        clip: C, far from overflow and underflow.
     """
-    if rows.factors.dtype != torch.float64 and not in_float32(clip):
-        rows = rows._replace(factors=rows.factors.double())
     norms = rows.slopes * rows.factors
     if not math.isfinite(torch.dot(norms, norms)):
         # PRIVACY: dropped, not multiplied by 0 (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
