@@ -87,8 +87,10 @@ class PrivateOptimizer(Assembly):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
+        make = torch.compiler.disable(self._make) if torch.compiler.is_compiling() else self._make
         with torch.no_grad():
-            self._make(users, scale)
+            make(users, scale)
         return loss
 
     def step_on(self, rows: GradBatch | LinearRows) -> None:
@@ -119,11 +121,6 @@ class PrivateOptimizer(Assembly):
         self._apply(params, release)
 
     def _charge(self, draw: Draw) -> None:
-        # accounting is Python: nothing to compile, and caches that a tracer would look through
-        charge = torch.compiler.disable(self._charge_now) if torch.compiler.is_compiling() else self._charge_now
-        charge(draw)
-
-    def _charge_now(self, draw: Draw) -> None:
         planned = 1 if self._planned is None else self._planned - self._steps
         if self.oracle.adaptive:
             planned = 1  # the next event is another one
