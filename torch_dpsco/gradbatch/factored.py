@@ -148,7 +148,7 @@ class FactoredBlock(Block):
         if self.weight:
             out.append(self._weight_sum(scaled, precision))
         if self.bias:
-            out.append(_tiled_sum(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0))
+            out.append(_column_sums(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0))
         return out
 
     def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
@@ -188,7 +188,7 @@ class FactoredBlock(Block):
         return out
 
 
-def _tiled_sum(rows: Tensor, tile: int) -> Tensor:
+def _column_sums(rows: Tensor, tile: int) -> Tensor:
     """Returns the sum of float32 rows, with the chain of roundings of a product in tiles."""
     whole = len(rows) - len(rows) % tile
     total: Tensor = rows[:whole].view(-1, tile, rows.shape[1]).sum(1).sum(0)
