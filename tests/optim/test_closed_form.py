@@ -297,6 +297,24 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
     assert max(distances) > (0.4 if scale >= 1 else 0.0)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("physical", [None, 7])
+@pytest.mark.parametrize("where", ["features", "label"])
+def test_a_record_that_is_not_finite_is_left_out_of_a_fused_fit(bad: float, physical: int | None, where: str) -> None:
+    loss, (features, labels) = dp.losses.Logistic(), records(dp.losses.Logistic()).tensors
+
+    def trained(x: Tensor, y: Tensor) -> Tensor:
+        model = linear()
+        optimizer = optimizer_of(model, Full(N), noise=0.0)
+        dp.fit(model, optimizer, TensorDataset(x, y), loss, steps=4, progress=False, physical_batch_size=physical)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    x, y, none = features.clone(), labels.clone(), labels.clone()
+    (x if where == "features" else y)[7, 0] = bad
+    none[7] = 0.0  # a null record
+    torch.testing.assert_close(trained(x, y), trained(features, none), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("records_in_truth", [1, N, 4 * N])
 def test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records(
     monkeypatch: pytest.MonkeyPatch, few: int, records_in_truth: int
