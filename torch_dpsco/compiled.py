@@ -274,7 +274,8 @@ class CompiledRows:
         batch, found = tree_map(_made_up, (inputs, targets)), []
         for loss in (self._one, self._patched):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # of dropout, say
+                # dropout, say, the same twice; torch.manual_seed would also fix the generators of GPUs, for good
+                torch.default_generator.manual_seed(0)
                 rows = attempt("vectorizing made-up records", partial(self._call, _rows_of(loss), *batch))
             if isinstance(rows, Refused):
                 return False

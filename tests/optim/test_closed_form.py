@@ -339,6 +339,17 @@ def test_empty_draws_are_steps_of_noise() -> None:
     assert not torch.equal(model.weight, before)
 
 
+def test_no_oracle_is_shown_the_rows_of_an_empty_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    for name in ("observe", "observe_linear"):
+        monkeypatch.setattr(dp.oracles.Clipped, name, lambda self, rows, users=None: shown.append(rows.n_rows))
+    model = linear()
+    optimizer = optimizer_of(model, Poisson(1, 10**6), adjacency="add_remove")
+    dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)
+    assert optimizer.steps == 5
+    assert 0 not in shown
+
+
 def test_the_data_are_not_written_to_and_no_gradient_is_left() -> None:
     dataset = records(BCE)
     before = [t.clone() for t in dataset.tensors]

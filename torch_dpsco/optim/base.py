@@ -186,10 +186,11 @@ class PrivateOptimizer(Assembly):
         if not batch.opened:
             self.oracle.open(params, self._steps)
             batch.opened = True
-        if isinstance(rows, LinearRows):
-            self.oracle.observe_linear(rows)
-        elif rows is not None and n_rows:
-            self.oracle.observe(rows, users)
+        if rows is not None and n_rows:
+            if isinstance(rows, LinearRows):
+                self.oracle.observe_linear(rows)
+            else:
+                self.oracle.observe(rows, users)
         if scale != self._grad_scale:
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None

@@ -278,7 +278,11 @@ class ClippedMean(MeanOracle):
         return [i for i, large in enumerate(fits) if large]
 
     def _release_in_place(self, large: list[int], noise_std: float, generator: torch.Generator) -> list[Tensor]:
-        """Returns the release, of which large sums are the memory; their noise stays in cache."""
+        """Returns the release, of which large sums are the memory; their noise stays in cache.
+
+        Sum and noise are of one precision and rounded once, together, as in a flat release. The sums are fresh, so that
+        nobody else holds their memory.
+        """
         assert self._means is not None
         small = cuts([torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)])
         flat = self._draw(self._memory(small[1]), noise_std, generator)
