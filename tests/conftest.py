@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections import Counter
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import hypothesis
 import numpy as np
@@ -31,10 +31,10 @@ def pytest_addoption(parser):
     )
 
 
-def _entropy_of(words: str) -> SimpleNamespace:
-    """Returns what replaces `os` in `torch_dpsco.rng`: bytes that depend on the words alone, fresh ones in forks."""
+def _entropy_of(words: str) -> Callable[[int], bytes]:
+    """Returns what replaces the entropy of `torch_dpsco.rng`: bytes that depend on the words alone, fresh in forks."""
     process, stream = os.getpid(), np.random.default_rng(list(words.encode()))
-    return SimpleNamespace(urandom=lambda size: (stream.bytes if os.getpid() == process else os.urandom)(size))
+    return lambda size: (stream.bytes if os.getpid() == process else os.urandom)(size)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,7 +43,7 @@ def pytest_runtest_protocol(item):
     if "CI" not in os.environ or item.get_closest_marker("real_entropy"):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rng, "os", _entropy_of(item.nodeid))
+        patch.setattr(rng, "_random_bytes", _entropy_of(item.nodeid))
         return (yield)
 
 

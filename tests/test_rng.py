@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -40,7 +38,9 @@ def test_cpu_noise_generator_uses_every_state_word():
 
 def test_every_state_word_is_the_operating_systems(monkeypatch):
     drawn: list[bytes] = []
-    monkeypatch.setattr(os, "urandom", lambda size: drawn.append(np.random.default_rng(size).bytes(size)) or drawn[-1])
+    monkeypatch.setattr(
+        "torch_dpsco.rng._random_bytes", lambda size: drawn.append(np.random.default_rng(size).bytes(size)) or drawn[-1]
+    )
     generator = noise_generator()
     [words] = [block for block in drawn if len(block) == 4 * WORDS]
     assert words_of(generator).tolist() == np.frombuffer(words, dtype=np.uint32).tolist()
