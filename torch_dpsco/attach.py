@@ -26,7 +26,8 @@ from torch_dpsco.gradbatch.batch import clear_rows, has_rows
 from torch_dpsco.gradbatch.ghost import GhostHooks
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
 from torch_dpsco.gradbatch.layers import RECORDED, can_record, is_recorded, start_recording, stop_recording
-from torch_dpsco.gradbatch.passes import HALF, PassCounter, batch_sizes
+from torch_dpsco.gradbatch.passes import PassCounter, batch_sizes
+from torch_dpsco.gradbatch.precision import HALF, inexact_mean
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
@@ -101,6 +102,8 @@ class _Attachment:
 
     def require_fresh(self, number: int | None) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+        if self.mean and (problem := inexact_mean(self.layers, self.factored + self.dense)):
+            self.refuse(problem)
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
         if isinstance(self.hooks, GhostHooks) and self.hooks.require_pass():
@@ -297,7 +300,7 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
             "model must be detached with the whole"
         )
     require_supported(model, batch_first=batch_first)
-    if loss_reduction == "mean" and any(p.requires_grad and p.dtype in HALF for p in model.parameters()):
+    if loss_reduction == "mean" and any(p.dtype in HALF for p in model.parameters()):
         # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
         # (test_one_record_more_moves_the_mean_by_at_most_one_clip)
         raise ValueError(

@@ -89,6 +89,21 @@ def test_half_precision_rows_of_a_mean_are_found_under_the_callers_autocast(diag
     assert "not-probed" not in names(diagnosis)
 
 
+@pytest.mark.parametrize("diagnose", [ours, theirs])
+def test_a_mean_in_reduced_matmul_precision_is_found(diagnose):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        diagnosis, summed = diagnose(mlp()), ours(mlp(), nn.MSELoss(reduction="sum"), loss_reduction="sum")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    found = find(diagnosis, "half-precision-rows")
+    assert found.severity == "critical"
+    assert "set_float32_matmul_precision" in found.evidence
+    assert "not-probed" not in names(diagnosis)
+    assert summed.healthy, str(summed)
+
+
 def test_half_precision_rows_of_a_sum_are_fine():
     with torch.autocast("cpu", torch.bfloat16):
         diagnosis = ours(mlp(), lambda o, t: (o.float() - t).square().sum(), loss_reduction="sum")

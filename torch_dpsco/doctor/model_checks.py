@@ -15,7 +15,8 @@ from torch_dpsco.doctor.evidence import Evidence, NotScalarError, Pass
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.probe import in_place
 from torch_dpsco.doctor.script import Script
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.errors import PrivacyError
+from torch_dpsco.gradbatch.precision import coarse_setting
 from torch_dpsco.oracles import ClippedMean
 
 __all__ = [
@@ -290,18 +291,17 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """In half precision 1/B is rounded to 8 or 11 bits, in all rows alike."""
-    device = next(iter(script.trainable.values())).device.type if script.trainable else "cpu"
+    """Where products round to 8 or 11 bits, so does 1/B, in all rows alike."""
+    setting = coarse_setting(script.module.modules(), list(script.trainable.values()))
     rows = evidence.base.rows if evidence.base is not None else {}
     halves = [name for name, made in rows.items() if made.dtype in _HALF]
-    refused = [r for r in evidence.refused if isinstance(r.error, SequenceError) and torch.is_autocast_enabled(device)]
-    if "mean" in script.reductions.values() and (halves or refused):
-        seen = f"rows of {some(halves)} are in half precision" if halves else str(refused[0])
+    if "mean" in script.reductions.values() and (halves or setting):
+        seen = f"rows of {some(halves)} are in half precision" if halves else f"{setting} is in effect"
         yield Finding(
             "critical",
             "half-precision-rows",
             f"{seen} and the loss is a mean: the rounding of 1/B moves all rows when one record comes or goes",
-            "use a loss that sums and loss_reduction='sum', or leave autocast for the loss and the backward",
+            "use a loss that sums and loss_reduction='sum', or switch reduced precision off for loss and backward",
         )
 
 

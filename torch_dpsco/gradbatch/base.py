@@ -22,6 +22,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from torch_dpsco.gradbatch.precision import products_are_exact
+
 __all__ = [
     "CANCELLATION",
     "FLOAT64",
@@ -132,7 +134,7 @@ class Summation:
             mean_norm: upper bound of the mean of the weighted norms in this physical batch, in units of the clip; what
                 is above 1, or NaN, counts as 1.
         """
-        if n_rows > self.rows or not _float32_is_exact():
+        if n_rows > self.rows or not products_are_exact():
             return _with_tiles(self, 0, 0)
         # PRIVACY: any choice keeps each sum within the declared error, so that it may depend on private norms
         # (test_short_rows_are_summed_in_larger_tiles_within_the_claim)
@@ -203,14 +205,6 @@ def _largest_tile(chain_of: Callable[[int], int], longest: float) -> int:
 
 def _vector_chain(tile: int) -> int:
     return tile + 3 + _GROUP - 1
-
-
-def _float32_is_exact() -> bool:
-    """Whether float32 products run in float32: TensorFloat-32 and bfloat16 shortcuts are off."""
-    try:
-        return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set through torch's newer per-backend switches: unknown, so assume the worst
-        return False
 
 
 def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor:

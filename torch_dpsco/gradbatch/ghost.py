@@ -35,7 +35,7 @@ from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
-from torch_dpsco.gradbatch.passes import HALF
+from torch_dpsco.gradbatch.precision import HALF
 
 __all__ = ["MARK", "GhostBlock", "GhostHooks", "ghost_backward", "is_ghost", "waiting_block"]
 

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.gradbatch.passes import PassCounter, require_full_precision
+from torch_dpsco.gradbatch.passes import PassCounter
+from torch_dpsco.gradbatch.precision import require_full_precision
 
 __all__ = ["NO_FORWARD", "DenseHooks"]
 

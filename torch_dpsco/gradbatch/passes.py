@@ -9,18 +9,7 @@ from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["HALF", "PassCounter", "batch_sizes", "require_full_precision"]
-
-HALF = (torch.bfloat16, torch.float16)
-
-
-def require_full_precision(backprops: Tensor) -> None:
-    """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
-    if backprops.dtype in HALF:
-        raise SequenceError(
-            "a backward in half precision needs a loss that sums over the batch: dp.attach(model, "
-            "loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by the batch size"
-        )
+__all__ = ["PassCounter", "batch_sizes"]
 
 
 def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:

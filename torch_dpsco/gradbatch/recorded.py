@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.gradbatch.kept import Kept, added, joined
-from torch_dpsco.gradbatch.passes import require_full_precision
+from torch_dpsco.gradbatch.precision import require_full_precision
 
 __all__ = ["Kind", "Tape", "Use", "run"]
 

@@ -1,0 +1,122 @@
+"""A mean loss is refused wherever products round its 1/B to fewer bits than float32 has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_dpsco as dp
+from tests.problems import gradients
+from torch_dpsco.gradbatch import GradBatch, precision
+
+B = 3927  # between it and the next, 1/B crosses the middle of two bfloat16 numbers
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def _rounded(self: Tensor, other: Tensor) -> Tensor:
+    return torch.mm(self.bfloat16().float(), other.bfloat16().float()) if self.dim() == 2 else torch.matmul(self, other)
+
+
+def _two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 64, bias=False))
+
+
+def _rows(size: int, reduction: str, rows: str) -> Tensor:
+    """Returns the rows of equal records."""
+    model = dp.attach(_two_layers(), loss_reduction=reduction, rows=rows)
+    losses = (model(torch.ones(size, 8)) * torch.ones(64)).sum(1)
+    (losses.mean() if reduction == "mean" else losses.sum()).backward()
+    return GradBatch.consume(list(model.parameters())).dense()[0].double().flatten(1)
+
+
+@pytest.mark.parametrize(("rows", "emulated"), [("auto", True), ("auto", False), ("dense", False)])
+def test_one_record_more_moves_the_sum_by_one_clip_in_medium_precision(monkeypatch, rows, emulated):
+    """The counterexample: on a CPU with bfloat16 products the sum moved by 27 clips at B = 3927."""
+    torch.set_float32_matmul_precision("medium")
+    if emulated:
+        monkeypatch.setattr(Tensor, "__matmul__", _rounded)
+    for reduction in ("mean", "sum"):
+        try:
+            more, fewer = _rows(B + 1, reduction, rows), _rows(B, reduction, rows)
+        except dp.SequenceError:
+            assert reduction == "mean"
+            continue
+        clip = torch.linalg.vector_norm(torch.cat([more, fewer]), dim=1).max()  # so that none is shortened
+        assert torch.linalg.vector_norm(more.sum(0) - fewer.sum(0)) <= 1.01 * clip
+
+
+@pytest.mark.parametrize("rows", ["auto", "dense"])
+@pytest.mark.parametrize("setting", ["medium", "high"])
+def test_a_mean_loss_in_reduced_matmul_precision_is_refused(rows, setting):
+    model, x = dp.attach(_two_layers(), rows=rows), torch.ones(4, 8)
+    gradients(model, x, "mean")
+    torch.set_float32_matmul_precision(setting)
+    with pytest.raises(dp.SequenceError, match=r"full precision.*rounds its 1/B.*loss_reduction='sum'"):
+        model(x).mean().backward()
+    torch.set_float32_matmul_precision("highest")
+    gradients(model, x, "mean")
+
+
+def test_a_sum_loss_in_reduced_matmul_precision_trains():
+    torch.set_float32_matmul_precision("medium")
+    assert len(gradients(dp.attach(_two_layers(), loss_reduction="sum"), torch.ones(4, 8), "sum")) == 4
+
+
+def test_a_mean_loss_in_double_precision_has_no_shortcut():
+    torch.set_float32_matmul_precision("medium")
+    assert len(gradients(dp.attach(_two_layers().double()), torch.ones(4, 8).double(), "mean")) == 4
+
+
+def test_a_backward_of_a_mean_inside_of_autocast_is_refused():
+    model = dp.attach(_two_layers())
+    out = model(torch.ones(4, 8))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(dp.SequenceError, match="autocast"):
+        out.mean().backward()
+
+
+def test_rows_of_foreign_hooks_are_refused_in_reduced_precision():
+    """Opacus' own modules do not say how a loss was reduced: a mean is assumed."""
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad_sample = torch.ones(3, 2)
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(dp.SequenceError, match="full precision"):
+        GradBatch.consume([weight])
+
+
+def test_frozen_layers_in_half_precision_are_refused_under_a_mean():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16().requires_grad_(False))
+    with pytest.raises(ValueError, match="half-precision"):
+        dp.attach(model)
+
+
+class _Switch:
+    def __init__(self, fp32_precision: str) -> None:
+        self.fp32_precision = fp32_precision
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("kernels", "layer"), [("conv", nn.Conv1d(1, 1, 1)), ("rnn", nn.GRU(1, 1))])
+def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device, kernels, layer):
+    library = torch.backends.cudnn if device == "cuda" else torch.backends.mkldnn
+    on_device = SimpleNamespace(dtype=torch.float32, device=torch.device(device))
+    for value, coarse in (("tf32", True), ("bf16", True), ("ieee", False), ("none", False)):
+        monkeypatch.setattr(library, kernels, _Switch(value), raising=False)
+        assert (precision.coarse_setting([layer], [on_device]) is not None) == coarse
+        assert precision.coarse_setting([nn.Linear(1, 1)], [on_device]) is None
+
+
+def test_a_mean_loss_through_coarse_convolutions_is_refused(monkeypatch):
+    model = dp.attach(nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 1)))
+    monkeypatch.setattr(torch.backends.mkldnn, "conv", _Switch("bf16"), raising=False)
+    with pytest.raises(dp.SequenceError, match=r"mkldnn\.conv"):
+        model(torch.ones(2, 1, 3)).mean().backward()

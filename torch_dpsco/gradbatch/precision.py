@@ -1,0 +1,87 @@
+"""Whether products run in the precision of their numbers: what sums in float32, and the 1/B of a mean loss, rest on.
+
+A mean loss divides each record's gradient by the batch size before the backward, and rows are multiplied by it again.
+Where a product on the way rounds to fewer bits than float32 has, the rounding of 1/B is in ALL rows: one record more
+moves each of them by up to 2^-9 of its length, B of them by many clips. `inexact_mean` is the one check; a loss
+that sums has no 1/B, and is never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from torch_dpsco.errors import SequenceError
+
+__all__ = ["HALF", "coarse_setting", "inexact_mean", "products_are_exact", "require_full_precision"]
+
+HALF = (torch.bfloat16, torch.float16)
+_EXACT = ("none", "ieee")
+
+
+def require_full_precision(backprops: Tensor) -> None:
+    """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
+    if backprops.dtype in HALF:
+        raise SequenceError(
+            "a backward in half precision needs a loss that sums over the batch: dp.attach(model, "
+            "loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by the batch size"
+        )
+
+
+def products_are_exact() -> bool:
+    """Returns whether float32 products run in float32: TensorFloat-32 and bfloat16 shortcuts are off."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set through torch's newer per-backend switches: unknown, so assume the worst
+        return False
+
+
+def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
+    """Returns the setting by which a backward rounds to fewer bits than float32 has; None if there is none.
+
+    Args:
+        layers: of the model; convolutions and recurrent layers have switches of their own.
+        params: its trained parameters: products of float64 numbers have no shortcut.
+    """
+    if all(p.dtype == torch.float64 for p in params):
+        return None
+    device, layers = params[0].device.type, list(layers)
+    if torch.is_autocast_enabled(device):
+        return f"torch.autocast({device!r})"
+    if not products_are_exact():
+        return "torch.set_float32_matmul_precision, or another switch of products in reduced precision"
+    library = "cudnn" if device == "cuda" else "mkldnn"
+    kinds = [("conv", _ConvNd), ("rnn", nn.RNNBase)]
+    used = [name for name, kind in kinds if any(isinstance(layer, kind) for layer in layers)]
+    return next((text for name in used if (text := _coarse_kernels(library, name))), None)
+
+
+def _coarse_kernels(library: str, kernels: str) -> str | None:
+    """Returns the switch by which convolutions or recurrent layers are rounded; torch < 2.9 has one for CUDA only."""
+    backend = getattr(torch.backends, library)
+    switch = getattr(backend, kernels, None)
+    if switch is None:
+        return f"torch.backends.{library}.allow_tf32" if getattr(backend, "allow_tf32", False) else None
+    exact = switch.fp32_precision in _EXACT
+    return None if exact else f"torch.backends.{library}.{kernels}.fp32_precision={switch.fp32_precision!r}"
+
+
+def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
+    """Returns why a mean loss must be refused, None where it is divided by B in all the bits of its numbers.
+
+    Args:
+        layers: of the model, as far as they are known.
+        params: its trained parameters.
+    """
+    setting = coarse_setting(layers, params)
+    if setting is None:
+        return None
+    # PRIVACY: one record more moves all rows of a mean (test_a_mean_loss_in_reduced_matmul_precision_is_refused)
+    return (
+        f"a mean loss needs products in full precision, and {setting} rounds its 1/B to fewer bits, in the rows of all "
+        f"records: use a loss that sums, dp.attach(model, loss_reduction='sum') and criterion(..., reduction='sum') "
+        f"(the optimizer divides by the batch size), or switch it off for the backward"
+    )
