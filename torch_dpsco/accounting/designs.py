@@ -36,7 +36,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["BaseEvent", "Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared"]
+__all__ = ["BaseEvent", "Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared", "is_exact"]
 
 # of a query on one given batch; sampling amplifies `Gaussian` alone
 BaseEvent: TypeAlias = SimpleEvent | Sequential | Repeat
@@ -127,6 +127,11 @@ def noise_ratio(base: BaseEvent, adjacency: Adjacency) -> float:
     return base.sigma / base.sensitivity(adjacency)
 
 
+def is_exact(base: BaseEvent) -> bool:
+    """Returns whether the noise of a Gaussian query was drawn in integers."""
+    return isinstance(base, Gaussian) and base.exact
+
+
 @dataclass(frozen=True)
 class Poisson(Design):
     """Each record is in each batch independently with rate batch_size / n; all three adjacencies.
@@ -162,7 +167,7 @@ class Poisson(Design):
             return base
         # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
         # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
-        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate)
+        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate, exact=is_exact(base))
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ class Fixed(Design):
         if isinstance(base, NonPrivate):
             return base
         # WORGaussian takes the noise per clip norm; a replaced row moves the sum by twice that
-        return WORGaussian(2.0 * noise_ratio(base, REPLACE_ONE), self.batch_size, self.n)
+        return WORGaussian(2.0 * noise_ratio(base, REPLACE_ONE), self.batch_size, self.n, is_exact(base))
 
 
 def positional_event(base: BaseEvent) -> BaseEvent:

@@ -28,8 +28,8 @@ _SHAPES: dict[str, type[Any]] = {
     "values": list,
     "adjacencies": list,
 }
-_WORDS = ("partition", "partition_kind", "kind", "key_public")  # strings that are no numbers
-_OMITTED = ("k", "adjacencies", "partition_kind", "key_public")  # where they have their default
+_WORDS = ("partition", "partition_kind", "kind", "key_public", "exact")  # strings that are no numbers
+_OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact")  # where they have their default
 
 
 def event_to_json(event: Event, *, exact: bool = True) -> dict[str, Any]:

@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Gaussian:
     """One release of a query plus N(0, sigma^2 I), without sampling.
 
@@ -73,15 +73,22 @@ class Gaussian:
         sigma: absolute noise standard deviation, >= 0, in the units of `sens`; 0 means no privacy.
         sens: L2 sensitivity of the query per adjacency, each >= 0; an adjacency that is missing is refused.
         failure: probability (coupling kind) with which the sensitivity may be exceeded, in [0, 1).
+        exact: whether the noise was drawn in integers on a public grid (`theory.exact_noise`); the cost is the same.
     """
 
     sigma: float
     sens: Sens
     failure: float = 0.0
+    exact: bool = False
 
     def __post_init__(self) -> None:
         failure = below_one(failure=self.failure)
         assign(self, sens=sorted_sens(self.sens), sigma=check.nonnegative(sigma=self.sigma), failure=failure)
+        _require_flag(self)
+
+    def __repr__(self) -> str:
+        mark = ", exact=True" if self.exact else ""
+        return f"Gaussian(sigma={self.sigma!r}, sens={self.sens!r}, failure={self.failure!r}{mark})"
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity; raises AdjacencyError if it is not defined for that adjacency."""
@@ -89,7 +96,7 @@ class Gaussian:
 
     def only(self, *adjacencies: Adjacency) -> Gaussian:
         """Returns the event restricted to some adjacencies (a sampling design may support fewer than the query)."""
-        return Gaussian(self.sigma, {a: self.sensitivity(a) for a in adjacencies}, self.failure)
+        return Gaussian(self.sigma, {a: self.sensitivity(a) for a in adjacencies}, self.failure, self.exact)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -100,22 +107,25 @@ class PoissonGaussian:
         noise_multiplier: noise std on the sum over the clip norm, >= 0; 0 means no privacy.
         q: sampling rate in [0, 1].
         k: records of one unit, each sampled by itself, or Poisson batches added up before the noise; >= 1.
+        exact: as in `Gaussian`.
     """
 
     noise_multiplier: float
     q: float
     k: int = 1
+    exact: bool = False
 
     def __post_init__(self) -> None:
         noise = check.nonnegative(noise_multiplier=self.noise_multiplier)
         assign(self, noise_multiplier=noise, q=check.between(0.0, 1.0, q=self.q), k=check.positive_count(k=self.k))
+        _require_flag(self)
 
     def __repr__(self) -> str:
-        group = f", k={self.k}" if self.k > 1 else ""
+        group = (f", k={self.k}" if self.k > 1 else "") + (", exact=True" if self.exact else "")
         return f"PoissonGaussian(noise_multiplier={self.noise_multiplier!r}, q={self.q!r}{group})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class WORGaussian:
     """Noisy sum of clipped rows over a uniformly random subset of fixed size (without replacement).
 
@@ -126,11 +136,13 @@ class WORGaussian:
         noise_multiplier: noise std on the sum over the clip norm, >= 0; 0 means no privacy.
         batch_size: rows in each batch, 1 <= batch_size <= dataset_size.
         dataset_size: public number of records.
+        exact: as in `Gaussian`.
     """
 
     noise_multiplier: float
     batch_size: int
     dataset_size: int
+    exact: bool = False
 
     def __post_init__(self) -> None:
         noise = check.nonnegative(noise_multiplier=self.noise_multiplier)
@@ -140,6 +152,12 @@ class WORGaussian:
         )
         if self.batch_size > self.dataset_size:
             raise ValueError(f"batch_size must be <= dataset_size={self.dataset_size} (got {self.batch_size})")
+        _require_flag(self)
+
+    def __repr__(self) -> str:
+        fields = f"batch_size={self.batch_size!r}, dataset_size={self.dataset_size!r}"
+        mark = ", exact=True" if self.exact else ""
+        return f"WORGaussian(noise_multiplier={self.noise_multiplier!r}, {fields}{mark})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,15 +303,21 @@ SimpleEvent: TypeAlias = (
 Event: TypeAlias = SimpleEvent | Repeat | Sequential | Parallel
 
 
+def _require_flag(event: Gaussian | PoissonGaussian | WORGaussian) -> None:
+    if not isinstance(event.exact, bool):
+        # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
+        raise ValueError(f"exact must be True or False (got {event.exact!r})")
+
+
 def _members(field: str, events: object) -> tuple[Event, ...]:
     if isinstance(events, str) or not isinstance(events, Iterable):
         raise ValueError(f"{field} must hold lists of events (got {events!r})")
     return tuple(events)  # each is checked where it is charged
 
 
-def clipped_gaussian(noise_multiplier: float) -> Gaussian:
+def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
     """Returns the event, in clip units, of a sum of clipped rows with noise std noise_multiplier * clip.
 
     In clip units an adaptive clip does not split ledger keys: the guarantee depends on the ratio alone.
     """
-    return Gaussian(noise_multiplier, CLIP_UNITS)
+    return Gaussian(noise_multiplier, CLIP_UNITS, exact=exact)

@@ -20,7 +20,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, noise_ratio
+from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, is_exact, noise_ratio
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, NonPrivate, PoissonGaussian, Repeat
 from torch_dpsco.errors import UnknownSamplerError
 
@@ -69,7 +69,7 @@ class RatePoisson(Design):
         """Returns the event of one draw."""
         if isinstance(base, NonPrivate):
             return base
-        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate)
+        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate, exact=is_exact(base))
 
 
 def identify(loader: Any) -> Design:

@@ -262,6 +262,8 @@ class PrivacyReport:
 
 def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     events = {type(event) for _, _, event, _ in ledger.entries()}
+    gaussians = (Gaussian, PoissonGaussian, WORGaussian)
+    exact = {event.exact for _, _, event, _ in ledger.entries() if isinstance(event, gaussians)}
     whose = "one record per example" if unit == "example" else f"all rows of a {unit} carry its id, and no other does"
     lines = [whose, "noise, rates and number of steps fixed before the run"]
     if PoissonGaussian in events:
@@ -275,7 +277,10 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
         )
     if any(not partition.startswith("assigned/") for partition in partitions):
         lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
-    if events & {Gaussian, PoissonGaussian, WORGaussian}:
+    if True in exact:
+        lines.append("exact discrete Gaussian noise on a public grid, from uniform random bytes")
+    # PRIVACY: one release of floating-point noise is enough (test_mixed_ledgers_keep_the_sentence)
+    if False in exact:
         lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
     if events & {Laplace, KNorm, AboveThreshold}:
         lines.append("ideal Laplace or K-norm noise (floating-point attacks on the noise are out of scope)")

@@ -1,0 +1,210 @@
+"""Discrete Gaussian noise without floating point: exact draws, many at a time.
+
+A draw is an integer x with P(x) proportional to exp(-x^2 / (2 m^2)), m = 2^p. All that decides are integers.
+
+The magnitude is |x| = k 2^b + j in one of 192 cells of width 2^b = m/16, or beyond them. A table of 2^16 equally likely
+entries holds cell k c_k times, c_k >= N e^(-k^2/512), the tail once, and "again" for the rest; j has b uniform bits.
+What was proposed is kept with probability
+
+    a = N e^(-x^2 / (2 m^2)) / c_k <= 1,
+
+decided by a number U, uniform in [0, 1), whose first 32 bits are drawn with the proposal: a has certified bounds, from
+a table at the ends of 64 parts of each cell and the chord between them. Where U is too near to a for these (once in
+about 10^7 draws), more bits of U are drawn and a is computed in long integers until it is decided. In the tail (12 m
+and beyond) the cell is 192 + i with probability 2^-(i+1), and a = N 2^(i+1) e^(-x^2 / (2 m^2)).
+
+Proof that the law is exact, if bytes are uniform and independent: x is proposed with probability c_k 2^-(16+b) (half of
+it for each sign; 2^-(17+i+b) in the tail) and kept with probability a, hence drawn with one proportional to
+e^(-x^2/(2 m^2)), x = 0 by one sign only. Proposals are independent, so that those that are left over may be thrown away.
+
+Errors of the chord, in units of 2^-32 of a: e^(-s^2/2), s = (k + y)/16, has second derivative at most max(1, s^2)/256
+of its value at y = 0, hence 2^-23 max(1, s^2) of error in 1/64 of a cell: 2 max(256, (k+1)^2) units. That y is cut to
+24 bits moves a by (k + 1) units at most. Entries of the table are below a by less than 2, a shift is off by 1.
+
+Time depends on what is drawn: a side channel that is not closed. Draws end with probability 1.
+
+Source: Canonne, Kamath and Steinke 2020 (the law); Karney 2016 (sampling by cells). docs/proofs/exact_gaussian.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpsco import _validate as check
+from torch_dpsco.rng import random_bytes
+
+__all__ = ["MOST_BITS", "discrete_gaussian", "exp_bounds"]
+
+IntArray = NDArray[np.int64]
+Source = Callable[[int], bytes]
+
+LEAST_BITS, MOST_BITS = 4, 40
+_CELLS, _N = 192, 3180  # cells of the table; N of the proof, the largest with sum c_k < 2^16
+_TAIL, _AGAIN = _CELLS, _CELLS + 1
+_FIXED = 160  # bits after the point of the table's exponentials
+_BLOCK = 2**15  # proposals at a time, which stay in cache
+
+
+def discrete_gaussian(size: int, bits: int, source: Source = random_bytes) -> IntArray:
+    """Returns (size,) independent integers of law proportional to exp(-x^2 / (2 m^2)), m = 2^bits, exactly.
+
+    Args:
+        size: >= 0.
+        bits: log2 of m, 4 to 40.
+        source: gives that many uniform independent bytes.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: added to an integer vector of L2 sensitivity D: (D^2 / (2 m^2))-zCDP; see `theory.exact_noise` for more.
+
+    Example:
+        >>> x = discrete_gaussian(1000, 10)
+        >>> x.dtype, bool(800 < np.sqrt(np.mean(x**2.0)) < 1250)
+        (dtype('int64'), True)
+    """
+    size = check.count(size=size)
+    if not LEAST_BITS <= check.count(bits=bits) <= MOST_BITS:
+        raise ValueError(f"bits must be in {LEAST_BITS}..{MOST_BITS} (got {bits})")
+    out = np.empty(size, dtype=np.int64)
+    filled = 0
+    while filled < size:
+        proposals = min(_BLOCK, (size - filled) * 33 // 32 + 16)
+        found = _accepted(proposals, bits, source)[: size - filled]
+        out[filled : filled + len(found)] = found
+        filled += len(found)
+    return out
+
+
+def _accepted(count: int, bits: int, source: Source) -> IntArray:
+    """Returns the numbers that are left of so many proposals, in their order."""
+    tables, b = _tables(), bits - 4
+    words = np.frombuffer(source(8 * count), dtype=np.uint64)
+    uniform = np.frombuffer(source(4 * count), dtype=np.uint32)
+    cell = tables.cell[(words & np.uint64(0xFFFF)).view(np.int64)]
+    inside = (words >> np.uint64(64 - b)).view(np.int64) if b else np.zeros(count, dtype=np.int64)
+    x = (cell.astype(np.int64) << b) | inside
+    kept = uniform < tables.surely[cell]
+    unsure = np.flatnonzero(~kept & (cell != _AGAIN))
+    _decide(unsure, cell[unsure], inside[unsure], uniform[unsure], x, kept, bits, source)
+    sign = (words & np.uint64(1 << 16)) != 0
+    # PRIVACY: 0 must not be drawn by both signs (test_small_draws_have_exactly_the_law)
+    kept &= ~sign | (x != 0)
+    np.negative(x, out=x, where=sign)
+    return x[kept]
+
+
+def _decide(
+    places: NDArray[np.intp],
+    cell: NDArray[np.uint8],
+    inside: IntArray,
+    uniform: NDArray[np.uint32],
+    x: IntArray,
+    kept: NDArray[np.bool_],
+    bits: int,
+    source: Source,
+) -> None:
+    """Decides the proposals at some places that are not surely kept: writes `kept`, and `x` of the tail."""
+    tables, b = _tables(), bits - 4
+    y = inside << (24 - b) if b <= 24 else inside >> (b - 24)
+    part, rest = y >> 18, y & (2**18 - 1)
+    low, next_ = tables.lower[cell, part], tables.lower[cell, part + 1]
+    chord, margin, u = low - ((low - next_) * rest >> 18), tables.margin[cell], uniform.astype(np.int64)
+    kept[places[u < chord - margin]] = True
+    for i in np.flatnonzero((u >= chord - margin) & (u < chord + margin)).tolist():
+        number, place = int(cell[i]), int(places[i])
+        if number == _TAIL:
+            number, extra = _tail(source)
+            x[place] = number << b | int(inside[i])
+            kept[place] = _coin(int(u[i]), _N << extra, 1, int(x[place]), bits, source)
+        else:
+            kept[place] = _coin(int(u[i]), _N, int(tables.count[number]), int(x[place]), bits, source)
+
+
+def _tail(source: Source) -> tuple[int, int]:
+    """Returns a cell 192 + i and i + 1, with probability 2^-(i+1)."""
+    extra = 1
+    while source(1)[0] & 1:
+        extra += 1
+    return _CELLS + extra - 1, extra
+
+
+def _coin(u: int, numerator: int, denominator: int, x: int, bits: int, source: Source) -> bool:
+    """Returns whether U < (numerator / denominator) exp(-x^2 / 2^(2 bits + 1)); U begins with the 32 bits of u."""
+    width = 32
+    while True:
+        precision = width + 32
+        low, high = exp_bounds(x * x, 2 * bits + 1, precision)
+        # U is in [u, u + 1) / 2^width
+        if (u + 1) * denominator << precision <= numerator * low << width:
+            return True
+        if u * denominator << precision >= numerator * high << width:
+            return False
+        u, width = u << 32 | int.from_bytes(source(4), "little"), width + 32
+
+
+def exp_bounds(numerator: int, shift: int, bits: int) -> tuple[int, int]:
+    """Returns integers low <= 2^bits exp(-numerator / 2^shift) <= high, which are near to each other.
+
+    Args:
+        numerator: >= 0.
+        shift: >= 0.
+        bits: >= 0.
+
+    Example:
+        >>> exp_bounds(1, 0, 20)
+        (385749, 385750)
+    """
+    halvings = max(0, numerator.bit_length() - shift + 1)  # of the exponent, which is below 1/2 then
+    point = bits + halvings + 32
+    t = (numerator << point) >> (shift + halvings)
+    term = total = 1 << point
+    k = 0
+    while term:
+        k += 1
+        term = term * t // (k << point)
+        total += -term if k % 2 else term
+    # t and each of the k terms are cut by at most two units, and the rest of the alternating series is below one
+    low, high = total - 2 * k - 4, total + 2 * k + 4
+    for _ in range(halvings):
+        low, high = low * low >> point, -(-high * high >> point)
+    return max(0, low >> (point - bits)), -(-high >> (point - bits))
+
+
+class _Tables(NamedTuple):
+    cell: NDArray[np.uint8]  # of each of 2^16 entries
+    count: IntArray  # c_k of each cell
+    lower: IntArray  # of 2^32 a at 65 points of each cell, and 0 for the tail
+    surely: NDArray[np.uint32]  # those at the far end of each cell; 0 for the tail and for "again"
+    margin: IntArray  # on both sides of the chord
+
+
+@cache
+def _tables() -> _Tables:
+    parts = 64
+    shift = 2 * (4 + 6) + 1  # point X of the grid is X/1024 standard deviations out: exp(-X^2 / 2^21)
+    value, ratio, change = 1 << _FIXED, exp_bounds(1, shift, _FIXED)[0], exp_bounds(2, shift, _FIXED)[0]
+    grid = []  # below exp(-X^2 / 2^21) 2^160 by less than 2^32: X^2 < 2^28 roundings
+    for _ in range(_CELLS * parts + 1):
+        grid.append(value)
+        value, ratio = value * ratio >> _FIXED, ratio * change >> _FIXED
+    counts = [(_N * (grid[parts * k] + 2**60) >> _FIXED) + 1 for k in range(_CELLS)]  # at least N e^(-k^2/512)
+    lower = [
+        [(_N * grid[parts * k + i] << 32) // (counts[k] << _FIXED) for i in range(parts + 1)] for k in range(_CELLS)
+    ]
+    entries = [*np.repeat(np.arange(_CELLS), counts).tolist(), _TAIL]
+    entries += [_AGAIN] * (2**16 - len(entries))
+    ends = np.arange(1, _CELLS + 1)
+    margin = 2 * np.maximum(256, ends**2) + ends + 4
+    return _Tables(
+        np.array(entries, dtype=np.uint8),
+        np.array(counts),
+        np.array([*lower, [0] * (parts + 1)]),
+        np.array([row[-1] for row in lower] + [0, 0], dtype=np.uint32),
+        np.append(margin, 1),  # a < 2^-32 in the tail
+    )
