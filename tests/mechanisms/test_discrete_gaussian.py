@@ -102,12 +102,12 @@ def test_every_table_entry_is_a_lower_bound_within_two_units():
     tables = module._tables()
     with mpmath.workdps(50):
         for cell in (0, 1, 15, 16, 17, 40, 64, 100, 191):
-            assert tables.count[cell] >= 3180 * mpmath.exp(-mpmath.mpf(cell**2) / 512)
+            assert tables.counts[cell] >= 3180 * mpmath.exp(-mpmath.mpf(cell**2) / 512)
             for part in (0, 1, 31, 63, 64):
-                a = 3180 * mpmath.exp(-((cell + mpmath.mpf(part) / 64) ** 2) / 512) / int(tables.count[cell])
+                a = 3180 * mpmath.exp(-((cell + mpmath.mpf(part) / 64) ** 2) / 512) / int(tables.counts[cell])
                 assert 0 <= a * 2**32 - int(tables.lower[cell, part]) < 2
-    assert 2**16 - 64 < tables.count.sum() + 1 <= 2**16
-    assert (np.bincount(tables.cell, minlength=194)[:192] == tables.count).all()
+    assert 2**16 - 64 < tables.counts.sum() + 1 <= 2**16
+    assert (np.bincount(tables.cell, minlength=194)[:192] == tables.counts).all()
 
 
 @pytest.mark.parametrize("bits", [4, 12, 28, 30, MOST_BITS])
@@ -122,7 +122,7 @@ def test_the_chord_is_within_its_margin_of_the_probability(bits):
         for i, (cell, j) in enumerate(zip(cells.tolist(), inside.tolist(), strict=True)):
             with mpmath.workdps(40):
                 x = (cell << b) | j
-                a = 3180 * mpmath.exp(-mpmath.mpf(x * x) / 2 ** (2 * bits + 1)) / int(tables.count[cell])
+                a = 3180 * mpmath.exp(-mpmath.mpf(x * x) / 2 ** (2 * bits + 1)) / int(tables.counts[cell])
                 # U surely below a, or surely above it
                 uniform[i] = max(0, min(2**32 - 1, int(mpmath.floor(a * 2**32)) + unit))
         kept = np.zeros(len(cells), dtype=bool)

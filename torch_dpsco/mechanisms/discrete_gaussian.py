@@ -15,7 +15,7 @@ and beyond) the cell is 192 + i with probability 2^-(i+1), and a = N 2^(i+1) e^(
 
 Proof that the law is exact, if bytes are uniform and independent: x is proposed with probability c_k 2^-(16+b) (half of
 it for each sign; 2^-(17+i+b) in the tail) and kept with probability a, hence drawn with one proportional to
-e^(-x^2/(2 m^2)), x = 0 by one sign only. Proposals are independent, so that those that are left over may be thrown away.
+e^(-x^2/(2 m^2)), x = 0 by one sign only. Proposals are independent, so that those left over may be thrown away.
 
 Errors of the chord, in units of 2^-32 of a: e^(-s^2/2), s = (k + y)/16, has second derivative at most max(1, s^2)/256
 of its value at y = 0, hence 2^-23 max(1, s^2) of error in 1/64 of a cell: 2 max(256, (k+1)^2) units. That y is cut to
@@ -123,7 +123,7 @@ def _decide(
             x[place] = number << b | int(inside[i])
             kept[place] = _coin(int(u[i]), _N << extra, 1, int(x[place]), bits, source)
         else:
-            kept[place] = _coin(int(u[i]), _N, int(tables.count[number]), int(x[place]), bits, source)
+            kept[place] = _coin(int(u[i]), _N, int(tables.counts[number]), int(x[place]), bits, source)
 
 
 def _tail(source: Source) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def exp_bounds(numerator: int, shift: int, bits: int) -> tuple[int, int]:
 
 class _Tables(NamedTuple):
     cell: NDArray[np.uint8]  # of each of 2^16 entries
-    count: IntArray  # c_k of each cell
+    counts: IntArray  # c_k of each cell
     lower: IntArray  # of 2^32 a at 65 points of each cell, and 0 for the tail
     surely: NDArray[np.uint32]  # those at the far end of each cell; 0 for the tail and for "again"
     margin: IntArray  # on both sides of the chord
