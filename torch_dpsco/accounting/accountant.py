@@ -18,6 +18,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.grouped import replace_one_epsilon
 from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger_file import LedgerFile
+from torch_dpsco.accounting.lock import locked
 from torch_dpsco.accounting.opacus_face import epsilon_at_orders, register
 from torch_dpsco.accounting.report import PrivacyReport, attack_advantage, make_report
 from torch_dpsco.accounting.spending import Spending
@@ -32,9 +33,10 @@ class Accountant(Spending):
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
-    Copies share the ledger: `copy.deepcopy` returns the accountant itself, because two fits on copies of a model spend
-    twice. Pickling raises, since a copy in another process would spend unseen. With a ledger file every charge is on
-    the disk before `authorize` returns; a new accountant on the same file knows what was spent.
+    Threads may share it (see `lock`). Copies share the ledger: `copy.deepcopy` returns the accountant itself, because
+    two fits on copies of a model spend twice. Pickling raises, since a copy in another process would spend unseen. With
+    a ledger file every charge is on the disk before `authorize` returns; a new accountant on the same file knows what
+    was spent.
 
     Args:
         budget: refuse what would pass it; None records without limit.
@@ -91,6 +93,7 @@ class Accountant(Spending):
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
+    @locked
     def get_epsilon(
         self,
         delta: float,
@@ -155,6 +158,7 @@ class Accountant(Spending):
         epsilon = self.ledger.epsilon(delta, adjacency, method)
         return epsilon if self._budget is None else self._budget.quoted(epsilon, delta)
 
+    @locked
     def get_delta(self, epsilon: float, *, adjacency: Adjacency | None = None) -> float:
         """Returns the delta spent at epsilon, for parameters fixed in advance.
 
@@ -170,6 +174,7 @@ class Accountant(Spending):
             # (test_an_adaptive_run_has_no_delta_mu_or_rho)
             raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
 
+    @locked
     def get_mu(self, *, adjacency: Adjacency | None = None, delta_min: float | None = None) -> float:
         """Returns mu of Gaussian differential privacy, exact for unsampled Gaussian noise.
 
@@ -198,6 +203,7 @@ class Accountant(Spending):
             raise ValueError("mu must come from loss distributions, and some event has none: ask get_epsilon instead")
         return found
 
+    @locked
     def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
         """Returns rho of zero-concentrated differential privacy.
 
@@ -210,6 +216,7 @@ class Accountant(Spending):
             raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
         return cost.zcdp[1]
 
+    @locked
     def report(self, delta: float | None = None, *, ahead: Event | None = None) -> PrivacyReport:
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
 
@@ -251,6 +258,7 @@ class Accountant(Spending):
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
+    @locked
     def history(self) -> History:
         """The Poisson steps as Opacus keeps them: (noise multiplier, sampling rate, steps); other events are left out.
 
@@ -260,6 +268,7 @@ class Accountant(Spending):
         return history_of(self.ledger)
 
     @history.setter
+    @locked
     def history(self, history: Iterable[Sequence[float]]) -> None:
         self._journal.require_own_process()
         if len(self) > self._config.get("stepped", 0) or self._journal.file is not None:
@@ -274,6 +283,7 @@ class Accountant(Spending):
         self._allowance = None
         self._answers.clear()
 
+    @locked
     def state_dict(self, destination: Any = None) -> Any:
         """Returns primitives only: ledger (bit exact), settings and a digest.
 
@@ -285,6 +295,7 @@ class Accountant(Spending):
         destination.update(write_state(self._journal.book))
         return destination
 
+    @locked
     def load_state_dict(self, state_dict: Mapping[str, Any], *, import_foreign: bool = False) -> None:
         """Restores a ledger; of two states of one history the later one wins, so that nothing charged is forgotten.
 
@@ -313,6 +324,7 @@ class Accountant(Spending):
         self._journal.load(book)
         self._forget_answers()
 
+    @locked
     def close(self) -> None:
         """Closes the ledger file, so that another accountant may open it; nothing can be charged here any more."""
         if self._journal.file is not None:

@@ -27,6 +27,7 @@ from torch_dpsco.accounting.events import (
     SimpleEvent,
 )
 from torch_dpsco.accounting.laws import ComposedLaws
+from torch_dpsco.accounting.lock import LOCK, locked
 from torch_dpsco.accounting.pure_sums import find_impure, impurity, pure_sum
 from torch_dpsco.accounting.totals import Totals, total_of
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
@@ -109,10 +110,13 @@ class Ledger:
 
     def entries(self) -> Iterator[tuple[str, str, SimpleEvent, int]]:
         """Yields (partition, part, event, count); both names are empty for events that touch all records."""
-        for (partition, part), counts in self._counts.items():
-            for event, times in counts.items():
-                yield partition, part, event, times
+        with LOCK:  # a list: others may charge while the caller reads on
+            found = [
+                (*place, event, times) for place, counts in self._counts.items() for event, times in counts.items()
+            ]
+        yield from found
 
+    @locked
     def includes(self, other: Ledger) -> bool:
         """Returns whether every event of another ledger is here, at least as often."""
         mine = {(partition, part, event): times for partition, part, event, times in self.entries()}
@@ -120,10 +124,14 @@ class Ledger:
 
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
-        known = isinstance(event, SimpleEvent) and (event is self._latest or event in self._counts.get(_BASE, {}))
-        if known and type(count) is int and count > 0:  # what most steps are
-            self._add_again(event, count)
-            return
+        with LOCK:
+            known = isinstance(event, SimpleEvent) and (event is self._latest or event in self._counts.get(_BASE, {}))
+            if known and type(count) is int and count > 0:  # what most steps are
+                self._add_again(event, count)
+            else:
+                self._add(event, count)
+
+    def _add(self, event: Event, count: int) -> None:
         entries, kinds = list(_flatten(event, check.count(count=count))), self._kinds_with(event)
         if not entries:
             return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
@@ -192,6 +200,7 @@ class Ledger:
             counts[simple] = counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
         return changed
 
+    @locked
     def adds_nothing(self, event: Event, count: int = 1) -> bool:
         """Returns whether no cost grows by the event: each part that it touches stays within another one.
 
@@ -206,6 +215,7 @@ class Ledger:
                 return False
         return bool(changed)
 
+    @locked
     def cost(self, adjacency: Adjacency, level: int = 0, extra: Event | None = None, count: int = 1) -> Cost:
         """Returns the composed cost, with `extra` as if it had been recorded `count` more times.
 
@@ -219,6 +229,7 @@ class Ledger:
             parts.grow(place[0], total_of(self._counts.get(place, {}) | counts, adjacency, level))
         return totals.cost(base, parts)
 
+    @locked
     def evaluate(
         self,
         delta: float,
@@ -255,12 +266,14 @@ class Ledger:
             raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
         return Evaluation(epsilon, "pure")
 
+    @locked
     def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
         """Returns the sum of pure epsilons (see `pure_sums`), inf if some event has none; raises as `cost` does."""
         # PRIVACY: parts without a guarantee have no maximum either (test_at_delta_0_the_largest_part_counts)
         _require_defined(self._kinds_with(extra), adjacency)
         return pure_sum(self.counts(extra, count), adjacency)
 
+    @locked
     def find_impure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> SimpleEvent | None:
         """Returns the first event that has no finite pure epsilon; None if there is none."""
         return find_impure(self.counts(extra, count), adjacency)
@@ -269,10 +282,12 @@ class Ledger:
         """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""
         return self.evaluate(delta, adjacency, method).epsilon
 
+    @locked
     def delta(self, epsilon: float, adjacency: Adjacency) -> float:
         """Returns delta at epsilon under an adjacency."""
         return delta_of(lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency))
 
+    @locked
     def mu(self, adjacency: Adjacency, delta_min: float) -> float | None:
         """Returns a mu whose Gaussian curve covers that of the ledger where delta >= delta_min; None without a figure.
 
@@ -280,12 +295,14 @@ class Ledger:
         """
         return ComposedLaws(self.counts, adjacency).mu(delta_min)
 
+    @locked
     def counts(self, extra: Event | None = None, count: int = 1) -> dict[tuple[str, str], dict[SimpleEvent, int]]:
         """Returns the counts per (partition, part), with `extra` as if it had been recorded `count` more times."""
         changed = self._changed(extra, count)
         places = dict.fromkeys((*self._counts, *changed))
         return {place: self._counts.get(place, {}) | changed.get(place, {}) for place in places}
 
+    @locked
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the entries as JSON objects with bit-exact floats."""
         rows = []
@@ -304,6 +321,7 @@ class Ledger:
         """Builds a ledger from JSON objects (see `events.event_from_json`; "count" repeats an event)."""
         return cls(event_from_json(row) for row in rows)
 
+    @locked
     def digest(self) -> str:
         """Returns the SHA-256 of the entries in a canonical order."""
         rows = sorted(json.dumps(row, sort_keys=True) for row in self.to_json())

@@ -5,6 +5,7 @@ Source: spec accounting.md sections 3, 5, 7.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,14 +18,24 @@ from torch_dpsco.accounting.filter_modes import make_filter
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.lock import LOCK, locked
 from torch_dpsco.accounting.opacus_face import OpacusFace
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
 __all__ = ["Spending"]
 
 
+class _Phase(threading.local):
+    """What a thread charges to: part, partition, kind, key_public; None is all records."""
+
+    # PRIVACY: the phase of a thread is not that of the others (test_a_phase_is_that_of_its_own_thread)
+    place: tuple[str, str, str, bool] | None = None
+
+
 class Spending(OpacusFace):
     """Charges events before their noise is drawn, and refuses those that would pass the budget.
+
+    Threads may share it: each decision is one operation with its charge.
 
     Args:
         journal: what is charged so far.
@@ -35,7 +46,7 @@ class Spending(OpacusFace):
     def __init__(self, journal: Journal, budget: Budget | None, chosen: Filter | None) -> None:
         super().__init__()
         self._journal = journal
-        self._place: tuple[str, str, str, bool] | None = None  # phase: part, partition, kind, key_public
+        self._phase = _Phase()
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
         self._budget, self._filter = budget, chosen
@@ -81,6 +92,7 @@ class Spending(OpacusFace):
         return self._budget
 
     @budget.setter
+    @locked
     def budget(self, budget: Budget | None) -> None:
         for known in (self._budget, budget):
             if len(self) and budget != self._budget and known is not None and (known.adaptive or known.schedule):
@@ -94,6 +106,7 @@ class Spending(OpacusFace):
             self._config["adjacency"] = budget.adjacency
         self._budget = budget
 
+    @locked
     def require_unit(self, unit: str) -> None:
         """Signs an optimizer up: raises UnitError for another privacy unit, and fixes the default adjacency."""
         if unit != self.unit:
@@ -101,6 +114,7 @@ class Spending(OpacusFace):
         # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
         self._config["adjacency"] = self.adjacency
 
+    @locked
     def require_adaptive(self) -> None:
         """Signs an optimizer up whose events depend on what was released; raises PrivacyError for a planned budget."""
         if self._budget is not None and not self._budget.adaptive:
@@ -111,6 +125,7 @@ class Spending(OpacusFace):
                 f"{self._budget.mode!r}): Budget(..., mode={modes}), or no budget, where get_epsilon is an odometer"
             )
 
+    @locked
     def declare(self, event: Event, steps: int) -> None:
         """Adds steps to the schedule of a budget that has one; without a schedule parameters are trusted to be fixed.
 
@@ -128,7 +143,7 @@ class Spending(OpacusFace):
     def phase(
         self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
     ) -> Iterator[None]:
-        """Charges the events inside to one part of a partition of the records.
+        """Charges the events inside, in this thread, to one part of a partition of the records.
 
         Args:
             part: name of the part.
@@ -139,23 +154,25 @@ class Spending(OpacusFace):
         Raises:
             SequenceError: a phase is open already.
         """
-        if self._place is not None:
-            raise SequenceError(f"a phase on part {self._place[0]!r} is open: phases must not be nested")
+        if self._phase.place is not None:
+            raise SequenceError(f"a phase on part {self._phase.place[0]!r} is open: phases must not be nested")
         Parallel({str(part): ()}, partition, kind, key_public)  # its checks, before anything runs
-        self._place = str(part), partition, kind, key_public
+        self._phase.place = str(part), partition, kind, key_public
         try:
             yield
         finally:
-            self._place = None
+            self._phase.place = None
 
     def _placed(self, event: Event) -> Event:
-        if self._place is None:
+        place = self._phase.place
+        if place is None:
             return event
-        part, partition, kind, key_public = self._place
+        part, partition, kind, key_public = place
         return Parallel({part: (event,)}, partition, kind, key_public)
 
     # -- charging -----------------------------------------------------------------------------------------------------
 
+    @locked
     def record(self, event: Event, count: int = 1, *, adaptive: bool = False) -> None:
         """Charges an event that has happened already, even past the budget (truth wins over wishes).
 
@@ -181,17 +198,21 @@ class Spending(OpacusFace):
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
             PrivacyError: the ledger file could not be written; nothing may be released.
         """
-        if adaptive:
-            self.require_adaptive()
-        event = event if self._place is None else self._placed(event)
-        self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned)
+        # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
+        with LOCK:
+            if adaptive:
+                self.require_adaptive()
+            event = event if self._phase.place is None else self._placed(event)
+            self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned)
 
+    @locked
     def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
         """Charges a step of an Opacus optimizer (see `OpacusFace`)."""
         marks = ("stepped", "asserted") if asserted else ("stepped",)
         charge = self._charge if happened else self._authorize
         charge(self._placed(event), 1, marks, adjacency)
 
+    @locked
     def suspect(self) -> None:
         """Notes that the sampling is probably not what was asserted (see `OpacusFace`)."""
         self._config["suspicious"] = True
@@ -244,6 +265,7 @@ class Spending(OpacusFace):
             raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
         return self._most(event) if known is not None and known[0] == event else count
 
+    @locked
     def admits(self, event: Event, count: int = 1) -> bool:
         """Returns whether the budget (always, without one) would admit the event; charges nothing."""
         return self._admits(self._placed(event), count)
@@ -251,6 +273,7 @@ class Spending(OpacusFace):
     def _admits(self, event: Event, count: int) -> bool:
         return self._filter is None or (not self._ended and self._filter.admits(self.ledger, event, count))
 
+    @locked
     def max_steps(self, event: Event) -> int:
         """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
         return self._most(self._placed(event))

@@ -29,6 +29,7 @@ from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwra
 from torch_dpsco.optim import amp, checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.common import in_turn
 from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.oracles.base import Release
@@ -67,6 +68,7 @@ class PrivateOptimizer(Assembly):
     def step(self, closure: None = None, *, users: Tensor | None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
+    @in_turn
     def step(self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None) -> float | None:
         """Makes one private step from the outstanding batch, or adds a physical batch that is not the last of its draw.
 
@@ -93,6 +95,7 @@ class PrivateOptimizer(Assembly):
             make(users, scale)
         return loss
 
+    @in_turn
     def step_on(self, rows: GradBatch | LinearRows) -> None:
         """Makes a step like `step()`, from rows that were computed without a backward; `fit` does it, in no_grad mode.
 
@@ -233,6 +236,7 @@ class PrivateOptimizer(Assembly):
             self.rule.constrain(self.prox, params, steps, self.state, phase)
         self.rule.settle(self.param_groups, self.state, k)
 
+    @in_turn
     def accumulate(self, *, users: Tensor | None = None) -> None:
         """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
 
@@ -259,11 +263,11 @@ class PrivateOptimizer(Assembly):
     def released(self) -> Iterator[None]:
         """Puts the private answer so far into the parameters while the block runs."""
         params = self._trained()
-        with torch.no_grad():
+        with self._turn, torch.no_grad():
             queries = [p.detach().clone() for p in params]
             if not self._finalized:
                 self._install_answer()
-        shown, self._shown = self._shown, True  # it may run inside of another one
+            shown, self._shown = self._shown, True  # it may run inside of another one
         try:
             yield
         finally:
@@ -272,6 +276,7 @@ class PrivateOptimizer(Assembly):
                 for p, query in zip(params, queries, strict=True):
                     p.copy_(query)
 
+    @in_turn
     def finalize(self) -> None:
         """Installs the private answer into the parameters; later steps raise."""
         if self._finalized or self._shown:
@@ -308,6 +313,7 @@ class PrivateOptimizer(Assembly):
             private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
         return add_private_state(super().state_dict(), self.settings(), private)
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state, ledger included; drops a batch in progress.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch.optim.optimizer import Optimizer
 
@@ -13,9 +16,44 @@ from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.agreement import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 
-__all__ = ["CommonOptimizer", "require_one_process"]
+__all__ = ["CommonOptimizer", "in_turn", "require_one_process"]
 
 _Self = TypeVar("_Self", bound="CommonOptimizer")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class _Turn:
+    """Lets one thread in at a time; a second one raises, and a copy has a turn of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            # PRIVACY: two steps would share rows, sums and noise (test_a_step_during_a_step_is_refused)
+            raise SequenceError(
+                "a step of this optimizer is running in another thread: nothing was done in this one; an optimizer is "
+                "for one thread at a time, and several optimizers may share an accountant"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
+        return _Turn, ()
+
+
+def in_turn(method: _Method) -> _Method:
+    """Returns the method, which raises SequenceError while another thread is in one of the optimizer's."""
+
+    @wraps(method)
+    def alone(self: CommonOptimizer, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", alone)
 
 
 class CommonOptimizer(Optimizer):
@@ -26,6 +64,10 @@ class CommonOptimizer(Optimizer):
     _steps: int
     _finalized: bool
     _seeded: bool
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._turn = _Turn()
+        super().__init__(params, defaults)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)

@@ -28,7 +28,7 @@ from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, in_turn, require_one_process
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
@@ -178,6 +178,7 @@ class RowFreeOptimizer(CommonOptimizer):
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
+    @in_turn
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes one secret step from the batch that the loader has delivered.
 
@@ -280,6 +281,7 @@ class RowFreeOptimizer(CommonOptimizer):
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
+    @in_turn
     @torch.no_grad()
     def finalize(self) -> None:
         """Charges the release, and installs the noised answer into the parameters.
@@ -358,6 +360,7 @@ class RowFreeOptimizer(CommonOptimizer):
         }
         return add_private_state(super().state_dict(), self.settings(), private)
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state, ledger included. Load the model's state too: it holds the iterate.
 

@@ -26,7 +26,7 @@ from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, in_turn, require_one_process
 from torch_dpsco.rng import noise_generator
 
 __all__ = ["SolvedOptimizer", "linear_shape"]
@@ -112,6 +112,7 @@ class SolvedOptimizer(CommonOptimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @in_turn
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Makes a step of the inner optimizer: not private, and nothing of it may be shown.
 
@@ -124,6 +125,7 @@ class SolvedOptimizer(CommonOptimizer):
         self._steps += 1
         return self._inner.step(closure)
 
+    @in_turn
     def solve(self, dataset: Dataset[Any]) -> None:
         """Finds the point to release, from a public start; shows nothing of it.
 
@@ -137,6 +139,7 @@ class SolvedOptimizer(CommonOptimizer):
         self._require_open()
         self._keep(self._records(dataset), None)
 
+    @in_turn
     def certify(self, dataset: Dataset[Any]) -> None:
         """Starts from what the loop left in the parameters, and solves on until the certificate holds.
 
@@ -181,6 +184,7 @@ class SolvedOptimizer(CommonOptimizer):
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
+    @in_turn
     @torch.no_grad()
     def finalize(self) -> None:
         """Charges the release, and installs the private answer into the parameters.
