@@ -113,6 +113,8 @@ def test_the_update_moves_towards_the_target_and_stays_at_it():
     assert adaptive_clip_update(2.0, 0.5, 0.5) == 2.0
     assert adaptive_clip_update(2.0, 1.0, 0.5, lr=0.2) == pytest.approx(2.0 * math.exp(-0.1))
     assert adaptive_clip_update(2.0, -3.0, 0.5, lr=0.2) == pytest.approx(2.0 * math.exp(0.7))
+    assert adaptive_clip_update(2.0**39, -1e5, 0.5, lr=20.0) == math.inf
+    assert adaptive_clip_update(2.0, 1e5, 0.5, lr=20.0) == 0.0
     for wrong in ({"clip": 0.0}, {"fraction": math.nan}, {"target": 1.5}, {"lr": 0.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             adaptive_clip_update(**({"clip": 1.0, "fraction": 0.5, "target": 0.5, "lr": 0.2} | wrong))

@@ -52,6 +52,8 @@ RULES = ("theory", "balanced", "median")
 def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float = 0.2) -> float:
     """Returns the next threshold, clip exp(-lr (fraction - target)): post-processing of a private fraction.
 
+    It may be inf or 0, where the factor is beyond floating point.
+
     Args:
         clip: threshold so far, > 0.
         fraction: private estimate of the fraction of rows below it; noise may put it outside of [0, 1].
@@ -68,7 +70,7 @@ def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float 
         0.9231
     """
     off = check.finite(fraction=fraction) - check.between(0.0, 1.0, target=target)
-    return check.positive(clip=clip) * math.exp(-check.positive(lr=lr) * off)
+    return check.positive(clip=clip) * math.exp(min(-check.positive(lr=lr) * off, 709.0))  # exp(710) would raise
 
 
 def pilot_size(n: int) -> int:

@@ -372,8 +372,8 @@ class Calls(RuleBasedStateMachine):
         s.net.allowed = [None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()]
         if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
             self.truth.charges.add(drawn.charge)
-        if s.source is not None and s.opt.outstanding_rows is None:
-            s.source.chunk = None  # used as a part of its draw
+        if s.chunk is not None and s.opt.outstanding_rows is None:  # used as a part of its draw, which is given up
+            s.source.given_up, s.source.chunk = s.chunk.drawn, None
         s.opt.discard()
         s.drop()
         return "unknown"

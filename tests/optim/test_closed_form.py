@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
@@ -167,6 +168,54 @@ def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(name: str,
     model = linear()
     dp.fit(model, optimizer_of(model, Full(N), oracle=oracle), records(BCE), BCE, steps=3, progress=False)
     assert len(seen) == 3
+
+
+def test_hooks_of_the_optimizer_and_schedulers_see_each_step_of_a_fit_in_closed_form() -> None:
+    """A schedule in a post-hook is how a rate is lowered within fit; steps past `step()` would not be counted."""
+    model = linear()
+    optimizer, calls = optimizer_of(model, Full(N), average="uniform"), []
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, total_iters=1)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append((opt.steps, args[1:], kwargs)))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append(opt.steps))
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    optimizer.register_step_post_hook(lambda *_: calls.append(model.weight.grad is not None))
+    dp.fit(model, optimizer, records(BCE), BCE, steps=3, progress=False)
+    assert calls == [(0, (), {}), 1, True, (1, (), {}), 2, True, (2, (), {}), 3, True]
+    assert scheduler.last_epoch == 3
+
+
+def test_hooks_of_all_optimizers_are_called_by_fit_in_closed_form() -> None:
+    calls: list[int] = []
+    handles = [
+        torch_optimizer.register_optimizer_step_pre_hook(lambda opt, args, kwargs: calls.append(opt.steps)),
+        torch_optimizer.register_optimizer_step_post_hook(lambda opt, args, kwargs: calls.append(opt.steps)),
+    ]
+    model = linear()
+    optimizer = optimizer_of(model, Full(N))
+    try:
+        dp.fit(model, optimizer, records(BCE), BCE, steps=1, progress=False)
+        handles.pop(0).remove()
+        other = linear()
+        dp.fit(other, optimizer_of(other, Full(N)), records(BCE), BCE, steps=1, progress=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == [0, 1, 1]
+
+
+def test_a_hook_that_steps_itself_uses_given_rows_once() -> None:
+    model = linear()
+    optimizer, entered = optimizer_of(model, Full(N)), []
+
+    def step_first(opt: Any, args: Any, kwargs: Any) -> None:
+        entered.append(opt.steps)
+        if len(entered) == 1:
+            opt.step()
+
+    optimizer.register_step_pre_hook(step_first)
+    with pytest.raises(dp.SequenceError, match=r"outstanding|batch"):
+        dp.fit(model, optimizer, records(BCE), BCE, steps=3, progress=False)
+    assert (optimizer.steps, len(optimizer.accountant)) == (1, 1)
 
 
 def taken(model: nn.Module, loss: Any, dataset: Dataset[Any], **loader: Any) -> bool:

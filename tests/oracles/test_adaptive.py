@@ -293,7 +293,8 @@ def test_votes_that_cost_more_than_the_mean_warn():
         ({"batch_size": 0}, "batch_size must be"),
         ({"target": 1.0}, "target must be in"),
         ({"lr": 0.0}, "lr must be > 0"),
-        ({"count_noise": -1.0}, "count_noise must be >= 0"),
+        ({"count_noise": -1.0}, "count_noise must be in"),
+        ({"count_noise": 1e300}, "count_noise must be in"),
     ],
 )
 def test_wrong_numbers_are_named(changes, message):
@@ -338,3 +339,24 @@ def test_a_run_charges_the_joint_event_in_each_step(design):
     expected = dp.Accountant(adjacency="zero_out")
     expected.record(design.event(clipped_gaussian(oracle.event().sigma), 3))
     assert opt.accountant.get_epsilon(1e-5) == expected.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lr": 20.0, "count_noise": 1e3}, {"lr": 1e308, "count_noise": 2.0**256}], ids=str
+)
+def test_steps_of_the_threshold_that_leave_floating_point_end_at_its_bounds(settings):
+    """exp(-lr (fraction - target)) overflowed after the charge: an event was paid for and nothing was released."""
+    model = nn.Linear(2, 1)
+    oracle = AdaptiveClipped(1.0, 1.0, 20, **settings)
+    opt = dp.PrivateOptimizer(
+        dp.attach(model).parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=dp.Full(20)
+    )
+    data = torch.utils.data.TensorDataset(torch.ones(20, 2), torch.ones(20, 1))
+    clips = []
+    for x, y in opt.loader(data, steps=30):
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        clips.append(oracle.state()["clip"])
+    assert opt.steps == len(opt.accountant) == 30
+    assert all(adaptive._LEAST <= clip <= adaptive._LARGEST for clip in clips)

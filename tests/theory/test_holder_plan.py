@@ -125,9 +125,11 @@ def test_step_sizes_may_change_and_must_be_one_per_step():
         plan_output(hinge(1.5), n=100, epochs=1, lr=lr.tolist(), **TASK)
 
 
-def test_a_plan_of_one_step_releases_a_constant_without_noise():
-    plan = plan_output(hinge(1.5), n=5, lr=0.1, **(TASK | {"batch_size": 5}))
-    assert (plan.steps, plan.sensitivity, plan.sigma) == (1, 0.0, 0.0)
+@pytest.mark.parametrize("kind", [{}, {"sampler": "uniform"}, {"n": 1, "batch_size": 1, "mode": "paper", "delta": 0.1}])
+def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind):
+    with pytest.raises(ConditionError, match="steps must be >= 2"):
+        plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 1} | kind))
+    assert plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 2})).sigma > 0
 
 
 REFUSED = [

@@ -92,7 +92,7 @@ class PrivateOptimizer(Assembly):
         # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
         make = torch.compiler.disable(self._make) if torch.compiler.is_compiling() else self._make
         with torch.no_grad():
-            make(users, scale)
+            make(users, scale, self._batch.take_given())
         return loss
 
     @in_turn
@@ -102,8 +102,15 @@ class PrivateOptimizer(Assembly):
         Args:
             rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
         """
-        self._require_open()
-        self._make(None, None, rows)
+        if not checks.is_watched(self):  # torch's wrapper of `step` alone costs a fifth of a small step
+            self._require_open()
+            self._make(None, None, rows)
+            return
+        self._batch.given = rows
+        try:
+            self.step()
+        finally:
+            self._batch.given = None
 
     def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | LinearRows | None = None) -> None:
         try:

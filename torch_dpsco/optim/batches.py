@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.errors import AdjacencyError, SequenceError
+from torch_dpsco.gradbatch import GradBatch, LinearRows
 from torch_dpsco.sampling import (
     Chunk,
     DrawLog,
@@ -43,6 +44,7 @@ class LogicalBatch:
     def __init__(self, design: Design) -> None:
         self.design, self.declared = design, not isinstance(design, Undeclared)
         self.opened = False
+        self.given: GradBatch | LinearRows | None = None  # rows for the next step that no backward has recorded
         self._log = DrawLog()
         self._sampler: OnePassSampler | None = None
         self._resumed: Partition | None = None
@@ -83,6 +85,11 @@ class LogicalBatch:
         if not self.declared:
             raise SequenceError(_SEVERAL)
         self._log.split(more=more)
+
+    def take_given(self) -> GradBatch | LinearRows | None:
+        """Returns the given rows, once."""
+        rows, self.given = self.given, None
+        return rows
 
     @property
     def outstanding_rows(self) -> int | None:

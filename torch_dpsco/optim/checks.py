@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco.accounting.accountant import Accountant
@@ -24,6 +25,7 @@ from torch_dpsco.schedule import Schedule
 __all__ = [
     "agreed_adjacency",
     "declared",
+    "is_watched",
     "number_of_records",
     "one_device",
     "require_budget",
@@ -159,6 +161,12 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
             f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); "
             f"declare the right one, or use adjacency='add_remove', where n is a public reference"
         )
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether hooks, or a scheduler that counts, want to see each call of `step()`."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    return bool(own or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
 
 
 def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: list[float]) -> None:

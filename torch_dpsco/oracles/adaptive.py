@@ -51,6 +51,7 @@ __all__ = ["AdaptiveClipped", "votes"]
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
 _NULL = 2.0**-44  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63
+_MOST_NOISE = 2.0**256  # of the count: far from where its sum is no number
 _LEAST, _LARGEST = 2.0**-30, 2.0**39  # of clips; float32 sums are proved between 2^-40 and 2^40
 
 
@@ -79,7 +80,7 @@ class AdaptiveClipped(ClippedMean):
         batch_size: public divisor, expected batch size.
         target: q in (0, 1); 1/2 for deep nets.
         lr: > 0, of the logarithm of the threshold.
-        count_noise: s_b >= 0, noise std of the votes; 0 gives no privacy. Default batch_size / 20.
+        count_noise: s_b in [0, 2^256], noise std of the votes; 0 gives no privacy. Default batch_size / 20.
         total_noise_multiplier: z_eff >= 0 of a whole step, mean and votes together; `noise_multiplier` follows.
 
     Raises:
@@ -121,7 +122,9 @@ class AdaptiveClipped(ClippedMean):
         self.target = check.open_interval(0.0, 1.0, target=target)
         self.clip0, self.lr = check.between(_LEAST, _LARGEST, clip0=clip0), check.positive(lr=lr)
         size = check.positive_count(batch_size=batch_size)
-        self.count_noise = check.nonnegative(count_noise=size / 20 if count_noise is None else count_noise)
+        self.count_noise = check.between(
+            0.0, _MOST_NOISE, count_noise=size / 20 if count_noise is None else count_noise
+        )
         self._unit = max(self.target, 1.0 - self.target)
         z, total = self._multipliers(noise_multiplier, total_noise_multiplier)
         super().__init__(z, size)

@@ -237,6 +237,12 @@ def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[floa
     else:
         passes = 1.0 if alpha >= 0.5 else math.pow(request.n, (1 - 2 * alpha) / (1 + alpha))
         steps = per_epoch * min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
+    if steps == 1:
+        raise ConditionError(
+            f"steps must be >= 2: the answer is the average of w_1..w_T, whose first is the start, so that one step "
+            f"releases a constant (got batch_size={request.batch_size}, n={request.n}, one epoch); take a smaller "
+            f"batch_size or more epochs"
+        )
     if lr is None:
         lr = _paper_lr(request, steps) if request.mode == "paper" else _balanced_lr(request, steps // per_epoch)
     sizes = np.asarray(lr, dtype=np.float64)

@@ -17,11 +17,17 @@ from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 EXAMPLE = {"dim": 10, "max_shift": 64, "shift_norm": 64 + math.sqrt(10), "delta_window": 1e-9}
-cases = st.tuples(st.integers(200, 5000), st.sampled_from([0.5, 0.25, 0.9]), st.integers(1, 40))
+
+
+@st.composite
+def cases(draw):
+    """Draws N, p and a largest shift that leaves the window half of the way from the mean to the nearer end."""
+    trials, p = draw(st.integers(200, 5000)), draw(st.sampled_from([0.5, 0.25, 0.9]))
+    return trials, p, draw(st.integers(1, min(40, int(trials * min(p, 1 - p) / 2))))
 
 
 @settings(max_examples=25)
-@given(cases, st.floats(1.01, 60.0), st.data())
+@given(cases(), st.floats(1.01, 60.0), st.data())
 def test_no_shift_costs_more_than_kappa_says(case, order, data):
     trials, p, most = case
     shifts = data.draw(st.lists(st.integers(-most, most), min_size=1, max_size=6))
@@ -36,7 +42,7 @@ def test_no_shift_costs_more_than_kappa_says(case, order, data):
 
 
 @settings(max_examples=15)
-@given(cases)
+@given(cases())
 def test_rho_covers_every_order(case):
     trials, p, shift = case
     rho = zcdp_shuffle(trials, p, dim=1, max_shift=shift, shift_norm=shift, delta_window=1e-6).rho
@@ -125,6 +131,15 @@ def test_the_cost_covers_the_exact_hockey_stick_in_both_directions(trials, p, gr
             if zcdp_epsilon(cost.rho, delta) <= epsilon:
                 lower, _ = delta_bounds(trials, p, [sign * grid] * dim, epsilon, step=1e-3)
                 assert lower <= delta + cost.failure
+
+
+def test_a_shift_that_cuts_the_window_is_named_as_what_fails():
+    """Bin(200, 0.9) has its mean at 180, and a shift by 21 leaves what is below 179: more than half is lost."""
+    arguments = {"max_shift": 21, "shift_norm": 1.0, "delta_window": 1e-7}
+    with pytest.raises(ConditionError, match=r"max_shift must leave a window within 200 trials .* 1/2 of .*got 21"):
+        rdp_shuffle(200, 0.9, [2.0], dim=2, **arguments)
+    with pytest.raises(ConditionError, match="max_shift must leave"):
+        zcdp_shuffle(200, 0.9, dim=2, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,9 @@ class _Window:
     """The law Bin(N, p) on a window, next to its shifts by at most `reach`."""
 
     def __init__(self, trials: int, p: float, reach: int, delta_window: float) -> None:
-        low = max(int(binom.ppf(delta_window / 2, trials, p)), reach)
-        high = min(int(binom.isf(delta_window / 2, trials, p)), trials - reach)
+        first, last = int(binom.ppf(delta_window / 2, trials, p)), int(binom.isf(delta_window / 2, trials, p))
+        low, high = max(first, reach), min(last, trials - reach)
+        self._trials, self._cut = trials, (low, high) != (first, last)
         if low > high:
             raise ConditionError(f"shift must leave a window within {trials} trials (got {reach})")
         if high - low + 2 * reach >= _POINTS:
@@ -274,6 +275,11 @@ class _Window:
     def failure(self, dim: int) -> float:
         """Returns the probability that some coordinate's noise is off the window, rounded up."""
         failure = dim * self.lost * _ROUNDING
+        if failure >= 1 and self._cut:
+            raise ConditionError(
+                f"max_shift must leave a window within {self._trials} trials that misses less than 1/{dim} of the "
+                f"noise, for {dim} coordinates (got {self._reach}, which misses {self.lost:.3g})"
+            )
         if failure >= 1:
             raise ConditionError(f"delta_window must be below 1/{dim} for {dim} coordinates (got {self.lost:g})")
         return failure
