@@ -25,7 +25,13 @@ def delivered(problem: dp.Problem, data: TensorDataset, bias: bool = False) -> t
     """Returns all records as the loader delivers them, in the order of the data set."""
     model = nn.Linear(data.tensors[0].shape[1], 1, bias=bias).double()
     opt = dp.HolderOutputSGD.calibrated(
-        model.parameters(), problem=problem, n=len(data), budget=dp.Budget(1.0, 1e-4), batch_size=len(data), lr=0.01
+        model.parameters(),
+        problem=problem,
+        n=len(data),
+        budget=dp.Budget(1.0, 1e-4),
+        batch_size=len(data),
+        epochs=2,
+        lr=0.01,
     )
     loader = opt.loader(data)
     loader._loader.batch_sampler.rng = Order()

@@ -186,15 +186,9 @@ def test_the_noise_is_fresh_unless_a_generator_is_given_which_warns() -> None:
         assert make(generator=torch.Generator().manual_seed(1)).opt.seeded
 
 
-def test_one_planned_step_releases_the_start_and_costs_nothing() -> None:
-    run = make(batch_size=N)
-    assert (run.opt.planned_steps, run.opt.noise_std) == (1, 0.0)
-    assert run.opt.event == Gaussian(0.0, {"replace_one": 0.0})
-    with run.opt:
-        run.train()
-    assert not run.model.weight.any()
-    assert run.opt.privacy_spent().epsilon == 0.0
-    assert "without any privacy" not in str(run.opt.report())
+def test_one_planned_step_is_refused_for_it_would_release_the_start() -> None:
+    with pytest.raises(dp.ConditionError, match="steps must be >= 2"):
+        make(batch_size=N)
 
 
 def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
