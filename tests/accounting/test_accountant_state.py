@@ -92,8 +92,8 @@ def test_loading_never_forgets_what_was_charged_here():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, r"version must be 1 or 2 \(got 3\)"),
-        ({"version": None}, r"version must be 1 or 2 \(got None\)"),
+        ({"version": 4}, r"version must be 1, 2 or 3 \(got 4\)"),
+        ({"version": None}, r"version must be 1, 2 or 3 \(got None\)"),
         ({"mechanism": "opacus"}, r"mechanism must be 'dpsco' \(got 'opacus'\)"),
         ({"mechanism": None}, r"mechanism must be 'dpsco' \(got None\)"),
         ({"config": {"adjacency": ADD_REMOVE, "unit": "example"}}, "digest must match the ledger"),
@@ -160,6 +160,45 @@ def test_a_state_of_version_1_is_migrated_and_one_that_was_altered_is_not():
         Accountant().load_state_dict(old | {"ledger": old["ledger"][:1]})
     with pytest.raises(ValueError, match="adjacency must be 'add_remove'"):
         Accountant(adjacency=ADD_REMOVE).load_state_dict(old)
+
+
+def version_2(accountant: Accountant) -> dict:
+    """What the second version of the library wrote."""
+    state = accountant.state_dict()
+    content = json.dumps([accountant.ledger.digest(), state["runs"], state["config"]], sort_keys=True)
+    kept = {key: value for key, value in state.items() if key not in ("id", "releases")}
+    return kept | {"version": 2, "digest": hashlib.sha256(content.encode()).hexdigest()}
+
+
+def test_a_state_of_version_2_is_migrated_and_one_that_was_altered_is_not():
+    source = Accountant()
+    source.authorize(STEP, 5)
+    old, first, second = version_2(source), Accountant(), Accountant()
+    for target in (first, second):
+        target.load_state_dict(old)
+        assert target.ledger.to_json() == source.ledger.to_json()
+    assert first.ledger_id == second.ledger_id  # that of its first run
+    with pytest.raises(ValueError, match="digest must match"):
+        Accountant().load_state_dict(old | {"ledger": []})
+    with pytest.raises(ValueError, match="digest must match"):
+        Accountant().load_state_dict(source.state_dict() | {"version": 2})
+
+
+def test_a_state_nested_without_end_is_refused():
+    state, event = Accountant().state_dict(), {"type": "NonPrivate"}
+    for _ in range(100_000):
+        event = {"type": "Sequential", "events": [event]}
+    with pytest.raises(ValueError, match="state must hold"):
+        Accountant().load_state_dict(state | {"ledger": [event]})
+
+
+def test_the_name_of_a_ledger_is_in_its_states_and_reports_and_stays():
+    source, target = Accountant(), Accountant()
+    source.authorize(STEP)
+    assert source.ledger_id != target.ledger_id
+    target.load_state_dict(source.state_dict())
+    assert target.ledger_id == source.ledger_id == target.state_dict()["id"] == target.report(DELTA).ledger_id
+    assert source.ledger_id in str(source.report(DELTA))
 
 
 def test_one_altered_count_or_bit_of_a_float_is_noticed():

@@ -31,6 +31,10 @@ def charged(path: Path, *events) -> Accountant:
     return accountant
 
 
+def mark_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.mark")
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -155,12 +159,14 @@ def test_a_closed_accountant_charges_nothing(path):
     assert len(accountant) == 1
 
 
-@pytest.mark.parametrize("harm", ["unlink", "truncate", "append", "replace"])
-def test_a_file_deleted_or_changed_in_a_run_is_noticed(path, harm):
+@pytest.mark.parametrize("harm", ["unlink", "truncate", "append", "replace", "move"])
+def test_a_file_deleted_moved_or_changed_in_a_run_is_noticed(path, harm):
     accountant = Accountant(ledger_path=path)
     accountant.authorize(STEP)
     if harm == "unlink":
         path.unlink()
+    elif harm == "move":
+        path.rename(path.with_suffix(".moved"))
     elif harm == "truncate":
         os.truncate(path, 10)
     elif harm == "append":
@@ -169,7 +175,7 @@ def test_a_file_deleted_or_changed_in_a_run_is_noticed(path, harm):
         other = path.with_suffix(".other")
         other.write_bytes(path.read_bytes())
         other.replace(path)
-    with pytest.raises(PrivacyError, match="was changed or deleted by somebody else"):
+    with pytest.raises(PrivacyError, match="was changed, moved or deleted by somebody else"):
         accountant.authorize(STEP)
     assert len(accountant) == 1
 
@@ -212,17 +218,130 @@ def test_history_cannot_be_assigned_over_a_file(path):
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_cut_of_a_file_is_charged_at_least_as_what_was_authorized_before_it(path, monkeypatch):
-    """A crash leaves a beginning of the file. Complete lines are all there, and a torn one counts as well."""
+def written(path: Path) -> bytes:
+    """Returns the content of a file with four charges of two events each."""
     accountant = Accountant(ledger_path=path)
     for event in (STEP, WHOLE, STEP, part("0")):
         accountant.authorize(event, 2)
     accountant.close()
+    return path.read_bytes()
+
+
+def test_every_cut_of_a_file_opens_with_all_charges_or_is_refused(path, monkeypatch):
     monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: None)  # for speed
+    content, mark = written(path), mark_of(path).read_bytes()
+    for cut in range(len(content)):
+        path.write_bytes(content[:cut])
+        mark_of(path).write_bytes(mark)
+        assert "cut, emptied, or replaced by an older copy" in refused(path)
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match="must exist"):
+            Accountant(ledger_path=path)
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_an_older_copy_is_refused_also_where_it_went_on_by_itself(path, behind):
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+    copy, mark = path.read_bytes(), mark_of(path).read_bytes()
+    accountant.authorize(STEP, behind)
+    accountant.close()
+    newest = mark_of(path).read_bytes()
+    path.write_bytes(copy)
+    assert "replaced by an older copy" in refused(path)
+    mark_of(path).write_bytes(mark)  # put back together they are not told from the newest, elsewhere for instance
+    charged(path, *[STEP] * 9)
+    mark_of(path).write_bytes(newest)
+    assert "replaced by an older copy or another ledger" in refused(path)
+
+
+def test_another_ledger_in_the_place_of_a_file_is_refused(path, tmp_path):
+    charged(path, STEP)
+    charged(tmp_path / "other", *[STEP] * 5)
+    path.write_bytes((tmp_path / "other").read_bytes())
+    assert "or another ledger" in refused(path)
+
+
+def test_a_crash_between_the_line_and_its_mark_blocks_nothing(path):
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+    mark = mark_of(path).read_bytes()
+    accountant.authorize(WHOLE)
+    accountant.close()
+    mark_of(path).write_bytes(mark)
+    again = Accountant(ledger_path=path)
+    assert image(again) == image(accountant)
+    again.close()
     content = path.read_bytes()
+    path.write_bytes(content[: content[:-1].rindex(b"\n") + 1])
+    assert "was cut" in refused(path)  # the mark was moved when the file was opened
+
+
+@pytest.mark.parametrize("content", [b"x" * 256, b"[" * 256, b"{}", b'{"run": "", "events": 1, "releases": 0}'])
+def test_a_damaged_mark_is_refused_and_an_empty_one_is_none(path, content):
+    charged(path, STEP)
+    mark_of(path).write_bytes(content)
+    assert "is damaged" in refused(path)
+    mark_of(path).write_bytes(b"")
+    with pytest.warns(UtilityWarning, match="has no mark"):
+        Accountant(ledger_path=path).close()
+    assert len(Accountant(ledger_path=path)) == 1
+
+
+def test_the_mark_is_moved_after_the_disk_and_before_authorize_returns(path, monkeypatch):
+    accountant = Accountant(ledger_path=path)
+    events: list[str] = []
+    sync, write = os.fsync, ledger_file.HighWater.write
+    monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: (events.append("disk"), sync(fd))[1])
+    monkeypatch.setattr(
+        ledger_file.HighWater, "write", lambda mark, place: (events.append(f"mark {place[1]}"), write(mark, place))[1]
+    )
+    accountant.authorize(STEP, 3)
+    accountant.authorize(STEP)
+    assert events == ["disk", "disk", "mark 3", "disk", "mark 4"]
+
+
+def test_a_mark_that_cannot_be_written_lets_nothing_be_released(path, monkeypatch):
+    accountant = Accountant(ledger_path=path)
+
+    def fail(*_args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ledger_file.HighWater, "write", fail)
+        with pytest.raises(PrivacyError, match="could not be written"):
+            accountant.authorize(STEP)
+    accountant.close()
+    assert len(Accountant(ledger_path=path)) == 1
+
+
+def test_a_ledger_that_must_exist_is_not_made(path):
+    with pytest.raises(PrivacyError, match=r"must exist \(must_exist=True\)"):
+        Accountant(ledger_path=path, must_exist=True)
+    assert not path.exists()
+    with pytest.raises(ValueError, match="ledger_path must be given with must_exist"):
+        Accountant(must_exist=True)
+    charged(path, STEP)
+    assert len(Accountant(ledger_path=path, must_exist=True)) == 1
+
+
+def test_lines_nested_without_end_are_refused(path):
+    content = written(path)
+    for line in (b"[" * 100_000, b'{"a":' * 100_000):
+        path.write_bytes(content + line + b"\n")
+        assert "is damaged or altered" in refused(path)
+
+
+def test_every_cut_of_a_file_without_a_mark_is_charged_at_least_as_what_was_authorized_before_it(path, monkeypatch):
+    """A crash leaves a beginning of the file. Complete lines are all there, and a torn one counts as well."""
+    monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: None)  # for speed
+    content = written(path)
     ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
     for cut in range(len(content)):
         path.write_bytes(content[:cut])
+        mark_of(path).unlink()
         complete = sum(end < cut for end in ends)  # the first line is no charge
         torn = cut > 0 and content[cut - 1 : cut] != b"\n"
         with warnings.catch_warnings():
@@ -235,16 +354,22 @@ def test_every_cut_of_a_file_is_charged_at_least_as_what_was_authorized_before_i
         assert image(Accountant(ledger_path=path)) == image(resumed)
 
 
-def test_a_torn_last_line_is_charged_and_told(path):
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark(path, marked):
     charged(path, STEP, WHOLE)
     content = path.read_bytes()
     path.write_bytes(content + b'{"at": 2, "count": 1, "dig')
-    with pytest.warns(UtilityWarning, match="was torn by a crash"):
+    if not marked:
+        mark_of(path).unlink()
+    with pytest.warns(UtilityWarning) as told:
         resumed = Accountant(ledger_path=path)
-    assert len(resumed) == 3
-    assert {str(event): count for _, _, event, count in resumed.ledger.entries()} == {str(STEP): 1, str(WHOLE): 2}
+    assert ("is dropped" if marked else "is charged") in str(told[-1].message)
+    counts = {str(event): count for _, _, event, count in resumed.ledger.entries()}
+    assert counts == {str(STEP): 1, str(WHOLE): 1 if marked else 2}
     resumed.close()
-    assert len(Accountant(ledger_path=path)) == 3  # mended, without a further warning
+    again = Accountant(ledger_path=path)  # mended, without a further warning
+    assert image(again) == image(resumed)
+    again.authorize(STEP)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
@@ -282,6 +407,7 @@ def test_a_line_that_does_not_follow_is_refused_even_with_a_true_digest(path):
         ({"ledger": 5}, "state must hold"),
     ):
         path.unlink(missing_ok=True)
+        mark_of(path).unlink(missing_ok=True)
         charged(path, STEP)
         file = LedgerFile(path)
         file.append(row)

@@ -44,9 +44,10 @@ class Accountant(Spending):
             Opacus (`step`, the hook, `history`), else "replace_one".
         unit: what one record is; a budget's unit wins. Optimizers of another unit are refused.
         ledger_path: of the ledger file (see `ledger_file`); None keeps the ledger in memory and checkpoints only.
+        must_exist: refuse to make a new ledger file: for all runs on some data but the first.
 
     Raises:
-        PrivacyError: the ledger file is in use, or damaged.
+        PrivacyError: the ledger file is in use, damaged, an older copy, or missing although it must exist.
         ValueError: the ledger file is of another adjacency or unit.
 
     Guarantee:
@@ -71,6 +72,7 @@ class Accountant(Spending):
         adjacency: Adjacency | None = None,
         unit: str = "example",
         ledger_path: str | os.PathLike[str] | None = None,
+        must_exist: bool = False,
     ) -> None:
         if budget is not None:
             if not isinstance(budget, Budget):
@@ -80,7 +82,7 @@ class Accountant(Spending):
             check_adjacency(adjacency)
         check.choice(("example", "user"), unit=unit)
         chosen = None if budget is None else make_filter(budget)  # may raise, and must before a file is opened
-        super().__init__(_opened(adjacency, unit, ledger_path), budget, chosen)
+        super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget, chosen)
         self._answers: dict[
             tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
         ] = {}  # with the events they are of
@@ -234,7 +236,7 @@ class Accountant(Spending):
         report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._budget, ahead)
         if self.adaptive:
             report = self._adaptive_report(report)
-        return replace(report, assumptions=(*report.assumptions, *self._doubts()))
+        return replace(report, assumptions=(*report.assumptions, *self._doubts()), ledger_id=self.ledger_id)
 
     def _adaptive_report(self, report: PrivacyReport) -> PrivacyReport:
         epsilons = {adjacency: self.get_epsilon(report.delta, adjacency=adjacency) for adjacency in report.epsilons}
@@ -254,6 +256,11 @@ class Accountant(Spending):
             yield f"sampling of {asserted} steps asserted, not verified: accountant.bind(loader) was not called"
         if self.suspicious_sampling:
             yield "SUSPICIOUS SAMPLING: batches charged as Poisson looked fixed-size, epsilon may be under-reported"
+
+    @property
+    def ledger_id(self) -> str:
+        """Random name of the ledger, the same in its file, in checkpoints and reports; that of a checkpoint is kept."""
+        return self._journal.book.id
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -292,6 +299,7 @@ class Accountant(Spending):
         """
         if destination is None:
             destination = {}
+        self._journal.introduce()
         destination.update(write_state(self._journal.book))
         return destination
 
@@ -300,7 +308,7 @@ class Accountant(Spending):
         """Restores a ledger; of two states of one history the later one wins, so that nothing charged is forgotten.
 
         Args:
-            state_dict: of an accountant of this class (of version 1 too), which shares nothing with it afterwards.
+            state_dict: of an accountant of this class (versions 1 to 3), which shares nothing with it afterwards.
             import_foreign: take the state of Opacus' "rdp", "prv" or "gdp" accountant; the ledger must be empty.
 
         Raises:
@@ -331,12 +339,14 @@ class Accountant(Spending):
             self._journal.file.close()
 
 
-def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None) -> Journal:
+def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None, must_exist: bool) -> Journal:
     """Returns an empty journal, or that of a ledger file."""
     book = Book(config={"adjacency": adjacency, "unit": unit})
     if path is None:
+        if must_exist:
+            raise ValueError("ledger_path must be given with must_exist=True (got None)")
         return Journal(book)
-    file = LedgerFile(path)
+    file = LedgerFile(path, must_exist=must_exist)
     if file.is_empty:
         return Journal(book, file)
     known = file.book.config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "MECHANISM",
     "Book",
     "History",
+    "Place",
     "Row",
     "charge_row",
     "foreign_book",
@@ -35,7 +37,10 @@ Row = dict[str, Any]
 History = list[tuple[float, float, int]]
 MECHANISM = "dpsco"
 FOREIGN = ("rdp", "prv", "gdp")  # accountants of Opacus, which all keep the same history
-_VERSION = 2
+_VERSION = 3
+
+# How far a book has come: the last run that charged, the events so far, and the releases that were marked.
+Place = tuple[str, int, int]
 
 # Facts about charges, kept as numbers of events: made by an Opacus optimizer; their sampling taken on trust; their
 # parameters chosen from what was released before.
@@ -50,32 +55,44 @@ class Book:
         ledger: the events.
         runs: (token, events before it) of each process or accountant that charged.
         config: adjacency, unit, and facts of the accountant; primitives only.
+        id: of the ledger, 128 random bits; kept by all its states.
+        releases: per run of an optimizer, how many releases it may have made: marked before their noise is drawn.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
     runs: list[tuple[str, int]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    releases: dict[str, int] = field(default_factory=dict)
 
     def to_row(self) -> Row:
         """Returns the book as primitives."""
-        return {"ledger": self.ledger.to_json(), "runs": [list(run) for run in self.runs], "config": dict(self.config)}
+        known: Row = {"ledger": self.ledger.to_json(), "runs": [list(run) for run in self.runs]}
+        return known | {"config": dict(self.config), "id": self.id, "releases": dict(self.releases)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Book:
-        """Builds a book from primitives; raises ValueError for malformed ones."""
-        config, runs = row.get("config", {}), row.get("runs", ())
+        """Builds a book from primitives; raises ValueError for malformed ones.
+
+        Those of before version 3 have no id: they get that of their first run, so that all their states share it.
+        """
+        config, runs, releases = row.get("config", {}), row.get("runs", ()), row.get("releases", {})
         pairs = isinstance(runs, Sequence) and all(isinstance(run, Sequence) and len(run) == 2 for run in runs)
-        if not pairs or not isinstance(config, Mapping):
+        if not pairs or not isinstance(config, Mapping) or not isinstance(releases, Mapping):
             raise ValueError(f"state must hold ledger, runs and config as they were written (got {runs!r}, {config!r})")
         try:
             runs = [(str(token), check.count(start=start)) for token, start in runs]
-            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(config))
-        except (TypeError, AttributeError) as error:
+            known = {str(run): check.count(releases=made) for run, made in releases.items()}
+            name = str(row.get("id") or (runs[0][0] if runs else secrets.token_hex(16)))
+            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(config), name, known)
+        except (TypeError, AttributeError, RecursionError) as error:  # the last one: nested without end
             raise ValueError(f"state must hold ledger, runs and config as they were written ({error})") from error
 
-    def digest(self) -> str:
-        """Returns the SHA-256 of everything."""
+    def digest(self, version: int = _VERSION) -> str:
+        """Returns the SHA-256 of everything that a format knows."""
         content = [self.ledger.digest(), self.runs, self.config]
+        if version > 2:
+            content += [self.id, self.releases]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def knows(self, other: Book) -> bool:
@@ -87,7 +104,27 @@ class Book:
         shared = len(other.runs)
         end = self.runs[shared][1] if len(self.runs) > shared else len(self.ledger)
         same = self.runs[:shared] == other.runs and len(other.ledger) <= end
-        return same and self.ledger.includes(other.ledger)
+        marked = all(self.releases.get(run, 0) >= made for run, made in other.releases.items())
+        return same and marked and self.ledger.includes(other.ledger)
+
+    @property
+    def place(self) -> Place:
+        """How far it has come."""
+        return self.runs[-1][0] if self.runs else "", len(self.ledger), sum(self.releases.values())
+
+    def reaches(self, place: Place) -> bool:
+        """Returns whether it has been at a place: that run charged here, and as far."""
+        run, events, releases = place
+        ends = [*(start for _, start in self.runs[1:]), len(self.ledger)]
+        # PRIVACY: a copy that went on by itself has as many events, not those
+        # (test_an_older_copy_is_refused_also_where_it_went_on_by_itself)
+        # strict=False: events without a run were added by hand
+        known = not run or any(name == run and end >= events for (name, _), end in zip(self.runs, ends, strict=False))
+        return known and len(self.ledger) >= events and sum(self.releases.values()) >= releases
+
+    def release(self, run: str, number: int) -> None:
+        """Marks that a run may have made so many releases; less than is known changes nothing."""
+        self.releases[run] = max(number, self.releases.get(run, 0))
 
     def mark(self, marks: Iterable[str], events: int) -> None:
         """Adds to the numbers of events of which a fact is known."""
@@ -102,12 +139,18 @@ class Book:
         self.ledger.add(event_from_json(row["event"]), count)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
+        for run, number in row.get("releases", {}).items():
+            self.release(str(run), check.count(releases=number))
         self.mark((name for name in MARKS if row.get(name)), len(self.ledger) - at)
 
 
-def charge_row(event: Event, count: int, at: int, run: str | None, marks: Iterable[str]) -> Row:
+def charge_row(
+    event: Event, count: int, at: int, run: str | None, marks: Iterable[str], releases: Mapping[str, int]
+) -> Row:
     """Returns a charge as primitives, to be read by `Book.apply`."""
     row: Row = {"at": at, "count": count, "event": event_to_json(event)} | dict.fromkeys(marks, True)
+    if releases:
+        row["releases"] = dict(releases)
     return row if run is None else row | {"run": run}
 
 
@@ -148,7 +191,7 @@ def write_state(book: Book) -> Row:
 
 
 def read_state(state: Mapping[str, Any]) -> Book:
-    """Returns the book of a state dict, sharing nothing with it; reads version 1 too.
+    """Returns the book of a state dict, sharing nothing with it; reads versions 1 and 2 too.
 
     Raises:
         ValueError: empty, of another accountant or version, malformed, altered or damaged.
@@ -167,11 +210,11 @@ def read_state(state: Mapping[str, Any]) -> Book:
         return _read_version_1(state)
     if mechanism != MECHANISM:
         raise ValueError(f"mechanism must be {MECHANISM!r} (got {mechanism!r})")
-    if version != _VERSION:
-        raise ValueError(f"version must be 1 or {_VERSION} (got {version!r})")
+    if version not in (2, _VERSION):
+        raise ValueError(f"version must be 1, 2 or {_VERSION} (got {version!r})")
     book = Book.from_row(state)
     # PRIVACY: (test_one_altered_count_or_bit_of_a_float_is_noticed)
-    _require_digest(state, book.digest())
+    _require_digest(state, book.digest(version))
     history = state.get("history", ())
     known = [list(entry) for entry in history_of(book.ledger)]
     if not isinstance(history, Sequence) or [list(entry) for entry in history] != known:

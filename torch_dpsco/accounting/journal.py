@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch_dpsco.accounting.book import MARKS, Book, charge_row
@@ -47,8 +47,16 @@ class Journal:
         self._process = Process.number
         self._charging = False
 
-    def charge(self, event: Event, count: int, marks: Collection[str] = ()) -> int:
+    def charge(
+        self, event: Event, count: int, marks: Collection[str] = (), releases: Mapping[str, int] | None = None
+    ) -> int:
         """Adds an event; returns how many simple events that are.
+
+        Args:
+            event: to be charged.
+            count: how often.
+            marks: facts about it, of `book.MARKS`.
+            releases: of `Book.releases`: what it pays for; noted even if the event is empty.
 
         Raises:
             ValueError: bad event or count; nothing is changed.
@@ -58,20 +66,25 @@ class Journal:
         ledger = self.book.ledger
         start = len(ledger)
         if self.file is not None or not self._charging:
-            self._charge_first(event, count, marks)
+            self._charge_first(event, count, marks, releases or {})
         # PRIVACY: on the disk before it is in the book, in the book before noise
         # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
         ledger.add(event, count)
         added = len(ledger) - start
         if marks and added:
             self.book.mark(marks, added)
-        if added:
+        if releases:
+            for run, number in releases.items():
+                self.book.release(run, number)
+        if (added or releases) and self.file is not None:
             self._filed = len(ledger)
+            self.file.note(self.book.place)
         return added
 
-    def _charge_first(self, event: Event, count: int, marks: Collection[str]) -> None:
+    def _charge_first(self, event: Event, count: int, marks: Collection[str], releases: Mapping[str, int]) -> None:
         """Names the run, and writes the charge ahead; does nothing for a charge of nothing."""
-        if not len(Ledger([Repeat(event, count)])):  # the whole event is checked here, before the file sees it
+        # the whole event is checked here, before the file sees it
+        if not len(Ledger([Repeat(event, count)])) and not releases:
             return
         at, run = len(self.book.ledger), None
         if not self._charging:
@@ -82,10 +95,15 @@ class Journal:
             if (self._filed, self._facts) != (at, _facts(self.book)):  # new file, new facts, a ledger added to by hand
                 self.file.append(self.book.to_row())
             self._filed, self._facts = -1, _facts(self.book)  # until the book has the charge too
-            self.file.append(charge_row(event, count, at, run, marks))
+            self.file.append(charge_row(event, count, at, run, marks, releases))
         if run is not None:
             self.book.runs.append((run, at))
             self._charging = True
+
+    def introduce(self) -> None:
+        """Gives an empty file the name of its ledger, so that a checkpoint made now is known to go with it."""
+        if self.file is not None and self.file.awaits_name and Process.number == self._process:
+            self.replace(self.book)
 
     def require_own_process(self) -> None:
         """Raises PrivacyError in a forked copy."""
@@ -120,6 +138,7 @@ class Journal:
         self.require_own_process()
         if self.file is not None:
             self.file.append(book.to_row())
+            self.file.note(book.place)
         self.book, self._charging, self._filed, self._facts = book, False, len(book.ledger), _facts(book)
 
     def _tell_of_rollback(self, released: int) -> None:

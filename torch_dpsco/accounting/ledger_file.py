@@ -11,7 +11,9 @@ it; a *charge* adds an event:
     {"at": 7, "count": 1, "digest": "..", "event": {"type": ..}, "run": "..", "stepped": true}
 
 `at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
-`book.MARKS`.
+`book.MARKS`. `releases` names the run of an optimizer, and how many releases it may have made once the line is there.
+
+A second file, `.mark`, knows how far the first had come (see `high_water`).
 
 A long file is made short when it is opened: a new file, whose one line is the state of all lines, takes its place at
 once. A crash leaves the old file or the new one under the name, and both know every charge.
@@ -31,7 +33,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch_dpsco.accounting.book import Book, Row
+from torch_dpsco.accounting.book import Book, Place, Row
+from torch_dpsco.accounting.high_water import HighWater
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 fcntl: Any
@@ -42,6 +45,7 @@ except ImportError:  # Windows: no lock; a second writer is then found by the si
 
 __all__ = ["LedgerFile"]
 
+_NOWHERE: Place = ("", 0, 0)
 _LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
 # not inherited by programs that are started; O_APPEND: no write can hit an earlier line
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
@@ -51,22 +55,29 @@ class LedgerFile:
     """A ledger file that is only added to, locked against other writers while it is open.
 
     An existing file is read back and verified. A last line without its end was torn by a crash: then `authorize` had
-    not returned and no noise was drawn for it. It is charged all the same, as a repetition of the charge before it.
+    not returned and no noise was drawn for it, so that it is dropped. Without a mark nobody knows that, and it is
+    charged, as a repetition of the charge before it.
 
     Args:
         path: of the file; made if it does not exist (its folder must).
+        must_exist: refuse to make it.
 
     Raises:
-        PrivacyError: another process or accountant has the file open, a line is damaged, or it cannot be opened for
-            reading and writing.
+        PrivacyError: another process or accountant has the file open, a line is damaged, lines are missing that its
+            mark knows of, or it cannot be opened for reading and writing.
 
     Guarantee:
         Every event for which `append` has returned is in the file, also after kill -9 or a power failure, as far as
         fsync keeps its promise. The file is never behind what was released.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
         self.path = os.fspath(path)
+        self._mark = HighWater(self.path)
+        # PRIVACY: a new file in the place of a lost one knows of no charge (test_a_lost_file_is_not_made_anew)
+        if not os.path.exists(self.path) and (must_exist or self._mark.read() not in (None, _NOWHERE)):
+            reason = "must_exist=True" if must_exist else f"its mark {self._mark.path!r} knows of charges"
+            raise PrivacyError(f"ledger file {self.path!r} must exist ({reason}): put it back, or name the right file")
         try:
             self._fd = _opened(self.path)
         except OSError as error:
@@ -75,10 +86,13 @@ class LedgerFile:
                 f"be charged; name a file in a folder that exists, on a disk that can be written"
             ) from error
         self._closer = weakref.finalize(self, os.close, self._fd)
+        self._mark_closer = weakref.finalize(self, self._mark.close)
         self._size, self._digest, self._broken = 0, "", False
         try:
-            self.book = self._read()
+            known = self._mark.read()
+            self.book = self._read(known)
             self._shorten()
+            self._sync(lambda: self._mark.write(self.book.place, safe=True))
             # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
             # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
             self._sync(lambda: _sync_folder(os.path.realpath(self.path)))
@@ -89,12 +103,18 @@ class LedgerFile:
     def close(self) -> None:
         """Closes and unlocks the file; a later `append` raises."""
         self._broken = True
+        self._mark_closer()
         self._closer()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
         return self._size == 0
+
+    @property
+    def awaits_name(self) -> bool:
+        """Whether it is open and empty, so that it does not say which ledger it is."""
+        return self.is_empty and not self._broken
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -115,6 +135,14 @@ class LedgerFile:
         self._sync(put)
         self._size, self._digest = self._size + len(line), digest
 
+    def note(self, place: Place) -> None:
+        """Notes in the mark how far the book has come whose lines were appended; before anything is released.
+
+        Raises:
+            PrivacyError: it could not be written.
+        """
+        self._sync(lambda: self._mark.write(place))
+
     def _sync(self, put: Callable[[], None]) -> None:
         self._broken = True  # until it is safe: after a failed fsync nobody knows what the disk holds
         try:
@@ -130,15 +158,21 @@ class LedgerFile:
         if self._broken:
             raise PrivacyError(f"ledger file {self.path!r} is closed or failed: make a new accountant on the same file")
         now = os.fstat(self._fd)
-        if now.st_size != self._size or now.st_nlink == 0:
-            # PRIVACY: charges must not go to a file that is gone (test_a_file_deleted_or_changed_in_a_run_is_noticed)
+        try:
+            named = os.path.samestat(now, os.stat(self.path))
+        except OSError:
+            named = False
+        if now.st_size != self._size or not named:
+            # PRIVACY: charges must not go to a file that is gone, or that others do not find under its name
+            # (test_a_file_deleted_moved_or_changed_in_a_run_is_noticed)
             raise PrivacyError(
-                f"ledger file {self.path!r} was changed or deleted by somebody else while in use: put it back as it was"
+                f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in use: put it back "
+                f"as it was"
             )
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Book:
+    def _read(self, known: Place | None) -> Book:
         lines = _contents(self._fd).split(b"\n")
         torn, book, last = lines.pop(), Book(), None
         for number, line in enumerate(lines, start=1):
@@ -150,20 +184,36 @@ class LedgerFile:
                 )
             book, last = self._follow(book, row, number)
             self._size += len(line) + 1
-        if torn:
-            self._mend(torn, book, last)
-        return book
+        self._require_all(book, known)
+        return self._mend(torn, book, last, marked=known is not None) if torn else book
+
+    def _require_all(self, book: Book, known: Place | None) -> None:
+        """Raises PrivacyError if the mark knows of more than the complete lines; warns without a mark."""
+        if known is not None and not book.reaches(known):
+            # PRIVACY: (test_every_cut_of_a_file_opens_with_all_charges_or_is_refused)
+            raise PrivacyError(
+                f"ledger file {self.path!r} must hold {known[1]} events of its last run, as its mark "
+                f"{self._mark.path!r} says (got {len(book.ledger)}): it was cut, emptied, or replaced by an older copy "
+                f"or another ledger; put the newest one back"
+            )
+        if known is None and len(book.ledger):
+            warnings.warn(
+                f"ledger file {self.path!r} has no mark {self._mark.path!r} (it is of an earlier version, or was "
+                f"copied without): whether it is the newest copy is not known",
+                UtilityWarning,
+                stacklevel=2,
+            )
 
     def _verified(self, line: bytes) -> Row | None:
         """Returns the row of a line and moves the chain of digests on; None if the line is not what was written."""
         try:
             row = json.loads(line)
-        except ValueError:
-            return None
-        if not isinstance(row, dict):
-            return None
-        digest = row.pop("digest", None)
-        if digest != _chained(self._digest, row):
+            if not isinstance(row, dict):
+                return None
+            digest = row.pop("digest", None)
+            if digest != _chained(self._digest, row):
+                return None
+        except (ValueError, RecursionError):  # no JSON, or nested without end
             return None
         self._digest = digest
         return row
@@ -173,33 +223,36 @@ class LedgerFile:
             if "ledger" in row:
                 return Book.from_row(row), row
             book.apply(row)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise PrivacyError(f"line {number} of ledger file {self.path!r} cannot be understood ({error})") from error
         return book, row
 
-    def _mend(self, torn: bytes, book: Book, last: Row | None) -> None:
-        """Replaces the torn end of the file by a line that charges at least as much."""
+    def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
+        """Ends a torn line that is complete, drops another one, or without a mark replaces it by the one before."""
         self._sync(lambda: os.ftruncate(self._fd, self._size))
         before = self._digest
         row = self._verified(torn)
         self._digest = before
+        if row is None and marked:
+            # PRIVACY: the mark follows each line, before its noise
+            # (test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark)
+            self._sync(lambda: os.fsync(self._fd))
+            self._tell_of_torn("is dropped: it was not complete, so that nothing was released for it")
+            return book
         if row is None:
-            # PRIVACY: over-counts, since authorize had not returned (test_a_torn_last_line_is_charged_and_told)
+            # PRIVACY: over-counts, since authorize had not returned
+            # (test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark)
             if last is None or "event" not in last:
                 self._sync(lambda: os.fsync(self._fd))
-                return  # since the last state no charge was completed
+                return book  # since the last state no charge was completed
             row = {key: value for key, value in last.items() if key != "run"} | {"at": len(book.ledger)}
         self.append(row)
-        if "ledger" in row:
-            fresh = Book.from_row(row)
-            book.ledger, book.runs, book.config = fresh.ledger, fresh.runs, fresh.config
-        else:
-            book.apply(row)
+        self._tell_of_torn("is charged although nothing was released for it")
+        return self._follow(book, row, number=0)[0]
+
+    def _tell_of_torn(self, what: str) -> None:
         warnings.warn(
-            f"the last line of ledger file {self.path!r} was torn by a crash; it is charged although nothing was "
-            f"released for it",
-            UtilityWarning,
-            stacklevel=2,
+            f"the last line of ledger file {self.path!r} was torn by a crash; it {what}", UtilityWarning, stacklevel=2
         )
 
     # -- making it short ----------------------------------------------------------------------------------------------

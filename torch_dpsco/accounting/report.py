@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Context
 from fractions import Fraction
 
@@ -222,6 +222,7 @@ class PrivacyReport:
             the whole privacy curve: at most `attack_advantage(epsilon, delta)`, and often far less.
         planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
         advice: what would cost less for the same work.
+        ledger_id: random name of the ledger, as its file and checkpoints have it.
     """
 
     epsilons: dict[Adjacency, float]
@@ -235,6 +236,7 @@ class PrivacyReport:
     advantage: float
     planned_epsilon: float | None = None
     advice: tuple[str, ...] = ()
+    ledger_id: str = field(default="", compare=False)
 
     @property
     def epsilon(self) -> float:
@@ -257,6 +259,7 @@ class PrivacyReport:
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
         lines += [f"  advice: {line}" for line in self.advice]
+        lines += [f"  ledger: {self.ledger_id}"] if self.ledger_id else []
         return "\n".join(lines)
 
 

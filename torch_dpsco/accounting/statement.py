@@ -180,6 +180,7 @@ def _facts(statement: Statement) -> dict[str, Any]:
             for c in report.charges
         ],
         "assumptions": report.assumptions,
+        "ledger_id": report.ledger_id,
         "headline": statement.headline,
         "warnings": statement.warnings,
         "sections": [{"title": title, "sentences": sentences} for title, sentences in statement.sections],
