@@ -269,10 +269,10 @@ def test_every_part_of_a_state_is_looked_at(used, key, value):
     assert image(fresh) == before
 
 
-@pytest.mark.parametrize("version", [0, 3, "2", 2.5, None, -1])
+@pytest.mark.parametrize("version", [0, 4, "2", 2.5, None, -1])
 def test_a_state_of_another_version_is_refused_with_the_versions_that_are_read(used, version):
     before = image(used)
-    with pytest.raises(ValueError, match="version must be 1 or 2"):
+    with pytest.raises(ValueError, match="version must be 1, 2 or 3"):
         used.load_state_dict(used.state_dict() | {"version": version})
     assert image(used) == before
 
