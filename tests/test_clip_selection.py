@@ -134,16 +134,21 @@ def test_the_released_quantile_is_near_the_true_one():
 def test_each_release_is_charged_as_what_it_is():
     positions = (REPLACE_ONE, ZERO_OUT)
     cases = [
-        (quantile, {"epsilon": 0.7}, Pure(0.7, positions)),
-        (quantile, {"epsilon": None, "rho": 0.02}, ZCDP(0.02, adjacencies=positions)),
-        (quantile, {"epsilon": 0.7, "n": 2000}, Pure(0.7, ADJACENCIES)),
-        (moment, {"rho": 0.3}, ZCDP(0.3, adjacencies=positions)),
-        (moment, {"rho": 0.3, "n": 2000}, ZCDP(0.3, adjacencies=ADJACENCIES)),
+        (quantile, {"epsilon": 0.7}, Pure(0.7, positions), 0.0),
+        (quantile, {"epsilon": None, "rho": 0.02}, ZCDP(0.02, adjacencies=positions), 0.0),
+        (quantile, {"epsilon": 0.7, "n": 2000}, Pure(0.7, ADJACENCIES), 0.0),
+        (moment, {"rho": 0.3}, ZCDP(0.15, adjacencies=positions), 0.15),
+        (moment, {"rho": 0.3, "secure": "exact"}, ZCDP(0.15, adjacencies=positions), 0.15),
+        (moment, {"rho": 0.3, "n": 2000}, ZCDP(0.15, adjacencies=ADJACENCIES), 0.15),
     ]
-    for release, changes, event in cases:
+    for release, changes, event, rest in cases:
         accountant = dp.Accountant()
         release(accountant=accountant, **changes)
-        assert [entry[2] for entry in accountant.ledger.entries()] == [event]
+        first, *others = [entry[2] for entry in accountant.ledger.entries()]
+        assert first == event
+        assert [g.sens for g in others] == [tuple((a, g.sens[0][1]) for a in event.adjacencies) for g in others]
+        assert sum(g.sens[0][1] ** 2 / (2 * g.sigma**2) for g in others) == pytest.approx(rest, rel=1e-12)
+        assert all(g.exact is ("secure" in changes) and g.sens[0][1] ** 2 / (2 * g.sigma**2) <= rest for g in others)
 
 
 def test_the_epsilon_of_a_rho_is_that_of_bounded_range(monkeypatch):
@@ -175,7 +180,7 @@ def test_nothing_is_drawn_that_was_not_charged(release, monkeypatch):
     accountant = dp.Accountant()
     with pytest.raises(AssertionError, match="drawn"):
         release(accountant=accountant)
-    assert len(accountant) == 1  # charged first
+    assert len(accountant) == (1 if release is quantile else 2)  # charged first
 
 
 @pytest.mark.parametrize("release", [quantile, moment])

@@ -7,7 +7,7 @@ order, no moment. The exchange rate a is the planner's.
 | tool | charged as |
 |---|---|
 | `private_quantile` | `Pure(epsilon)`, or `ZCDP(rho)` with epsilon = sqrt(8 rho) (bounded range) |
-| `private_moment` | `ZCDP(rho)`, half for its truncation point |
+| `private_moment` | `ZCDP(rho / 2)` for its truncation point, and a Gaussian at rho / 2 |
 | `oracles.QuantilePilot` | the same quantile, on a pilot group of records of its own: free under the max rule |
 | `oracles.AdaptiveClipped` | each step's noise multiplier holds the count's share |
 
@@ -26,10 +26,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.events import ADJACENCIES, REPLACE_ONE, ZCDP, ZERO_OUT, Adjacency, Pure
+from torch_dpsco.accounting.events import (
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZCDP,
+    ZERO_OUT,
+    Adjacency,
+    Gaussian,
+    Pure,
+    Sequential,
+)
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
+from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, with_grid
 
 __all__ = [
     "C_MAX",
@@ -242,6 +253,7 @@ def private_moment(
     rho: float,
     c_min: float = C_MIN,
     c_max: float = C_MAX,
+    secure: str | None = None,
     accountant: Accountant,
     n: int | None = None,
     generator: torch.Generator | None = None,
@@ -257,6 +269,7 @@ def private_moment(
         rho: zCDP of both releases together, > 0.
         c_min: least tau, public, > 0.
         c_max: largest tau, public.
+        secure: "exact" for noise drawn in integers on a public grid; the draw of tau is one of integers anyhow.
         accountant: charged before anything is drawn.
         n: public reference number of records, for add_remove. None: their number is public.
         generator: for tests only (warns).
@@ -282,22 +295,36 @@ def private_moment(
     """
     values, size, adjacencies = _records(norms, n)
     grid, order = geometric_grid(c_min, c_max), check.order(order=order)
-    event, stream = ZCDP(check.positive(rho=rho), adjacencies=adjacencies), noise_generator("cpu", generator)
-    quantile, epsilon = 1.0 - 1.0 / math.sqrt(size), _epsilon_of(event.rho / 2)
+    rho, stream = check.positive(rho=rho), noise_generator("cpu", generator)
+    quantile, epsilon = 1.0 - 1.0 / math.sqrt(size), _epsilon_of(rho / 2)
+    gaussian = _moment_event(rho, adjacencies, asks_exact(secure))
+    event = Sequential((ZCDP(rho / 2, adjacencies=adjacencies), gaussian))
     quantile_law([], grid, quantile, epsilon, size)  # its checks, before anything is charged
     # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged)
     accountant.authorize(event)
     tau = draw_quantile(values, grid, quantile, epsilon, size, stream)
     # PRIVACY: NaN and inf become 1, so that each summand is in [0, 1] (test_one_norm_moves_the_moment_by_at_most_1)
     summands = np.nan_to_num(np.clip(values / tau, 0.0, 1.0), nan=1.0) ** order
-    # of fewer than 2^32 summands: 2^-20 for their powers, whose last bit may depend on their place, 2^-20 for the sums
-    scale = (1.0 + 2.0**-18) / math.sqrt(event.rho)
-    noise = scale * float(torch.randn((), dtype=torch.float64, generator=stream))
+    total = math.fsum(summands.tolist())
+    if gaussian.exact:
+        total = float(exact_release(torch.tensor([total], dtype=torch.float64), gaussian))
+    else:
+        total += gaussian.sigma * float(torch.randn((), dtype=torch.float64, generator=stream))
     warn_at_grid_end(tau, grid)
-    mean = (math.fsum(summands.tolist()) + noise) / size
+    mean = total / size
     if mean <= 0:
         warnings.warn("the moment drowned in its noise: use more records or a larger rho", UtilityWarning, stacklevel=2)
     return tau * math.pow(max(mean, 0.0), 1.0 / order)
+
+
+def _moment_event(rho: float, adjacencies: tuple[Adjacency, ...], exact: bool) -> Gaussian:
+    """Returns the event, (rho/2)-zCDP, of a noisy sum of numbers in [0, 1]."""
+    # of fewer than 2^32 summands: 2^-20 for their powers, whose last bit may depend on their place, 2^-20 for the sums
+    moved = with_grid(1.0 + 2.0**-18, exact)
+    event = Gaussian(moved / math.sqrt(rho) * (1.0 + 2.0**-50), dict.fromkeys(adjacencies, moved), exact=exact)
+    if exact:
+        exact_grid(event.sigma, moved, 1, largest=2.0**32)  # raises before anything is charged
+    return event
 
 
 def _records(norms: ArrayLike, n: int | None) -> tuple[NDArray[np.float64], int, tuple[Adjacency, ...]]:

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.events import REPLACE_ONE, Gaussian, PoissonGaussian
 from torch_dpsco.accounting.identify import RatePoisson
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.mechanisms.exact_noise import exact_release, on_grid
-from torch_dpsco.theory.exact_noise import Grid, exact_grid, is_exact, with_grid
+from torch_dpsco.theory.exact_noise import Grid, asks_exact, exact_grid, with_grid
 
 IDEAL = "ideal Gaussian noise (floating-point attacks on the noise are out of scope)"
 SETTINGS = [(1.0, 1.0, 1), (3.7, 0.3, 10), (1e-9, 1e-7, 1000), (250.0, 2.0, 10**6), (1e40, 1e38, 33)]
@@ -123,11 +123,11 @@ def test_grids_that_need_more_than_64_bits_are_refused_by_name():
 
 
 def test_a_word_that_is_not_exact_is_refused():
-    assert is_exact("exact")
-    assert not is_exact(None)
+    assert asks_exact("exact")
+    assert not asks_exact(None)
     for word in ("Exact", "yes", True, 1):
         with pytest.raises(ValueError, match="secure must be one of"):
-            is_exact(word)
+            asks_exact(word)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None])

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import (
@@ -127,8 +127,8 @@ def noise_ratio(base: BaseEvent, adjacency: Adjacency) -> float:
     return base.sigma / base.sensitivity(adjacency)
 
 
-def is_exact(base: BaseEvent) -> bool:
-    """Returns whether the noise of a Gaussian query was drawn in integers."""
+def is_exact(base: object) -> TypeGuard[Gaussian]:
+    """Returns whether an event is that of a Gaussian query whose noise is drawn in integers."""
     return isinstance(base, Gaussian) and base.exact
 
 

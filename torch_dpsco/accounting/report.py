@@ -17,6 +17,7 @@ from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
+    GDP,
     REPLACE_ONE,
     ZERO_OUT,
     AboveThreshold,
@@ -283,7 +284,7 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     if True in exact:
         lines.append("exact discrete Gaussian noise on a public grid, from uniform random bytes")
     # PRIVACY: one release of floating-point noise is enough (test_mixed_ledgers_keep_the_sentence)
-    if False in exact:
+    if False in exact or GDP in events:
         lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
     if events & {Laplace, KNorm, AboveThreshold}:
         lines.append("ideal Laplace or K-norm noise (floating-point attacks on the noise are out of scope)")

@@ -18,14 +18,18 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.designs import is_exact
+from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import GDP, ApproxDP
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses import Squared
+from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.solvers.certificates import project
 from torch_dpsco.theory.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.output import sum_terms
 
@@ -44,17 +48,19 @@ class AdaSSPPlan:
     """
 
     constants: AdaSSPConstants
-    event: GDP | ApproxDP
+    event: GDP | ApproxDP | Gaussian
     ridge: float
     radius: float
 
 
-def plan_adassp(task: LinearTask, mode: str = "tight") -> AdaSSPPlan:
+def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None) -> AdaSSPPlan:
     """Returns the numbers of AdaSSP for a task with the squared loss.
 
     Args:
         task: its public numbers; delta > 0. reg is added to the ridge; None adds nothing.
         mode: "tight" or "paper".
+        secure: "exact" for noise drawn in integers (mode "tight"), on the three statistics over their stds, as one
+            vector: its event is a Gaussian of std 1.
 
     Raises:
         ConditionError: another loss, delta = 0, or a published noise that is not private enough.
@@ -69,11 +75,17 @@ def plan_adassp(task: LinearTask, mode: str = "tight") -> AdaSSPPlan:
     assert task.bound_y is not None
     epsilon, delta = task.budget.epsilon, task.budget.delta
     bounds = (task.preparation.bound, task.bound_y, task.width)
-    event: GDP | ApproxDP
+    event: GDP | ApproxDP | Gaussian
+    most = task.most_records
     if check.choice(("tight", "paper"), mode=mode) == "tight":
         constants = adassp_constants(epsilon, delta, *bounds, adjacency=task.adjacency)
-        event = GDP(gaussian_mu(epsilon, delta), (task.adjacency,))
+        mu = gaussian_mu(epsilon, delta)
+        event = GDP(mu, (task.adjacency,))
+        if asks_exact(secure):
+            event = Gaussian(1.0, {task.adjacency: mu}, exact=True)
+            exact_grid(1.0, mu, 1 + task.width * (task.width + 3) // 2, largest=2 * most * mu)  # raises before a charge
     else:
+        require_gaussian(secure, "mode='paper' is charged as (epsilon, delta); use mode='tight'")
         if task.adjacency == "replace_one":
             raise AdjacencyError("mode 'paper' is proved for add_remove and zero_out: use mode='tight'")
         delta *= 1 - 1e-9  # a ledger needs some left to round with
@@ -83,8 +95,9 @@ def plan_adassp(task: LinearTask, mode: str = "tight") -> AdaSSPPlan:
         )
         event = ApproxDP(epsilon, delta, (task.adjacency,))
     # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
-    most = task.most_records
-    rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 64) * DOUBLE
+    rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
+    # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+    rounding = with_grid(rounding, is_exact(event))
     constants = AdaSSPConstants(*(value * rounding for value in constants))
     return AdaSSPPlan(constants=constants, event=event, ridge=task.reg or 0.0, radius=task.radius)
 
@@ -106,10 +119,14 @@ def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, g
     # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
     accountant.authorize(plan.event)
     given, dim = plan.constants, records.dim
-    least = float(torch.linalg.eigvalsh(gram)[0]) + float(gaussian_vector(1, given.std_lmin, generator))
+    least = float(torch.linalg.eigvalsh(gram)[0])
+    if is_exact(plan.event):
+        least, noisy, moment = _exact(least, gram, moment, given, plan.event)
+    else:
+        least += float(gaussian_vector(1, given.std_lmin, generator))
+        noisy = gram + _symmetric(dim, given, generator)
+        moment = moment + gaussian_vector(dim, given.std_xty, generator)
     ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + plan.ridge
-    noisy = gram + _symmetric(dim, given, generator)
-    moment = moment + gaussian_vector(dim, given.std_xty, generator)
     values, vectors = torch.linalg.eigh(noisy)
     # post-processing: an improbable matrix that is not positive definite
     values = (values + ridge).clamp(min=max(given.lam_cap, plan.ridge) / 10)
@@ -120,3 +137,18 @@ def _symmetric(dim: int, given: AdaSSPConstants, generator: torch.Generator) -> 
     """Returns a symmetric matrix of noise, with stds of their own on and off the diagonal."""
     noise = gaussian_vector(dim * dim, given.std_xtx_offdiag, generator).view(dim, dim).triu(1)
     return noise + noise.T + torch.diag(gaussian_vector(dim, given.std_xtx_diag, generator))
+
+
+def _exact(
+    least: float, gram: Tensor, moment: Tensor, given: AdaSSPConstants, event: Gaussian
+) -> tuple[float, Tensor, Tensor]:
+    """Returns eigenvalue, matrix and moments, released as one vector in which each has noise of std 1."""
+    dim = len(moment)
+    row, column = torch.triu_indices(dim, dim, device=gram.device)
+    # squares off the diagonal count once here and twice in the Frobenius norm, for noise of 1/sqrt(2) of the std
+    stds = torch.where(row == column, given.std_xtx_diag, given.std_xtx_offdiag).to(gram)
+    first = moment.new_tensor([least / given.std_lmin])
+    released = exact_release(torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event)
+    noisy = torch.zeros_like(gram)
+    noisy[row, column] = noisy[column, row] = released[1:-dim] * stds
+    return float(released[0]) * given.std_lmin, noisy, released[-dim:] * given.std_xty

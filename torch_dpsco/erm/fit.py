@@ -23,15 +23,28 @@ from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.solvers import SOLVERS
+from torch_dpsco.theory.exact_noise import asks_exact, require_gaussian
 
-__all__ = ["MECHANISMS", "build_objective", "choose_mechanism", "fit_linear", "make_records"]
+__all__ = ["MECHANISMS", "build_objective", "choose_mechanism", "fit_linear", "make_records", "require_exact_form"]
 
 MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
 _KINK = 1e-3  # public smoothing of the norm of an adversarial objective
 
 
-def choose_mechanism(task: LinearTask) -> str:
-    """Returns the mechanism for a task, by public facts: loss, epsilon, delta, reg.
+_NOT_EXACT = {
+    "objective": "objective perturbation is proved in a continuous law; use OutputPerturbation, mechanism='output'",
+    "noisy_gd": "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'",
+}
+
+
+def require_exact_form(mechanism: str, secure: str | None) -> None:
+    """Raises ConditionError for a mechanism that has no exact form, where one is asked for."""
+    if mechanism in _NOT_EXACT:
+        require_gaussian(secure, _NOT_EXACT[mechanism])
+
+
+def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
+    """Returns the mechanism for a task, by public facts: loss, epsilon, delta, reg; `secure` leaves those it can.
 
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
@@ -54,7 +67,7 @@ def choose_mechanism(task: LinearTask) -> str:
         return "output"
     if isinstance(task.loss, Squared) and task.residual_clip is None:
         return "adassp" if task.budget.delta else "output"
-    if task.lipschitz is None or task.smoothness is None:
+    if task.lipschitz is None or task.smoothness is None or asks_exact(secure):
         return "output"
     if task.budget.delta:
         return "objective"
@@ -132,6 +145,7 @@ def fit_linear(
     mechanism: str = "auto",
     solver: str = "auto",
     mode: str = "tight",
+    secure: str | None = None,
     accountant: Accountant | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -146,6 +160,7 @@ def fit_linear(
         mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd" or "adassp".
         solver: of output and objective perturbation, see `solvers.solve`; never trusted.
         mode: "tight" or "paper" (output, adassp).
+        secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         accountant: ledger to charge; default a new one with the task's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
@@ -162,7 +177,8 @@ def fit_linear(
         replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
     chosen, solver = check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
-    chosen = choose_mechanism(task) if chosen == "auto" else chosen
+    chosen = choose_mechanism(task, secure) if chosen == "auto" else chosen
+    require_exact_form(chosen, secure)
     ledger = Accountant(task.budget) if accountant is None else accountant
     ledger.require_unit("example")
     if ledger.adjacency != task.adjacency:
@@ -172,7 +188,7 @@ def fit_linear(
     records = make_records(task, features, targets, weights)
     noise = noise_generator(records.device, generator)
     if chosen == "adassp":
-        answer = release_adassp(records, plan_adassp(task, mode), ledger, noise)
+        answer = release_adassp(records, plan_adassp(task, mode, secure), ledger, noise)
     elif chosen == "noisy_gd":
         plan = plan_noisy_gd(task)
         answer = release_noisy_gd(build_objective(task, plan.reg, records), plan, ledger, noise)
@@ -181,7 +197,7 @@ def fit_linear(
         build = partial(build_objective, task, planned.reg, records)
         answer = release_objective(build, planned, task.parameters, ledger, noise, solver=solver)
     else:
-        output = plan_output(task, mode)
+        output = plan_output(task, mode, secure)
         point = solve_output(build_objective(task, output.reg, records), output, solver)
         answer = draw_output(point, output, ledger, noise)
     return answer.reshape(task.num_scores, task.width)

@@ -25,16 +25,19 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, gaussian_sigma_zhao
+from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import REPLACE_ONE, Failure, Gaussian, KNorm, Sequential
 from torch_dpsco.erm.least_risk import least_risk_reg
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Logistic
+from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.records import gamma
 from torch_dpsco.solvers import solve
 from torch_dpsco.solvers.certificates import BoxDual, project
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.output import (
     adversarial_gradient_diameter,
     adversarial_lipschitz,
@@ -65,6 +68,7 @@ class OutputPlan:
         event: of the release, for Delta + 2 r.
         noise_scale: std of Gaussian noise, or scale of the K-norm's.
         radius: of the ball that the answer is projected on.
+        secure: "exact" for noise in integers on a public grid, which is in the event; None for floating point.
     """
 
     task: LinearTask
@@ -75,6 +79,7 @@ class OutputPlan:
     event: Gaussian | KNorm | Sequential
     noise_scale: float
     radius: float
+    secure: str | None = None
 
     @property
     def trusted(self) -> bool:
@@ -82,12 +87,13 @@ class OutputPlan:
         return math.isinf(self.distance)
 
 
-def plan_output(task: LinearTask, mode: str = "tight") -> OutputPlan:
+def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None) -> OutputPlan:
     """Returns the numbers of output perturbation for a task.
 
     Args:
         task: its public numbers.
         mode: "tight" (analytic Gaussian) or "paper" (the closed form of Zhao et al., which is valid and larger).
+        secure: "exact" for noise drawn in integers (delta > 0); see docs/proofs/exact_gaussian.md.
 
     Raises:
         ConditionError: nothing is proved for these settings, e.g. tilts under add_remove without n_min.
@@ -114,12 +120,12 @@ def plan_output(task: LinearTask, mode: str = "tight") -> OutputPlan:
     epsilon, delta = task.budget.epsilon, task.budget.delta
     event: Gaussian | KNorm
     if delta == 0:
+        require_gaussian(secure)
         event = KNorm(epsilon, task.parameters, adjacencies=_covered(task))
         scale = moved / epsilon * (1 + 1e-15)
     else:
-        sigma = gaussian_sigma if mode == "tight" else gaussian_sigma_zhao
-        scale = sigma(epsilon, delta, moved)
-        event = Gaussian(scale, dict.fromkeys(_covered(task), moved))
+        event = _gaussian(task, moved, delta, mode, secure)
+        scale = event.sigma
     return OutputPlan(
         task=task,
         reg=reg,
@@ -129,7 +135,19 @@ def plan_output(task: LinearTask, mode: str = "tight") -> OutputPlan:
         event=event,
         noise_scale=scale,
         radius=task.radius,
+        secure=secure,
     )
+
+
+def _gaussian(task: LinearTask, moved: float, delta: float, mode: str, secure: str | None) -> Gaussian:
+    exact = asks_exact(secure)
+    sigma = gaussian_sigma if check.choice(("tight", "paper"), mode=mode) == "tight" else gaussian_sigma_zhao
+    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+    moved = with_grid(moved, exact)
+    event = Gaussian(sigma(task.budget.epsilon, delta, moved), dict.fromkeys(_covered(task), moved), exact=exact)
+    if exact:
+        exact_grid(event.sigma, moved, task.parameters)  # raises before anything is spent
+    return event
 
 
 def _require_solvable(task: LinearTask) -> None:
@@ -196,7 +214,9 @@ def _tilted(task: LinearTask, reg: float) -> tuple[float, float]:
     return delta, tilted_strong_convexity(task.tilt, lipschitz, lam)
 
 
-def markov_plan(task: LinearTask, expected_accuracy: float, failure: float, mode: str = "tight") -> OutputPlan:
+def markov_plan(
+    task: LinearTask, expected_accuracy: float, failure: float, mode: str = "tight", secure: str | None = None
+) -> OutputPlan:
     """Returns the numbers for a point whose objective is within `expected_accuracy` of the minimum in expectation.
 
     But for a probability of at most `failure` on each side it is within expected_accuracy / failure.
@@ -206,6 +226,7 @@ def markov_plan(task: LinearTask, expected_accuracy: float, failure: float, mode
         expected_accuracy: alpha > 0, in sum form, promised for every data set.
         failure: p in (0, 1); (1 + e^epsilon) p of delta pay for it.
         mode: as in `plan_output`.
+        secure: as in `plan_output`.
 
     Raises:
         ConditionError: delta does not pay for the failure.
@@ -224,9 +245,7 @@ def markov_plan(task: LinearTask, expected_accuracy: float, failure: float, mode
     if task.tilt:
         expected_accuracy = expected_accuracy / task.n
     moved = expected_suboptimal_sensitivity(sensitivity, mu, expected_accuracy, failure)
-    sigma = gaussian_sigma if check.choice(("tight", "paper"), mode=mode) == "tight" else gaussian_sigma_zhao
-    scale = sigma(epsilon, left, moved)
-    gaussian = Gaussian(scale, dict.fromkeys(_covered(task), moved))
+    gaussian = _gaussian(task, moved, left, mode, secure)
     return OutputPlan(
         task=task,
         reg=reg,
@@ -234,8 +253,9 @@ def markov_plan(task: LinearTask, expected_accuracy: float, failure: float, mode
         sensitivity=sensitivity,
         distance=math.inf,
         event=Sequential((gaussian, Failure(failure, "per_side"))),
-        noise_scale=scale,
+        noise_scale=gaussian.sigma,
         radius=task.radius,
+        secure=secure,
     )
 
 
@@ -267,5 +287,8 @@ def draw_output(point: Tensor, plan: OutputPlan, accountant: Accountant, generat
     # PRIVACY: charged before anything is drawn, which is after the solver has ended
     # (test_a_refused_release_draws_nothing)
     accountant.authorize(plan.event)
+    released = plan.event.events[0] if isinstance(plan.event, Sequential) else plan.event
+    if is_exact(released):
+        return project(exact_release(point, released), plan.radius)
     draw = knorm_vector if isinstance(plan.event, KNorm) else gaussian_vector
     return project(point + draw(len(point), plan.noise_scale, generator), plan.radius)

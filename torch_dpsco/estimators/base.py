@@ -30,8 +30,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
-from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.events import SimpleEvent
+from torch_dpsco.accounting.designs import BaseEvent, Full
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.report import OneRelease, PrivacyReport
 from torch_dpsco.accounting.statement import Statement, make_statement
@@ -81,6 +80,7 @@ class LinearModel(BaseEstimator):
         mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
         solver: see `solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
+        secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
 
     Attributes:
@@ -112,6 +112,7 @@ class LinearModel(BaseEstimator):
     mechanism: str = "auto"
     solver: str = "auto"
     n_max: int | None = None
+    secure: str | None = None
     accountant: Accountant | None = None
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
@@ -158,16 +159,25 @@ class LinearModel(BaseEstimator):
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         task = self._task(width)
         chosen = check.choice(MECHANISMS, mechanism=self.mechanism)
-        chosen = choose_mechanism(task) if chosen == "auto" else chosen
+        chosen = choose_mechanism(task, self.secure) if chosen == "auto" else chosen
         if chosen == "output" and task.reg is None:
             task = replace(task, reg=least_risk_reg(task, plan_output))
         targets, factors = self._read(y, count, features.device)
         weights = _weights(sample_weight, factors, count, features.device)
         ledger, columns = self._ledger(task), read_columns(X, width)
         self._report_of(ledger, task)  # raises if the ledger will have no answer at this delta
-        answer = fit_linear(task, features, targets, weights, mechanism=chosen, solver=self.solver, accountant=ledger)
+        answer = fit_linear(
+            task,
+            features,
+            targets,
+            weights,
+            mechanism=chosen,
+            solver=self.solver,
+            secure=self.secure,
+            accountant=ledger,
+        )
         self.privacy_ = self._report_of(ledger, task)
-        self._fitted, self.mechanism_ = task, chosen
+        self._fitted, self._secure, self.mechanism_ = task, self.secure, chosen
         self._install(answer.cpu())
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
@@ -255,10 +265,12 @@ class LinearModel(BaseEstimator):
         run = OneRelease(type(self).__name__, Full(task.n), self._event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 
-    def _event(self) -> SimpleEvent:
-        plans = {"output": plan_output, "objective": plan_objective, "noisy_gd": plan_noisy_gd, "adassp": plan_adassp}
-        event: SimpleEvent = plans[self.mechanism_](self._fitted).event  # type: ignore[operator]
-        return event
+    def _event(self) -> BaseEvent:
+        if self.mechanism_ == "output":
+            return plan_output(self._fitted, secure=self._secure).event
+        if self.mechanism_ == "adassp":
+            return plan_adassp(self._fitted, secure=self._secure).event
+        return (plan_objective if self.mechanism_ == "objective" else plan_noisy_gd)(self._fitted).event
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it

@@ -130,7 +130,7 @@ class LogisticRegression(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         residual_clip: in (0, 1], or None for no clip. 0.5 by default; 0.2 for few rows where accuracy alone counts, 1
             where n epsilon / d is large.
@@ -195,7 +195,7 @@ class SoftmaxRegression(Classifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; the labels in the order of columns.
 
     Example:
@@ -241,7 +241,7 @@ class LinearSVC(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
             by far) or "hinge" (output perturbation, and slow for many rows).

@@ -62,7 +62,7 @@ class HuberRegressor(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         threshold: > 0, in units of the target, public. The noise is proportional to it: take the size of typical
             errors.
@@ -90,7 +90,7 @@ class QuantileRegressor(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
 
@@ -117,7 +117,7 @@ class Ridge(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, radius,
-            mechanism, solver, n_max, accountant: see `LinearModel`.
+            mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         reg: >= 0 added to the ridge of AdaSSP; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
 

@@ -22,7 +22,7 @@ class TiltedClassifier(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling,
-            mechanism, solver, n_max, accountant: see `LinearModel`.
+            mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes: two labels, of which the second is the positive one; no weights, since the constants have equal ones.
         tilt: tau, of either sign; 0 is the mean.
         n_min: public lower bound on the number of records; required under add_remove, no more than n.
@@ -60,7 +60,7 @@ class AdversarialClassifier(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, accountant: see `LinearModel`.
+            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         attack_radius: > 0, in the units of prepared rows.
         attack_norm: 2, or inf (each feature moves by that much).

@@ -1,4 +1,4 @@
-"""Exact Gaussian releases: a computed vector is rounded to a public grid, exact discrete noise is added in integers.
+"""Releases of one vector. Exact ones are rounded to a public grid, and discrete noise is added in integers.
 
 What numbers can occur does not depend on the data, and no law rests on the rounding of a sampler. See
 `theory.exact_noise` for what is charged, `mechanisms.discrete_gaussian` for the draws.

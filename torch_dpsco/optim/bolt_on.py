@@ -35,6 +35,7 @@ from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.theory.bolt_on_plan import BoltOnPlan, plan_bolt_on
+from torch_dpsco.theory.exact_noise import asks_exact
 from torch_dpsco.theory.holder_rounding import scaled_up
 
 __all__ = ["BoltOnPSGD"]
@@ -141,6 +142,7 @@ class BoltOnPSGD(RowFreeOptimizer):
         average: str | None = None,
         distance: float | None = None,
         gradient_error: float | None = None,
+        secure: str | None = None,
     ) -> BoltOnPlan:
         """Returns the public numbers of a run, before anything is spent.
 
@@ -158,6 +160,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             distance: guess of |w*|, for the default step size at reg = 0; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
                 computed mean gradient.
+            secure: "exact" for noise drawn in integers on a public grid (delta > 0): 0.03 % more of it.
 
         Raises:
             AdjacencyError: add_remove: batches of a public n are assumed.
@@ -186,6 +189,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             reg=reg,
             average=average,
             distance=distance,
+            secure=secure,
         )
 
     @classmethod
@@ -203,6 +207,7 @@ class BoltOnPSGD(RowFreeOptimizer):
         average: str | None = None,
         distance: float | None = None,
         gradient_error: float | None = None,
+        secure: str | None = None,
         loss_reduction: str = "mean",
         certify_convex: bool = False,
         accountant: Accountant | None = None,
@@ -222,6 +227,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             average=average,
             distance=distance,
             gradient_error=gradient_error,
+            secure=secure,
         )
         if accountant is not None:
             checks.require_budget(accountant, budget)
@@ -238,7 +244,7 @@ class BoltOnPSGD(RowFreeOptimizer):
 
 def _event(plan: BoltOnPlan, adjacency: Adjacency) -> Gaussian | KNorm:
     if plan.delta > 0:
-        return Gaussian(plan.noise_scale, {adjacency: plan.sensitivity})
+        return Gaussian(plan.noise_scale, {adjacency: plan.sensitivity}, exact=asks_exact(plan.secure))
     scale = check.positive(noise_scale=plan.noise_scale)
     # PRIVACY: the epsilon of the noise that is drawn (test_a_plan_with_half_the_noise_is_refused)
     return KNorm(scaled_up(plan.sensitivity / scale, 2), plan.dim, adjacencies=(adjacency,))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.erm.fit import build_objective
+from torch_dpsco.erm.fit import build_objective, require_exact_form
 from torch_dpsco.erm.noisy_gd import NoisyGDPlan, plan_noisy_gd, release_noisy_gd
 from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
@@ -76,6 +76,7 @@ class NoisyGD(SolvedOptimizer):
         steps: int | None = None,
         radius: float = math.inf,
         n_max: int | None = None,
+        secure: str | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
     ) -> NoisyGD:
@@ -93,9 +94,11 @@ class NoisyGD(SolvedOptimizer):
             steps: None for those after which it has converged, at most 500.
             radius: of a ball that iterates are projected on.
             n_max: public cap on the number of records; default 2 n.
+            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
             accountant: see the class.
             generator: see the class.
         """
+        require_exact_form("noisy_gd", secure)
         given = list(params)
         _, features, bias = linear_shape(given)
         task = LinearTask(

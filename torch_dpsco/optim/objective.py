@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.erm.fit import build_objective
+from torch_dpsco.erm.fit import build_objective, require_exact_form
 from torch_dpsco.erm.objective import ObjectivePlan, plan_objective, release_objective
 from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
@@ -83,6 +83,7 @@ class ObjectivePerturbation(SolvedOptimizer):
         radius: float = math.inf,
         n_max: int | None = None,
         charge: str = "approx",
+        secure: str | None = None,
         solver: str = "auto",
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
@@ -103,10 +104,12 @@ class ObjectivePerturbation(SolvedOptimizer):
             n_max: public cap on the number of records; default 2 n.
             charge: "approx", or "curve" for a ledger that holds much else, see `erm.objective.plan_objective`. A curve
                 alone costs more than epsilon: give an accountant with that much room.
+            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
             solver: see the class.
             accountant: see the class.
             generator: see the class.
         """
+        require_exact_form("objective", secure)
         given = list(params)
         _, features, bias = linear_shape(given)
         task = LinearTask(

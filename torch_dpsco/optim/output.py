@@ -88,6 +88,7 @@ class OutputPerturbation(SolvedOptimizer):
         n_max: int | None = None,
         n_min: int | None = None,
         mode: str = "tight",
+        secure: str | None = None,
         guarantee: str = "certified",
         expected_accuracy: float | None = None,
         failure: float | None = None,
@@ -113,6 +114,7 @@ class OutputPerturbation(SolvedOptimizer):
             n_max: public cap on the number of records; default 2 n.
             n_min: public lower bound on it, for tilts under add_remove.
             mode: "tight" or "paper" (closed-form Gaussian noise).
+            secure: "exact" for noise drawn in integers on a public grid (delta > 0): 0.03 % more of it.
             guarantee: "certified", or "markov": what the loop left is released as it is, and the noise covers a
                 promised accuracy but for a failure, which delta pays for. (By stability: `BoltOnPSGD`.)
             expected_accuracy: of the loop, in expectation, on every data set; in sum form; "markov" only.
@@ -145,9 +147,9 @@ class OutputPerturbation(SolvedOptimizer):
         if markov != (expected_accuracy is not None) or markov != (failure is not None):
             raise ValueError("expected_accuracy and failure must be given for guarantee='markov', and for it only")
         if expected_accuracy is not None and failure is not None:
-            plan = markov_plan(task, expected_accuracy, failure, mode)
+            plan = markov_plan(task, expected_accuracy, failure, mode, secure)
         else:
-            plan = plan_output(task, mode)
+            plan = plan_output(task, mode, secure)
         return cls(given, plan=plan, inner=inner, solver=solver, accountant=accountant, generator=generator)
 
     @property

@@ -21,11 +21,12 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.designs import Design, Shuffled
+from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm, SimpleEvent
 from torch_dpsco.accounting.report import OneRelease
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import CommonOptimizer, in_turn, require_one_process
@@ -92,9 +93,7 @@ class RowFreeOptimizer(CommonOptimizer):
         self.lrs = (check.positive(lr=lrs),) if isinstance(lrs, (int, float)) else tuple(lrs)
         super().__init__(params, {"lr": self.lrs[0]})
         if len(self.param_groups) != 1 or self.param_groups[0]["lr"] != self.lrs[0]:
-            raise ValueError(
-                "params must be one group with the step size of the plan, for which its noise is calibrated"
-            )
+            raise ValueError("params must be one group with the step size of the plan, as its noise is calibrated for")
         require_one_process()
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
         device = checks.one_device(self._params)
@@ -299,11 +298,14 @@ class RowFreeOptimizer(CommonOptimizer):
             )
         self.accountant.authorize(self.event)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        answers = [averaged(p, self.state, self.average).clone() for p in self._params]
+        flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
-        noise = draw(sum(p.numel() for p in answers), 1.0, self._noise).split([p.numel() for p in answers])
-        for answer, part in zip(answers, noise, strict=True):
-            answer.add_(part.view_as(answer), alpha=self.noise_std)
+        if is_exact(self.event):
+            flat = exact_release(flat, self.event)
+        else:
+            flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
+        parts = flat.split([p.numel() for p in self._params])
+        answers = [part.view_as(p) for p, part in zip(self._params, parts, strict=True)]
         self.prox.apply_(answers, [0.0] * len(answers))
         for p, answer in zip(self._params, answers, strict=True):
             p.copy_(answer)

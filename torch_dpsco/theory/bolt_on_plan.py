@@ -23,6 +23,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.theory.bolt_on import bolt_on_sensitivity, decreasing_lr
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder_plan import HIT_CONSTANTS
 from torch_dpsco.theory.holder_promises import LossPromises, distance_bound
 from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
@@ -56,6 +57,7 @@ class BoltOnPlan:
         rounding_share: share of the sensitivity that is due to floating-point rounding.
         dim: d, number of parameters.
         promises: constants of the loss.
+        secure: "exact" for noise drawn in integers on a public grid, which is in the sensitivity.
     """
 
     n: int
@@ -75,6 +77,7 @@ class BoltOnPlan:
     rounding_share: float
     dim: int
     promises: LossPromises = field(repr=False)
+    secure: str | None = None
 
 
 def plan_bolt_on(
@@ -91,6 +94,7 @@ def plan_bolt_on(
     reg: float = 0.0,
     average: str | None = None,
     distance: float | None = None,
+    secure: str | None = None,
 ) -> BoltOnPlan:
     """Returns the plan of a run whose noised answer is (epsilon, delta)-DP.
 
@@ -108,6 +112,7 @@ def plan_bolt_on(
         reg: gamma >= 0.
         average: "last", "uniform" or "weighted"; default "last" if reg > 0, else "uniform" ("last" for one step).
         distance: D, guess of |w*|; default the radius.
+        secure: "exact" for noise drawn in integers (delta > 0); see docs/proofs/exact_gaussian.md.
 
     Raises:
         AdjacencyError: add_remove: n is public here.
@@ -128,9 +133,15 @@ def plan_bolt_on(
     """
     request = _Request(promises, n, batch_size, dim, epsilon, delta, adjacency, epochs, reg, average, distance)
     sizes = request.step_sizes(lr)
-    sensitivity, exact = request.sensitivity(sizes), request.sensitivity(sizes, None)
+    if delta == 0:
+        require_gaussian(secure)
+    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+    sensitivity = with_grid(request.sensitivity(sizes), asks_exact(secure))
+    exact = request.sensitivity(sizes, None)  # in real numbers
     # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused)
     scale = scaled_up(sensitivity / epsilon, 8) if delta == 0 else gaussian_sigma(epsilon, delta, sensitivity)
+    if asks_exact(secure):
+        exact_grid(scale, sensitivity, dim)  # raises before anything is spent
     constant = bool(np.all(sizes == sizes[0]))
     return BoltOnPlan(
         n=n,
@@ -150,6 +161,7 @@ def plan_bolt_on(
         rounding_share=max(0.0, 1 - exact / sensitivity),
         dim=dim,
         promises=promises,
+        secure=secure,
     )
 
 

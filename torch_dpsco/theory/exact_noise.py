@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 
-__all__ = ["Grid", "exact_grid", "is_exact", "with_grid"]
+__all__ = ["Grid", "asks_exact", "exact_grid", "require_gaussian", "with_grid"]
 
 _SHARE = 2.0**-12  # of a sensitivity, that is added for the grid
 _NOISE = 1.0 + 2.0**-17  # of the std charged: what randomized rounding takes, and a hair
@@ -43,9 +43,16 @@ class Grid:
     bits: int
 
 
-def is_exact(secure: str | None) -> bool:
+def asks_exact(secure: str | None) -> bool:
     """Returns whether noise is to be exact; raises ValueError unless `secure` is None or "exact"."""
     return check.choice((None, "exact"), secure=secure) == "exact"
+
+
+def require_gaussian(secure: str | None, why: str = "delta = 0 takes K-norm noise, whose law is continuous") -> None:
+    """Raises ConditionError if exact noise is asked for where there is none; `why` says what there is, in words."""
+    if asks_exact(secure):
+        # PRIVACY: (test_what_has_no_exact_form_refuses_by_name)
+        raise ConditionError(f"secure must be None here, since exact noise is Gaussian and on the answer: {why}")
 
 
 def with_grid(sensitivity: float, exact: bool = True) -> float:
@@ -53,13 +60,14 @@ def with_grid(sensitivity: float, exact: bool = True) -> float:
     return check.nonnegative(sensitivity=sensitivity) * (1.0 + _SHARE if exact else 1.0)
 
 
-def exact_grid(std: float, sensitivity: float, dim: int) -> Grid:
+def exact_grid(std: float, sensitivity: float, dim: int, largest: float = 0.0) -> Grid:
     """Returns the grid of a release that is charged as Gaussian noise of that std at that sensitivity.
 
     Args:
         std: s charged, in [2^-500, 2^500].
         sensitivity: the least one charged, > 0, grid included: from `with_grid`.
         dim: d >= 1.
+        largest: public bound on coordinates, that the grid must reach; 0 if none is known: others are cut at 2^50 g.
 
     Raises:
         ConditionError: the noise is too large for its sensitivity, or too small, to be drawn in 64-bit integers.
@@ -78,9 +86,11 @@ def exact_grid(std: float, sensitivity: float, dim: int) -> Grid:
     # (test_neighbors_differ_by_at_most_the_charged_sensitivity_on_the_grid)
     bits = math.log2(1.5 * math.sqrt(check.positive_count(dim=dim)) * _NOISE) + math.log2(std) - math.log2(sensitivity)
     p = max(_LEAST_BITS, math.ceil(bits + 13.0))
-    if p > _MOST_BITS:
+    spacing = std * _NOISE / 2.0**p
+    if p > _MOST_BITS or not check.nonnegative(largest=largest) <= 2.0**49 * spacing:
         raise ConditionError(
-            f"noise std over sensitivity times sqrt(dim) must be below 2^26 for secure='exact' (got std {std:g}, "
-            f"sensitivity {sensitivity:g}, dim {dim}): use more records or secure=None"
+            f"secure='exact' needs numbers of 64 bits: noise std over sensitivity times sqrt(dim) must be below 2^26, "
+            f"and values below 2^49 steps of the grid (got std {std:g}, sensitivity {sensitivity:g}, dim {dim}, values "
+            f"up to {largest:g}); use secure=None"
         )
-    return Grid(std * _NOISE / 2.0**p, p)
+    return Grid(spacing, p)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder_mixture import uniform_sigma
 from torch_dpsco.theory.holder_output_paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.holder_promises import LossPromises, balanced_output_lr, distance_bound, output_path
@@ -66,6 +67,7 @@ class HolderOutputPlan:
         rounding_share: share of the drift and hits that is due to floating-point rounding.
         dim: d, number of parameters.
         promises: constants of the loss.
+        secure: "exact" for noise drawn in integers on a public grid, which is in the sensitivity.
     """
 
     n: int
@@ -85,6 +87,7 @@ class HolderOutputPlan:
     rounding_share: float
     dim: int
     promises: LossPromises = field(repr=False)
+    secure: str | None = None
 
 
 def plan_output(
@@ -102,6 +105,7 @@ def plan_output(
     lr: float | Sequence[float] | None = None,
     distance: float | None = None,
     unit_roundoff: float = DOUBLE,
+    secure: str | None = None,
 ) -> HolderOutputPlan:
     """Returns the plan of a run whose noised average is (epsilon, delta)-DP.
 
@@ -120,6 +124,7 @@ def plan_output(
         lr: a step size, or T of them, fixed in advance; default `balanced_output_lr` (the theorem's in mode "paper").
         distance: D, guess of |w*|; default the radius.
         unit_roundoff: of the arithmetic, 2^-53 (double) or 2^-24 (single).
+        secure: "exact" for noise drawn in integers (shuffled batches, mode "tight"); see docs/proofs/exact_gaussian.md.
 
     Raises:
         AdjacencyError: add_remove (n is public here), or mode "paper" outside replace_one.
@@ -140,7 +145,9 @@ def plan_output(
     request = _Request(promises, n, batch_size, dim, epsilon, delta, adjacency, sampler, mode, distance)
     sizes, epochs_made = _step_sizes(request, epochs, lr)
     path = request.path(sizes, unit_roundoff)
-    sensitivity, sigma = _noise(request, path, sizes)
+    if sampler != "shuffle":
+        require_gaussian(secure, "what one record moves is random here; use sampling='shuffle' and mode='tight'")
+    sensitivity, sigma = _noise(request, path, sizes, asks_exact(secure))
     computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
     constant = bool(np.all(sizes == sizes[0]))
     return HolderOutputPlan(
@@ -161,6 +168,7 @@ def plan_output(
         rounding_share=1 - exact / computed if computed > 0 else 0.0,
         dim=dim,
         promises=promises,
+        secure=secure,
     )
 
 
@@ -282,14 +290,17 @@ def _paper_lr(request: _Request, steps: int) -> float:
     return min(wanted, largest)
 
 
-def _noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float | None, float]:
+def _noise(request: _Request, path: RunPath, lr: FloatArray, exact: bool) -> tuple[float | None, float]:
     """Returns the sensitivity (None if it is random) and the noise std."""
     if request.mode == "paper":
         return _paper_noise(request, path, lr)
     if request.sampler == "uniform":
         return None, uniform_sigma(path, request.batch_size / request.n, request.epsilon, request.delta)
-    sensitivity = path_sensitivity(path, request.steps_per_epoch)
+    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+    sensitivity = with_grid(path_sensitivity(path, request.steps_per_epoch), exact)
     noise = gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+    if exact:
+        exact_grid(noise, sensitivity, request.dim)  # raises before anything is spent
     return sensitivity, noise
 
 

@@ -1,0 +1,346 @@
+"""`secure="exact"` where one answer is released: what is charged, what comes out, what the report says, who refuses."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco import estimators
+from torch_dpsco.accounting.designs import is_exact
+from torch_dpsco.erm import LinearTask, Preparation, fit_linear
+from torch_dpsco.erm import adassp as adassp_module
+from torch_dpsco.erm import output as output_module
+from torch_dpsco.erm.adassp import plan_adassp, release_adassp
+from torch_dpsco.erm.fit import make_records
+from torch_dpsco.erm.output import draw_output, markov_plan, plan_output
+from torch_dpsco.mechanisms.exact_noise import on_grid
+from torch_dpsco.optim import row_free
+from torch_dpsco.optim.bolt_on import BoltOnPSGD
+from torch_dpsco.theory.exact_noise import exact_grid
+
+N, DIM = 60, 3
+BUDGET = dp.Budget(1.0, 1e-4)
+IDEAL = "floating-point attacks on the noise are out of scope"
+LOGISTIC = dp.losses.Logistic()
+GRID = 1.0 + 2.0**-12
+
+
+def data(seed: int = 0) -> TensorDataset:
+    draw = torch.Generator().manual_seed(seed)
+    features = torch.randn(N, DIM, generator=draw, dtype=torch.float64) / 2
+    return TensorDataset(features, torch.randn(N, 1, generator=draw, dtype=torch.float64).sign())
+
+
+def output(secure: str | None, **changes: object) -> dp.OutputPerturbation:
+    given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0, "reg": 5.0, "secure": secure} | changes
+    return dp.OutputPerturbation.calibrated(nn.Linear(DIM, 1).double().parameters(), **given)
+
+
+def bolt_on(secure: str | None, **changes: object) -> BoltOnPSGD:
+    given = {"problem": LOGISTIC.problem(bound_x=2.0), "n": N, "budget": BUDGET, "batch_size": 10, "reg": 0.1}
+    return BoltOnPSGD.calibrated(nn.Linear(DIM, 1).double().parameters(), **(given | {"secure": secure} | changes))
+
+
+def holder(secure: str | None, **changes: object) -> dp.HolderOutputSGD:
+    problem = dp.losses.Hinge(power=1.5).problem(bound_x=2.0, radius=1e6)
+    given = {"problem": problem, "n": N, "budget": BUDGET, "batch_size": 10, "lr": 0.01, "secure": secure}
+    return dp.HolderOutputSGD.calibrated(nn.Linear(DIM, 1).double().parameters(), **(given | changes))
+
+
+def finished(optimizer: object, loss: object = LOGISTIC) -> torch.Tensor:
+    if isinstance(optimizer, dp.OutputPerturbation):
+        optimizer.solve(data())
+        optimizer.finalize()
+    else:
+        layer = [p for group in optimizer.param_groups for p in group["params"]]
+        with optimizer:
+            for x, y in optimizer.loader(data()):
+                loss(nn.functional.linear(x, *layer), y).backward()
+                optimizer.step()
+    return torch.cat([p.detach().flatten() for group in optimizer.param_groups for p in group["params"]])
+
+
+MAKERS = [output, bolt_on, holder]
+
+
+def said(report: object) -> str:
+    return " ".join(str(report).split())
+
+
+def noise_of(optimizer: object) -> tuple[float, float]:
+    (_, sensitivity), *_ = optimizer.event.sens
+    return optimizer.event.sigma, sensitivity
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_grid_is_in_the_sensitivity_of_exact_plans(make):
+    (std, moved), (exact_std, exact_moved) = noise_of(make(None)), noise_of(make("exact"))
+    assert exact_moved == moved * GRID
+    assert 1.0 <= exact_std / std / GRID < 1.0 + 1e-12
+
+
+def test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge():
+    plain, exact = (plan_adassp(squares(), secure=secure) for secure in (None, "exact"))
+    for float_std, std in zip(plain.constants, exact.constants, strict=True):
+        assert std == pytest.approx(float_std * GRID, rel=1e-12)
+    ((_, mu),) = exact.event.sens
+    assert exact.event.sigma == 1.0
+    assert mu == plain.event.mu
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_number_of_an_exact_answer_is_on_the_public_grid(make):
+    optimizer = make("exact")
+    std, sensitivity = noise_of(optimizer)
+    spacing = Fraction(exact_grid(std, sensitivity, DIM + 1).spacing)
+    answers = [finished(optimizer), finished(make(None))]
+    on = [[round(Fraction(x) / spacing) * float(spacing) == x for x in answer.tolist()] for answer in answers]
+    assert all(on[0])
+    assert not any(on[1])  # of probability 2^-30 otherwise
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_reports_of_exact_runs_lose_the_sentence_and_only_those(make):
+    exact, plain = make("exact"), make(None)
+    finished(exact)
+    finished(plain)
+    assert IDEAL not in said(exact.report())
+    assert "xact discrete Gaussian noise on a public grid" in said(exact.report())
+    assert IDEAL in said(plain.report())
+    assert exact.privacy_spent().epsilon <= 1.0
+
+
+def test_a_shared_ledger_keeps_the_sentence_of_its_other_release():
+    accountant = dp.Accountant(adjacency="replace_one")
+    finished(output(None, accountant=accountant))
+    exact = output("exact", accountant=accountant)
+    finished(exact)
+    assert IDEAL in said(exact.report(1e-4))
+
+
+def test_exact_answers_are_the_noiseless_ones_but_for_integer_noise(monkeypatch):
+    monkeypatch.setattr(
+        "torch_dpsco.mechanisms.exact_noise.discrete_gaussian", lambda size, bits, source: np.zeros(size, np.int64)
+    )
+    monkeypatch.setattr(output_module, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64))
+    optimizer = output("exact")
+    exact, plain = finished(optimizer), finished(output(None))
+    std, sensitivity = noise_of(optimizer)
+    spacing, solved = exact_grid(std, sensitivity, DIM + 1).spacing, 2 * optimizer._plan.distance
+    assert 0 < (exact - plain).abs().max() <= 0.75 * spacing + solved
+
+
+def test_row_free_answers_pass_through_the_grid_as_one_vector(monkeypatch):
+    seen = []
+
+    def released(value, event):
+        seen.append((value.clone(), event))
+        return value + torch.arange(len(value), dtype=torch.float64)
+
+    monkeypatch.setattr(row_free, "exact_release", released)
+    optimizer = bolt_on("exact")
+    answer = finished(optimizer)
+    ((value, event),) = seen
+    assert event is optimizer.event
+    assert torch.equal(answer, value + torch.arange(DIM + 1, dtype=torch.float64))
+
+
+def test_a_promised_accuracy_has_an_exact_form_too():
+    plain, exact = (markov_plan(task(reg=2.0), 1e-3, 1e-6, secure=secure) for secure in (None, "exact"))
+    assert exact.noise_scale == pytest.approx(plain.noise_scale * GRID, rel=1e-12)
+    ledger = dp.Accountant(adjacency="replace_one")
+    draw_output(torch.zeros(DIM, dtype=torch.float64), exact, ledger, torch.Generator())
+    assert IDEAL not in said(ledger.report(1e-4))
+
+
+# -- Ridge ------------------------------------------------------------------------------------------------------------
+
+
+def task(**changes: object) -> LinearTask:
+    given = {"loss": LOGISTIC, "preparation": Preparation(1.0), "dim": DIM, "n": 40, "budget": dp.Budget(1.0, 1e-4)}
+    return LinearTask(**(given | changes))
+
+
+def squares(adjacency: str = "add_remove", **changes: object) -> LinearTask:
+    budget = dp.Budget(1.0, 1e-4, adjacency=adjacency)
+    return task(**({"loss": dp.losses.Squared(), "bound_y": 2.0, "budget": budget} | changes))
+
+
+def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monkeypatch) -> torch.Tensor:
+    """Returns what `release_adassp` puts on the grid, in steps of the grid."""
+    plan, seen = plan_adassp(given, secure="exact"), []
+
+    def released(value, event):
+        seen.append(on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), len(value))))
+        return value
+
+    monkeypatch.setattr(adassp_module, "exact_release", released)
+    release_adassp(make_records(given, rows, targets), plan, dp.Accountant(given.budget), torch.Generator())
+    return seen[0]
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(adjacency, monkeypatch):
+    given = squares(adjacency, n=4 if adjacency != "add_remove" else 5)
+    ((_, mu),) = plan_adassp(given, secure="exact").event.sens
+    spacing = exact_grid(1.0, mu, 1 + DIM * (DIM + 3) // 2).spacing
+    common = torch.tensor([[0.2, -0.3, 0.1], [0.0, 0.9, 0.1], [0.4, 0.4, 0.7]], dtype=torch.float64)
+    odd = [
+        ([1.0, 0.0, 0.0], 2.0),
+        ([0.0, -1.0, 0.0], 2.0),
+        ([0.6, 0.8, 0.0], -2.0),
+        ([1e9, 1e9, 1e9], 1e9),
+        ([0.0, 0.0, 0.0], 0.0),
+        ([math.nan, 0.0, 0.0], 1.0),
+    ]
+    if adjacency == "zero_out":
+        pairs = [(record, ([0.0] * 3, 0.0)) for record in odd]
+    else:
+        pairs = [(one, other) for one in odd for other in odd] if adjacency == "replace_one" else []
+
+    def released(*records):
+        rows = torch.cat([common, torch.tensor([r for r, _ in records], dtype=torch.float64).view(-1, DIM)])
+        targets = torch.tensor([0.5, -1.0, 2.0, *(t for _, t in records)], dtype=torch.float64)
+        return whitened(given, rows, targets, monkeypatch)
+
+    moved = [released(one) - released(other) for one, other in pairs]
+    if adjacency == "add_remove":
+        moved = [released(one) - released() for one in odd]
+    worst = max(spacing * math.sqrt(int((m * m).sum())) for m in moved)
+    assert worst <= mu
+    assert worst > 0.8 * mu  # and the attack is a good one
+
+
+def test_a_ridge_in_exact_noise_finds_the_slope_and_says_so():
+    X = np.linspace(-1, 1, 4000).reshape(-1, 1)
+    model = estimators.Ridge(epsilon=4.0, n=4000, bound_x=1.0, bound_y=3.0, secure="exact").fit(X, 2 * X[:, 0])
+    assert model.mechanism_ == "adassp"
+    assert abs(model.coef_[0] - 2) < 0.6
+    assert IDEAL not in said(model.report())
+    assert model.privacy_.epsilon <= 4.0
+    assert is_exact(model.privacy_.charges[0].event)
+    plain = estimators.Ridge(epsilon=4.0, n=4000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
+    assert IDEAL in said(plain.report())
+
+
+def test_matrices_that_go_through_the_grid_come_back_as_they_were(monkeypatch):
+    monkeypatch.setattr(adassp_module, "exact_release", lambda value, event: value)
+    gram = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, -2.0], [0.5, -2.0, 5.0]], dtype=torch.float64)
+    moment = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    given = plan_adassp(squares(), secure="exact").constants
+    least, noisy, back = adassp_module._exact(0.7, gram, moment, given, None)
+    assert least == pytest.approx(0.7, rel=1e-15)
+    assert torch.allclose(noisy, gram, rtol=1e-15)
+    assert torch.allclose(back, moment, rtol=1e-15)
+
+
+def test_a_grid_that_the_statistics_would_leave_is_refused_before_the_charge():
+    with pytest.raises(dp.ConditionError, match="secure='exact'"):
+        plan_adassp(squares(dim=1000, n=10**10), secure="exact")
+
+
+# -- estimators, moments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["LogisticRegression", "LinearSVC", "SoftmaxRegression"])
+def test_auto_takes_a_mechanism_that_has_an_exact_form(estimator):
+    X = np.linspace(-1, 1, 300).reshape(-1, 1)
+    settings = {"epsilon": 4.0, "n": 300, "bound_x": 1.0, "classes": (0, 1)}
+    model = getattr(estimators, estimator)(**settings, secure="exact").fit(X, X[:, 0] > 0)
+    assert model.mechanism_ == "output"
+    assert IDEAL not in said(model.report())
+    assert getattr(estimators, estimator)(**settings).fit(X, X[:, 0] > 0).mechanism_ == "objective"
+
+
+def test_exact_moments_leave_no_sentence_and_float_ones_do():
+    norms = np.linspace(0, 1, 4000)
+    for secure in (None, "exact"):
+        accountant = dp.Accountant()
+        found = dp.clip_selection.private_moment(norms, 4.0, rho=0.5, accountant=accountant, secure=secure)
+        assert 0.6 < found < 0.7
+        assert (IDEAL in said(accountant.report(1e-5))) is (secure is None)
+
+
+@pytest.mark.parametrize("last", [0.0, 0.123456789, 1.0, 1e300, math.nan])
+def test_an_exact_moment_is_on_its_grid_whatever_the_norms(last, monkeypatch):
+    event = dp.clip_selection._moment_event(0.5, ("replace_one",), True)
+    spacing = exact_grid(event.sigma, event.sens[0][1], 1).spacing
+    seen, release = [], dp.clip_selection.exact_release
+
+    def watched(*arguments):
+        seen.append(release(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(dp.clip_selection, "draw_quantile", lambda *arguments: 1.0)
+    monkeypatch.setattr(dp.clip_selection, "exact_release", watched)
+    norms = [0.3, 0.7, 0.9, last] * 100
+    dp.clip_selection.private_moment(norms, 2.5, rho=0.5, accountant=dp.Accountant(), secure="exact")
+    assert round(Fraction(float(seen[0])) / Fraction(spacing)) * spacing == float(seen[0])
+
+
+# -- who refuses ------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_exact_form_refuses_by_name():
+    linear = nn.Linear(DIM, 1).double()
+    given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0, "secure": "exact"}
+    rows, labels = data().tensors
+    problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
+    paper = {"problem": problem, "n": N, "budget": BUDGET, "secure": "exact", "mode": "paper", "dim": DIM}
+    refusals = [
+        (lambda: dp.ObjectivePerturbation.calibrated(linear.parameters(), **given), "use OutputPerturbation"),
+        (lambda: dp.NoisyGD.calibrated(linear.parameters(), **given), "use OutputPerturbation"),
+        (lambda: fit_linear(task(), rows, labels[:, 0], mechanism="objective", secure="exact"), "mechanism='output'"),
+        (lambda: fit_linear(task(), rows, labels[:, 0], mechanism="noisy_gd", secure="exact"), "mechanism='output'"),
+        (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),
+        (lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")), "K-norm"),
+        (lambda: holder("exact", sampling="uniform"), "sampling='shuffle'"),
+        (lambda: dp.HolderOutputSGD.plan(**paper), "sampling='shuffle'"),
+        (lambda: plan_adassp(squares(), "paper", "exact"), "mode='tight'"),
+    ]
+    for refused, words in refusals:
+        with pytest.raises(dp.ConditionError, match="secure must be None here") as error:
+            refused()
+        assert words in str(error.value)
+
+
+def test_a_refused_exact_release_draws_nothing(monkeypatch):
+    def drawn(*arguments):
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("torch_dpsco.mechanisms.exact_noise.discrete_gaussian", drawn)
+    plan = plan_output(task(reg=2.0), secure="exact")
+    spent = dp.Accountant(plan.task.budget)
+    spent.authorize(dp.accounting.events.Pure(1.0))
+    with pytest.raises(dp.BudgetExceeded):
+        draw_output(torch.zeros(DIM, dtype=torch.float64), plan, spent, torch.Generator())
+    ledger = dp.Accountant(plan.task.budget)
+    with pytest.raises(AssertionError, match="drawn"):
+        draw_output(torch.zeros(DIM, dtype=torch.float64), plan, ledger, torch.Generator())
+    assert len(ledger) == 1  # charged first
+
+
+def test_a_word_that_is_not_exact_is_refused_everywhere():
+    for refused in (
+        lambda: output("yes"),
+        lambda: bolt_on("yes"),
+        lambda: holder("yes"),
+        lambda: plan_adassp(squares(), secure="yes"),
+        lambda: dp.clip_selection.private_moment([1.0] * 9, 2.0, rho=0.1, accountant=dp.Accountant(), secure="yes"),
+    ):
+        with pytest.raises(ValueError, match="secure must be one of None, exact"):
+            refused()
+
+
+def test_plans_print_what_noise_they_have():
+    assert "secure='exact'" in repr(plan_output(task(reg=2.0), secure="exact"))
+    assert "secure='exact'" in repr(bolt_on("exact")._plan)
+    assert "secure='exact'" in repr(holder("exact")._plan)
+    assert "exact=True" in repr(plan_adassp(squares(), secure="exact"))
