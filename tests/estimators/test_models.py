@@ -339,7 +339,7 @@ def test_the_exact_answer_of_ridge_is_not_kept():
 
 def test_no_attribute_tells_an_iteration_count_or_a_loss():
     for name in NAMES:
-        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "_fitted"}
+        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "_fitted", "_secure"}
         model = fitted(name)
         assert set(vars(model)) <= public | set(model.get_params())
 
