@@ -304,11 +304,9 @@ class RowFreeOptimizer(CommonOptimizer):
             flat = exact_release(flat, self.event)
         else:
             flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
-        parts = flat.split([p.numel() for p in self._params])
-        answers = [part.view_as(p) for p, part in zip(self._params, parts, strict=True)]
-        self.prox.apply_(answers, [0.0] * len(answers))
-        for p, answer in zip(self._params, answers, strict=True):
-            p.copy_(answer)
+        for p, part in zip(self._params, flat.split([p.numel() for p in self._params]), strict=True):
+            p.copy_(part.view_as(p))
+        self.prox.apply_(self._params, [0.0] * len(self._params))
         self._finalized = True
         self.state.clear()
         self.zero_grad()
