@@ -291,10 +291,9 @@ class RowFreeOptimizer(CommonOptimizer):
         """
         if self._finalized:
             raise SequenceError("finalize() must be called once: the answer is released")
-        if self._steps < self.planned_steps:
+        if missing := self.planned_steps - self._steps:
             raise SequenceError(
-                f"{self.planned_steps - self._steps} of {self.planned_steps} planned steps are missing: nothing is "
-                f"released, since the noise is calibrated for all of them"
+                f"{missing} of {self.planned_steps} planned steps are missing: the noise is for all of them"
             )
         self.accountant.authorize(self.event)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
@@ -304,9 +303,11 @@ class RowFreeOptimizer(CommonOptimizer):
             flat = exact_release(flat, self.event)
         else:
             flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
-        for p, part in zip(self._params, flat.split([p.numel() for p in self._params]), strict=True):
-            p.copy_(part.view_as(p))
-        self.prox.apply_(self._params, [0.0] * len(self._params))
+        parts = flat.split([p.numel() for p in self._params])
+        answers = [part.view_as(p) for p, part in zip(self._params, parts, strict=True)]
+        self.prox.apply_(answers, [0.0] * len(answers))
+        for p, answer in zip(self._params, answers, strict=True):
+            p.copy_(answer)
         self._finalized = True
         self.state.clear()
         self.zero_grad()
