@@ -292,9 +292,7 @@ class RowFreeOptimizer(CommonOptimizer):
         if self._finalized:
             raise SequenceError("finalize() must be called once: the answer is released")
         if missing := self.planned_steps - self._steps:
-            raise SequenceError(
-                f"{missing} of {self.planned_steps} planned steps are missing: the noise is for all of them"
-            )
+            raise SequenceError(f"{missing} of {self.planned_steps} planned steps are missing: nothing is released yet")
         self.accountant.authorize(self.event)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
@@ -303,8 +301,7 @@ class RowFreeOptimizer(CommonOptimizer):
             flat = exact_release(flat, self.event)
         else:
             flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
-        parts = flat.split([p.numel() for p in self._params])
-        answers = [part.view_as(p) for p, part in zip(self._params, parts, strict=True)]
+        answers = list(map(Tensor.view_as, flat.split([p.numel() for p in self._params]), self._params))
         self.prox.apply_(answers, [0.0] * len(answers))
         for p, answer in zip(self._params, answers, strict=True):
             p.copy_(answer)
