@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import hypothesis
@@ -29,6 +30,31 @@ def pytest_addoption(parser):
         default=None,
         help="folder of vector files FAMILY.json for tests/test_vectors.py (default: tests/vectors)",
     )
+
+
+def pytest_configure(config):
+    """Gives each of several processes one thread; those that pytest-xdist starts inherit it."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Returns how many processes `-n auto` of setup.cfg means: none for named files, which are run while at work."""
+    named = any("::" in argument or argument.endswith(".py") for argument in config.args)
+    return 0 if named else min(os.cpu_count() or 1, 8)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks all cases of a parametrized test but the first n by a hash of their names slow: `representatives(n)`."""
+    cases = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("representatives"):
+            cases[item.nodeid.split("[")[0], mark.args[0]].append(item)
+    for (_, number), several in cases.items():
+        for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[number:]:
+            item.add_marker(pytest.mark.slow)
 
 
 def _entropy_of(words: str) -> Callable[[int], bytes]:

@@ -148,6 +148,7 @@ def epoch_of_likelihood_ratios(fixed_batches: bool, trials: int = 100_000) -> tu
     return ratios[0], ratios[1]
 
 
+@pytest.mark.slow
 def test_fixed_batches_that_are_accounted_as_poisson_are_refuted():
     found = dp.audit_outputs(*epoch_of_likelihood_ratios(fixed_batches=True), delta=1e-5, confidence=SURE)
     assert found.contradicts(0.3934)  # tight for Poisson under add_remove
@@ -159,6 +160,7 @@ def test_fixed_batches_that_are_accounted_as_poisson_are_refuted():
     assert not found.contradicts(reported(Repeat(WORGaussian(SIGMA, BATCH, N), STEPS), 1e-5, "replace_one"))
 
 
+@pytest.mark.slow
 def test_poisson_batches_pass():
     ratios = epoch_of_likelihood_ratios(fixed_batches=False)
     found = dp.audit_outputs(*ratios, delta=1e-5, confidence=SURE)
@@ -348,6 +350,7 @@ def maker(design: Design, adjacency: str, noise_multiplier: float, steps: int = 
     return make
 
 
+@pytest.mark.slow
 def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch):
     # one full batch: mu = 1.5, epsilon(0.3) = 1.10; with half of the noise it is 4.0
     noise_std = ClippedMean.noise_std.fget
@@ -360,6 +363,7 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
     assert "REFUTED" in str(found)
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize(
     ("design", "adjacency", "other"),
     [

@@ -858,6 +858,7 @@ def test_a_rank_that_dies_makes_the_others_raise(tmp_path: Path) -> None:
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_example_trains_one_model_on_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its children are forked from the server that has the package already; `main` compares their models."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -43,6 +43,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_example_compares_all_methods_with_a_model_that_is_not_private(example, capsys, monkeypatch):
     monkeypatch.setattr(example, "load_diamonds", lambda: None)
     results = example.main(["--quick"])

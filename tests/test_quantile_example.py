@@ -227,6 +227,7 @@ def test_private_quantiles_of_all_flights_beat_the_constant_ones(module: ModuleT
 # -- support vector machines by output perturbation -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others() -> None:
     svm = load("examples", "svm")
     data = svm.load_adult()

@@ -190,6 +190,7 @@ def test_too_few_aircraft_are_said_to_be_infeasible_with_the_number_that_works(m
     assert len(found.made) == 4  # clipping works for any number
 
 
+@pytest.mark.slow
 def test_ragged_numbers_of_flights_are_trained_on_as_they_are(module: ModuleType) -> None:
     fleet = made_up(module, ragged=True)
     found = run(module, fleet, "--quick", "--items", "all")
@@ -256,6 +257,7 @@ def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specif
         assert 0.9 * most < found[5] <= most
 
 
+@pytest.mark.slow
 def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
     section = DOC.read_text(encoding="utf-8").split("## When the filter wins")[1].split("\n## ")[0]
     lines = [cells(line) for line in section.splitlines() if line.startswith("| ")]

@@ -88,6 +88,7 @@ def test_no_budget_admits_a_release_without_noise(event):
     assert "epsilon to inf" in refusal(accountant, event)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     st.floats(0.05, 8),
@@ -149,6 +150,7 @@ def test_a_budget_lowered_on_the_way_counts_at_once():
     refusal(accountant, STEP)
 
 
+@pytest.mark.slow
 def test_a_million_equal_steps_are_one_entry():
     accountant = Accountant(Budget(4.0, DELTA))
     tiny = PoissonGaussian(4.0, 1e-4)

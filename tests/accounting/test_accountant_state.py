@@ -53,6 +53,7 @@ def test_the_state_survives_torch_save_with_weights_only_and_json():
         assert image(resumed) == image(accountant)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from([STEP, FIXED, WHOLE, part("0"), part("1")]), st.integers(1, 9))), st.data())
 def test_a_resumed_run_spends_what_an_uninterrupted_one_does(run, data):
     cut = data.draw(st.integers(0, len(run)))

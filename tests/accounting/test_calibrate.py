@@ -30,6 +30,7 @@ def cell_id(value: object) -> str:
     return value if isinstance(value, str) else type(value).__name__
 
 
+@pytest.mark.representatives(8)
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=cell_id)
 @pytest.mark.parametrize("target", [0.2, 3.0])
 def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandth(design, adjacency, target):
@@ -39,6 +40,7 @@ def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandt
     assert target * (1 - 1e-3) <= spent <= target
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(st.floats(0.02, 50), st.floats(1e-12, 1e-2), st.integers(1, 10**5), st.integers(1, 60), st.integers(60, 10**6))
 def test_a_tight_tolerance_meets_any_target_tightly(target, delta, steps, batch_size, n):
@@ -60,6 +62,7 @@ def test_unsampled_designs_get_the_exact_gaussian_noise():
             assert exact * (1 - 1e-12) <= noise <= exact * (1 + 2e-9)
 
 
+@pytest.mark.slow
 def test_noise_grows_with_everything_that_asks_for_more_privacy_or_releases_more():
     def noise(epsilon=1.0, delta=DELTA, batch_size=50, steps=100, adjacency=ADD_REMOVE, kind=Poisson):
         return noise_multiplier(epsilon, delta, design=kind(batch_size, 1000), steps=steps, adjacency=adjacency)
@@ -169,6 +172,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize(("noise", "rate", "steps"), SETTINGS)
 def test_renyi_epsilon_is_at_most_that_of_opacus_and_dp_accounting_and_above_the_tight_one(noise, rate, steps):
     ours = Ledger([Repeat(PoissonGaussian(noise, rate), steps)])

@@ -131,6 +131,7 @@ def test_equal_events_are_one_key_however_they_were_written():
     assert Parallel({"a": [first], "b": []}, "p") == Parallel({"b": (), "a": (second,)}, "p")
 
 
+@pytest.mark.slow
 @given(events(), events())
 def test_events_are_equal_and_hash_equal_exactly_if_their_json_is(first, second):
     assert (first == second) == (event_to_json(first) == event_to_json(second))
@@ -271,6 +272,7 @@ def test_a_sensitivity_of_zero_costs_nothing_even_without_noise():
         assert Ledger([Gaussian(sigma, {REPLACE_ONE: 0.0})]).epsilon(1e-5, REPLACE_ONE) == 0.0
 
 
+@pytest.mark.slow
 @given(simple_events(), st.sampled_from(ADJACENCIES), st.floats(1e-12, 0.9))
 def test_no_event_of_any_size_gives_nan_or_a_warning(event, adjacency, delta):
     try:

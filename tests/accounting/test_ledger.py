@@ -116,6 +116,7 @@ def test_what_is_no_event_is_refused_before_it_is_recorded(junk):
     assert (len(ledger), ledger.to_json()) == (0, [])
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(histories, st.randoms(use_true_random=False))
 def test_neither_order_nor_queries_nor_bundling_change_the_cost(history, rng: random.Random):
@@ -148,6 +149,7 @@ def test_the_order_in_which_costs_are_added_is_fixed():
     assert queried.epsilon(DELTA, REPLACE_ONE) == fresh.epsilon(DELTA, REPLACE_ONE)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(histories, anywhere, st.integers(1, 10))
 def test_a_trial_costs_what_recording_costs_and_records_nothing(history, extra, count):
@@ -210,6 +212,7 @@ def test_delta_must_be_a_probability(delta, message):
         Ledger([gauss(0.1)]).epsilon(delta, REPLACE_ONE)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(histories.map(lambda events: events[:3]), st.floats(1e-12, 0.5), st.floats(1.0001, 100))
 def test_epsilon_falls_with_delta_and_delta_inverts_it(history, delta, factor):

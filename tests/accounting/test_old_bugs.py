@@ -162,6 +162,7 @@ def _points_of_opacus(noise: float, rate: float, steps: int) -> int:
     return domain.size
 
 
+@pytest.mark.slow
 def test_large_epsilons_are_finite_and_take_no_more_points_than_small_ones(monkeypatch):
     """Opacus #591, #601, #604, prv_accountant #14, #36, #42: its numerical accountant raises, or hangs."""
     with unwarned():

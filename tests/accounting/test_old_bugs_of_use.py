@@ -76,6 +76,7 @@ def test_a_loaded_state_is_not_shared_with_the_caller():
         assert source.history == [(1.0, 0.1, 1)]
 
 
+@pytest.mark.slow
 def test_an_epoch_has_no_step_too_few():
     """Opacus: `int(epochs / sample_rate)` is 92 for a rate of 1 / 93, and the noise is too small for 93 steps."""
     setting = {"target_epsilon": 1.0, "target_delta": DELTA, "sample_rate": 1 / 93, "epsilon_tolerance": 1e-9}

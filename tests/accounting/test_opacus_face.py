@@ -66,6 +66,7 @@ def test_make_private_with_epsilon_reaches_its_target():
     assert len(engine.accountant) == 0
 
 
+@pytest.mark.slow
 def test_calibration_by_opacus_never_needs_more_noise_than_its_own_accountant_and_small_targets_are_reached():
     setting = {"target_delta": DELTA, "sample_rate": 0.01, "steps": 1000, "epsilon_tolerance": 1e-3}
     ours = get_noise_multiplier(target_epsilon=1.0, accountant="dpsco", **setting)

@@ -101,6 +101,7 @@ def test_less_noise_more_steps_and_larger_samples_never_cost_less(data, changed,
     assert lower <= upper * (1 + SLACK[method])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(runs, deltas, powers(0.01, 2.0), st.sampled_from([ZERO_OUT, REPLACE_ONE]))
 def test_loss_distributions_cost_less_at_larger_deltas(run, delta, factor, adjacency):
@@ -132,6 +133,7 @@ def test_renyi_bounds_are_below_those_of_zcdp_where_there_is_one(run, delta):
         assert epsilon(run, delta, adjacency) <= min(renyi, concentrated)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.lists(st.tuples(st.one_of(poisson, plain, laplace), steps), min_size=1, max_size=3), deltas, methods)
 def test_replacing_a_record_costs_at_least_as_much_as_removing_or_zeroing_it(run, delta, method):
@@ -174,6 +176,7 @@ def test_loss_distributions_compose_in_any_order(run, random, delta):
     assert epsilon(moved, delta, REPLACE_ONE, "pld") == epsilon(run, delta, REPLACE_ONE, "pld")
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(runs, deltas, methods, st.sampled_from([ZERO_OUT, REPLACE_ONE]))
 def test_one_part_costs_what_its_events_cost_in_sequence(run, delta, method, adjacency):
@@ -189,6 +192,7 @@ def test_one_part_costs_what_its_events_cost_in_sequence(run, delta, method, adj
 # -- adaptive ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.one_of(poisson, fixed, plain, laplace), steps), max_size=3), deltas)
 def test_the_odometer_is_never_below_the_epsilon_of_parameters_fixed_in_advance(run, delta):

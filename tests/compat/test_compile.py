@@ -83,6 +83,7 @@ def rows_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.stack(parts) for parts in zip(*alone, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "rows"), [("before attach", "auto"), ("after attach", "dense")])
 def test_rows_of_compiled_models_are_right(when, rows):
     assert_right_rows(when, rows, "aot_eager", SIZES[:5])
@@ -116,6 +117,7 @@ def assert_right_rows(when: str, rows: str, backend: str, sizes: Sequence[int]) 
             assert {len(part) for part in found} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("before attach", marks=SLOW), "after attach"])
 @ROWS
 def test_two_backward_passes_of_a_compiled_model_stay_apart(when, rows):
@@ -131,6 +133,7 @@ def test_two_backward_passes_of_a_compiled_model_stay_apart(when, rows):
         assert_rows(rows_found.dense(), rows_of(build(), x), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["auto", pytest.param("dense", marks=SLOW)])
 def test_a_compiled_loss_has_right_rows(rows):
     model = dp.attach(build(), rows=rows)
@@ -171,6 +174,7 @@ def recorded_kinds() -> nn.Module:
     return model.double()
 
 
+@pytest.mark.representatives(1)
 @WHEN
 def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
     run = compiled(recorded_kinds(), when, "factored", "mean", backend="aot_eager")
@@ -180,6 +184,7 @@ def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
         assert_rows(found, rows_of(recorded_kinds(), x), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["model", pytest.param("step", marks=SLOW)])
 def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     model = dp.attach(network(), loss_reduction="sum")
@@ -196,6 +201,7 @@ def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     assert optimizer.steps == len(optimizer.accountant) == 4
 
 
+@pytest.mark.representatives(1)
 @ROWS
 def test_compiled_autograd_is_right_or_refused(rows):
     model = dp.attach(build(), rows=rows)

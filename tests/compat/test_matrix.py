@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.compat.test_layers import CASES, FACTORED_CASES
 from tests.compat.test_refused_models import AT_ATTACH, IN_TRAINING
 from tests.compat.test_updates import INNER, SCHEDULERS
@@ -20,6 +22,7 @@ def names_in(folder: Path) -> set[str]:
     return {name for name in found if name.startswith("test_")}
 
 
+@pytest.mark.slow
 def test_the_matrix_names_every_test_here_and_only_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) >= 60

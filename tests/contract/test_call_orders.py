@@ -35,7 +35,7 @@ HUNT = settings(SETTINGS, max_examples=300, derandomize=True, phases=[Phase.gene
 
 
 def test_the_ledger_is_never_under_the_truth_in_random_orders() -> None:
-    run_state_machine_as_test(CallOrders, settings=settings(SETTINGS, max_examples=100))
+    run_state_machine_as_test(CallOrders, settings=settings(SETTINGS, max_examples=25))
 
 
 @pytest.mark.slow
@@ -161,6 +161,7 @@ LONG = (late_backwards, copies_with_rows)  # hundreds of sequences
 MUTATIONS = [pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] if m in LONG else []) for m in FOUND_BY]
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)

@@ -169,6 +169,7 @@ def test_a_pure_epsilon_bounds_the_log_ratio_of_the_densities(name: str, adjacen
     assert worst > (0.3 if adjacency == "replace_one" else 0.7)
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("delta", [DELTA, 0.0])
 def test_releases_have_the_law_that_was_integrated(delta: float) -> None:
     """Kolmogorov-Smirnov, 400 releases; false alarms: 1e-6."""

@@ -91,6 +91,7 @@ def test_three_classes_are_sent_to_softmax_regression():
         fitted("LogisticRegression", classes=(0, 1, 2))
 
 
+@pytest.mark.slow
 def test_the_public_number_of_records_must_be_true_where_it_is_public():
     for adjacency in ("replace_one", "zero_out"):
         assert fitted("LogisticRegression", adjacency=adjacency).privacy_.adjacency == adjacency

@@ -89,6 +89,7 @@ def test_counts_do_not_depend_on_the_places_of_rows(small_tiles):
         assert torch.equal(counts(rows[order], 1.0, 2.0), expected[:, order])
 
 
+@pytest.mark.slow
 def test_counts_do_not_depend_on_tiles():
     rows = tied(60, 7)
     whole = counts(rows, 1.0, 2.0)

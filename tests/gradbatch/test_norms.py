@@ -217,6 +217,7 @@ def test_scaled_factors_are_those_of_scaled_rows(dtype):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(st.lists(rows(), min_size=1, max_size=6))
 def test_joint_norms_of_blocks_are_never_below_the_exact_norm(parts):
     bound = float(GradBatch([DenseBlock(part[None]) for part in parts]).norms())
@@ -225,6 +226,7 @@ def test_joint_norms_of_blocks_are_never_below_the_exact_norm(parts):
     assert math.isinf(bound) or Fraction(bound) ** 2 >= exact
 
 
+@pytest.mark.slow
 def test_many_blocks_have_the_norm_of_their_rows_joined():
     generator = torch.Generator().manual_seed(2)
     parts = [torch.randn(5, k, generator=generator) for k in (1, 10, 2000, 3, 64) * 40]

@@ -129,6 +129,7 @@ def check_that_no_pair_exceeds_the_sensitivity(pairs: int = 4) -> dict[tuple[str
     return worst
 
 
+@pytest.mark.slow
 def test_no_pair_of_neighbors_moves_the_answer_further() -> None:
     worst = check_that_no_pair_exceeds_the_sensitivity()
     assert min(worst.values()) > 0.999
@@ -431,6 +432,7 @@ def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
         assert opt.accountant.ledger.evaluate(budget.delta, "replace_one", extra=opt.event).epsilon > 1.0
 
 
+@pytest.mark.slow
 def test_an_audit_finds_half_the_noise_and_nothing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0), average="last")
 

@@ -110,6 +110,7 @@ def both(
 DESIGNS = [Full(N), Poisson(20, N), Fixed(20, N), Shuffled(10, N), Disjoint(10, N), Poisson(1, N)]
 
 
+@pytest.mark.representatives(27)
 @pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 @pytest.mark.parametrize("name", LOSSES)

@@ -58,6 +58,7 @@ def test_smooth_losses_take_ten_epochs_of_512_at_one_over_smoothness(n: int, bat
     assert plan.risk_bound is None
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize("n", [300, 4000])
 def test_other_losses_take_the_power_of_two_whose_noise_per_pair_is_nearest_to_2(n: int, adjacency: str) -> None:

@@ -80,6 +80,7 @@ def check_that_no_pair_exceeds_the_sensitivity(names: Any = LOSSES, pairs: int =
     return worst
 
 
+@pytest.mark.slow
 def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_some_by_nearly_as_much() -> None:
     worst = check_that_no_pair_exceeds_the_sensitivity()
     for name, share in worst.items():

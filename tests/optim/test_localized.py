@@ -220,6 +220,7 @@ def test_the_regularizer_is_not_clipped() -> None:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(adjacency: str, sampling: str) -> None:
@@ -288,6 +289,7 @@ def test_phases_use_records_of_their_own_and_full_ones_all_of_them(sampling: str
         assert len(counts) <= design.n
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=25)
 @given(st.data())
 def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -> None:

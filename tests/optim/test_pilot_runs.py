@@ -105,6 +105,7 @@ def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> 
     check_ledger(partial(calibrated, dp.ClippedSGD, **changes), dp.Budget(1.0, DELTA))
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
     check_ledger(partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12), dp.Budget(1.0, DELTA))
@@ -122,6 +123,7 @@ def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
     assert 1 - 1e-3 < min(epsilons.values()) <= max(epsilons.values()) <= 1  # "0" is the pilot's
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("size", [20, 60])
 def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:

@@ -482,6 +482,7 @@ def test_batches_that_fail_their_test_are_charged_and_the_run_goes_on() -> None:
     assert not run.weights.equal(torch.zeros(2, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_the_average_of_a_sampled_run_is_over_the_steps_that_answered() -> None:
     run = private(runs.poisson_plan(steps=5), "add_remove")
     far, near = runs.scattered(2000), runs.agreeing(2000)

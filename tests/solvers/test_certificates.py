@@ -53,6 +53,7 @@ def problem(seed, kind):
     return objective, reference.adversarial_objective(*rows, reference.logistic, reg, 0.1, n, 0.05), generator
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("kind", ["logistic", "smoothed hinge", "squared", "tilted", "adversarial"])
 def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
     for seed in range(60):
@@ -71,6 +72,7 @@ def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
             assert claimed <= kappa * (true + doubt) * (1 + 1e-6) + 2.1 * rounding
 
 
+@pytest.mark.slow
 def test_projected_certificates_hold_on_balls_that_cut_the_minimizer_off_and_on_others():
     checked = 0
     for seed in range(60):

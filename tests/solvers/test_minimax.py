@@ -47,6 +47,7 @@ def bilinear(seed, dim=3, size=4, mu=0.5, curvature=0.0):
 STARTS = torch.ones(3, dtype=torch.float64), torch.full((4,), 5.0, dtype=torch.float64)
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("solver", [extragradient, minimax_appa])
 @pytest.mark.parametrize("curvature", [0.0, 1.0])
 def test_saddle_solvers_end_certified_near_the_true_solution(solver, curvature):

@@ -131,6 +131,7 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
     return replace(found, claimed=claimed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "adjacency"),
     [
@@ -150,6 +151,7 @@ def test_no_audit_of_output_perturbation_beats_its_claim_and_halved_noise_is_ref
     assert spoiled.contradicts(), spoiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["shuffle", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
     sampling: str, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +202,7 @@ def gradient_audit(adjacency: str) -> dp.Audit:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["replace_one", pytest.param("zero_out", marks=pytest.mark.slow)])
 def test_no_audit_of_gradient_perturbation_beats_its_claim_and_halved_noise_is_refuted(
     adjacency: str, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.representatives(7)
 @pytest.mark.parametrize("sampler", ["shuffle", "uniform"])
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -154,6 +155,7 @@ def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zer
     assert worst > 0.2
 
 
+@pytest.mark.representatives(5)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_pair_in_single_precision_exceeds_the_bound_of_single_precision(name, bounded):

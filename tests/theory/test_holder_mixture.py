@@ -52,6 +52,7 @@ def test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns(size, rate,
     assert count == pytest.approx(math.fsum(largest), rel=1e-9, abs=1e-30)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 600), st.floats(1e-3, 0.2), st.floats(0.1, 5.0), st.floats(-10, -3))
 @settings(max_examples=25, deadline=None)
 def test_the_noise_has_the_delta_asked_for_and_hardly_less_does_not(steps, rate, epsilon, log_delta):

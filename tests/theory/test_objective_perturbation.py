@@ -37,6 +37,7 @@ def chi_density(t, k):
     return mp.mpf(2) ** (1 - mp.mpf(k) / 2) / mp.gamma(mp.mpf(k) / 2) * t ** (k - 1) * mp.exp(-t * t / 2)
 
 
+@pytest.mark.slow
 @given(st.floats(-6.0, 40.0), st.floats(-3.0, 1.3).map(lambda x: 10**x))
 def test_profiles_are_never_below_their_high_precision_values(epsilon, mu):
     with mp.workdps(600):  # the reference cancels where epsilon is many mu
@@ -58,6 +59,7 @@ def test_quadratures_are_never_below_the_integral(k, epsilon, sigma):
     assert exact * (1 - mp.mpf("1e-12")) <= ours <= exact * (1 + mp.mpf("5e-9"))
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("mu_out", [0.3, 0.01, 1e-4])
 @pytest.mark.parametrize(("epsilon", "sigma"), [(0.5, 3.0), (1.0, 5.3), (0.02, 30.0)])
 def test_quadratures_with_output_noise_are_never_below_the_integral(mu_out, epsilon, sigma):
@@ -216,6 +218,7 @@ def test_the_general_quadrature_meets_the_closed_form_of_one_dimension():
         assert quadrature == pytest.approx(closed, rel=1e-5)
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("delta", [0.1, 1e-6, 1e-30])
 @pytest.mark.parametrize("epsilon", [0.05, 1.0, 20.0])
 def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):

@@ -84,6 +84,7 @@ PHASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_most_phases_that_are_feasible_are_taken():
     plan = localized_user_plan(n_users=4000, **PHASES)
     assert plan.phase_users == (500, 1000, 2000)

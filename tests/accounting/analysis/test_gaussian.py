@@ -103,6 +103,7 @@ def test_the_exact_delta_at_the_inverse_is_at_most_delta(epsilon, delta):
     assert exact_log_delta(epsilon, 2 * mu) <= mp.log(delta)
 
 
+@pytest.mark.slow
 @given(st.floats(1e-3, 100), st.floats(-40, math.log(0.5)))
 @example(1e-3, -7.0)
 @example(1e-3, -8.212404183399265)

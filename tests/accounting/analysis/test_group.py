@@ -284,6 +284,7 @@ def hockey_stick(size: int, rate: float, noise: float, epsilon: float, direction
     return survival(-low / z) - mp.exp(e) * mp.fsum(w * survival((j - low) / z) for j, w in enumerate(weights))
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([1, 2, 3, 8]),
     st.floats(-9.0, -0.001).map(lambda x: 10**x),

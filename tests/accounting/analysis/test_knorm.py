@@ -130,6 +130,7 @@ def test_measured_epsilons_of_the_spec():
     assert knorm_delta(1.61, 4.0, 100) < 1e-5
 
 
+@pytest.mark.slow
 @given(st.floats(0.05, 20.0), st.floats(0.0, 0.999), st.integers(2, 60))
 @settings(max_examples=10)
 def test_the_profile_is_not_below_its_integral_in_high_precision(pure, share, dim):

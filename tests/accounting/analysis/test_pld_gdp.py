@@ -36,6 +36,7 @@ LEDGERS = {
 }
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("name", LEDGERS)
 def test_no_point_of_a_fine_curve_is_above_the_summary(name):
     """Upper bounds of delta at 24 other points: the summary is above all of them, and within 1 % of what they need."""
@@ -52,6 +53,7 @@ def test_no_point_of_a_fine_curve_is_above_the_summary(name):
         assert gaussian_epsilon(mu, delta) >= pld_epsilon(losses, delta).epsilon
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.floats(0.01, 0.9), st.floats(0.4, 3.0), st.floats(-12.0, -2.0).map(lambda x: 10**x))
 @example(0.1, 0.5, 1e-10)

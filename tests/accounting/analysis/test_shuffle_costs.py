@@ -100,6 +100,7 @@ def test_the_sizing_example_keeps_its_delta_exactly():
     assert 1e-6 <= largest <= 3e-6
 
 
+@pytest.mark.slow
 def test_the_l2_budget_would_under_report_coordinatewise_sums():
     """Algorithm 13 moves all coordinates by the whole grid: at epsilon 0.97 its exact delta is 0.046."""
     lower, upper = delta_bounds(314_000, 0.5, [64] * 10, 0.97)

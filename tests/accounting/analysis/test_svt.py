@@ -80,6 +80,7 @@ def test_no_transcript_separates_neighbors_by_more_than_epsilon(queries, b1, b2)
     assert abs(math.log(near / far)) <= bound * (1 + 1e-6) + 1e-6
 
 
+@pytest.mark.slow
 def test_epsilon_is_nearly_reached_by_long_streams():
     """Many passes force rho down, then one halt: passes move up by 1 and the halting score down by 1."""
     b1, b2 = 2.0, 4.0
@@ -180,6 +181,7 @@ def mp_log_cdf(y):
     return mp.log1p(-mp.exp(-y) / 2) if y >= 0 else y - mp.log(2)
 
 
+@pytest.mark.representatives(2)
 @pytest.mark.parametrize(
     ("margin", "steps", "b1", "b2"),
     [

@@ -63,12 +63,14 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.representatives(2)
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_no_curve_of_fixed_batches_is_below_its_profile_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=False)
     assert exact <= rdp_wor_gaussian(rate, noise, order) <= exact * (1 + mp.mpf("1.2e-12"))
 
 
+@pytest.mark.slow
 @given(
     st.one_of(st.floats(-7.0, -0.01).map(lambda x: 10**x), st.floats(-7.0, -0.3).map(lambda x: 1 - 10**x)),
     st.floats(-0.3, 2.0).map(lambda x: 10**x),
@@ -81,6 +83,7 @@ def test_any_order_of_the_grid_agrees_with_its_profile_integral(rate, noise, ord
     assert exact <= value <= exact * (1 + mp.mpf("1.2e-12"))
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_the_poisson_profile_bound_is_not_below_its_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=True)
