@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(items):
     """Marks all cases of a parametrized test but the first n by a hash of their names slow: `representatives(n)`."""
     cases = defaultdict(list)
     for item in items:
-        if mark := item.get_closest_marker("representatives"):
+        mark = item.get_closest_marker("representatives")
+        if mark and not item.get_closest_marker("slow"):
             cases[item.nodeid.split("[")[0], mark.args[0]].append(item)
     for (_, number), several in cases.items():
         for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[number:]:

@@ -22,7 +22,7 @@ from tests.problems import make_optimizer
 from torch_dpsco import compiled
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.attach import is_attached
-from torch_dpsco.gradbatch import has_rows
+from torch_dpsco.gradbatch import GradBatch, has_rows
 
 CLIP = 0.25
 
@@ -410,11 +410,40 @@ def test_fit_makes_the_same_steps_with_compiled_rows() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # bounds of float32 norms differ by 2^-14
 
 
+class _Halved(torch.autograd.Function):
+    """A loss that no transform knows how to vectorize."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        return scores / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+def _own_function(scores: Tensor, targets: Tensor) -> Tensor:
+    return _Halved.apply(scores).mean()
+
+
+@pytest.mark.parametrize("loss", [dp.losses.Hinge(1.5), dp.losses.SoftmaxCrossEntropy(3)], ids=repr)
+def test_losses_of_the_library_have_the_same_compiled_rows(loss: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, loss.num_scores))
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([1, 0, 1, 0, 1, 1]) if loss.num_scores > 1 else torch.tensor([[1.0], [-1.0]] * 3)
+    twin = dp.attach(copy.deepcopy(model))
+    loss(twin(x), y).backward()
+    expected = GradBatch.consume(trained(twin)).dense()
+    rows = vectorized(model, loss, size=6, backend="eager")
+    assert rows.prepare(x, y) is None
+    for ours, theirs in zip(rows._rows(x, y, slice(0, 6)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.usefixtures("_eager_backend")
 def test_fit_goes_on_without_what_cannot_be_compiled_and_says_why() -> None:
-    table = dp.losses.Logistic()
     single, attached = nn.Sequential(nn.Linear(3, 1)), dp.attach(nn.Sequential(nn.Linear(3, 1)))
-    cases = [(_Branching(), None, "vmap"), (single, table, "autograd.Function"), (attached, None, "detach")]
+    cases = [(_Branching(), None, "vmap"), (single, _own_function, "autograd.Function"), (attached, None, "detach")]
     for model, loss, reason in cases:
         plain = copy.deepcopy(model)
         with pytest.warns(dp.UtilityWarning, match=f"compile=True is not possible, so that fit goes on .*{reason}"):

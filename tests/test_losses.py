@@ -325,8 +325,34 @@ def test_losses_do_not_name_a_device(loss: Loss) -> None:
 
 def test_a_second_derivative_is_refused_rather_than_zero() -> None:
     output = f64(1.0, 2.0).requires_grad_()
+    [slope] = torch.autograd.grad(Squared()(output, f64(0, 0)), output, create_graph=True)
+    assert slope.tolist() == [0.5, 1.0]
     with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(Squared()(output, f64(0, 0)), output, create_graph=True)
+        slope.sum().backward()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.func.grad(lambda s: torch.func.grad(lambda t: Logistic()(t, f64(1.0)))(s).sum())(f64(1.0))
+
+
+@pytest.mark.parametrize("loss", ALL, ids=repr)
+def test_records_are_vectorized_and_traced_to_the_slopes_of_the_table(loss: Loss) -> None:
+    """At kinks too, where autograd would choose another subgradient."""
+    score, target = batch(loss, size=8)
+    if loss.num_scores == 1:
+        score[:4], target[:4] = f64(1.0, -1.0, 0.0, 1.0), f64(1.0, -1.0, 0.0, 0.0)
+    expected = loss.derivative(score, target)
+    slopes = torch.func.vmap(torch.func.grad(lambda s, y: loss(s[None], y[None])))(score, target)
+    assert torch.equal(slopes, expected)
+    output = score.clone().requires_grad_()
+    torch.func.vmap(lambda s, y: loss(s[None], y[None]))(output, target).sum().backward()
+    assert torch.equal(output.grad, expected)
+    if loss not in (Hinge(1.5), Pinball(0.1), SoftmaxCrossEntropy(5)):
+        return
+    torch._dynamo.reset()
+    traced, output = torch.compile(loss, backend="eager", fullgraph=True), score.clone().requires_grad_()
+    losses = traced(output, target, "none")
+    losses.sum().backward()
+    assert torch.equal(losses, loss.value(score, target))
+    assert torch.equal(output.grad, expected)
 
 
 def test_label_values_are_private_and_never_raise() -> None:

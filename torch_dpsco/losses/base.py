@@ -76,7 +76,8 @@ class Loss(ABC):
             ValueError: if shapes or dtypes do not fit; (B,) never meets (B, 1) as (B, B).
         """
         choice(("mean", "sum", "none"), reduction=reduction)
-        losses: Tensor = _PerSample.apply(*self._align(output, target), self)
+        apply = _linear if torch.compiler.is_compiling() else _PerSample.apply
+        losses: Tensor = apply(*self._align(output, target), self)
         if reduction == "none":
             return losses
         # The mean of no losses would be NaN, and an empty Poisson batch is an ordinary event.
@@ -104,20 +105,47 @@ class Loss(ABC):
 class _PerSample(torch.autograd.Function):
     """Losses of a batch whose backward is the loss's own subgradient, not autograd's choice at the kinks."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, score: Tensor, target: Tensor, loss: Loss) -> Tensor:
-        ctx.save_for_backward(score, target)
-        ctx.loss = loss
+    def forward(score: Tensor, target: Tensor, loss: Loss) -> Tensor:
         return loss.value(score, target)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Loss], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.loss = inputs[2]
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Grad mode is on here exactly under create_graph=True, where phi'' would silently be taken for 0.
-        if torch.is_grad_enabled():
-            raise RuntimeError("losses are differentiable once: create_graph=True is not supported")
         score, target = ctx.saved_tensors
         weight = grad if score.dim() == 1 else grad.unsqueeze(1)
-        return weight * ctx.loss.derivative(score, target), None, None
+        return weight * _Slope.apply(score, target, ctx.loss), None, None
+
+
+def _linear(score: Tensor, target: Tensor, loss: Loss) -> Tensor:
+    """Returns the losses with the same backward, for tracers, which do not vectorize functions of one's own."""
+    here = score.detach()
+    change = (score - here) * loss.derivative(here, target)
+    return loss.value(here, target) + (change if score.dim() == 1 else change.sum(dim=1))
+
+
+class _Slope(torch.autograd.Function):
+    """The subgradient itself: phi'' would silently be taken for that of one of its branches."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score: Tensor, target: Tensor, loss: Loss) -> Tensor:
+        return loss.derivative(score, target)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Loss], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        raise RuntimeError("losses are differentiable once: a second derivative is not supported")
 
 
 class TableLoss(Loss):

@@ -57,7 +57,8 @@ class SoftmaxCrossEntropy(TableLoss):
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """softmax(s) - onehot(y), shape (B, C)."""
         known, label = self._known(target)
-        onehot = torch.nn.functional.one_hot(label, self.num_classes).to(score.dtype)
+        classes = torch.arange(self.num_classes, device=label.device)
+        onehot = (label.unsqueeze(1) == classes).to(score.dtype)
         return torch.where(known.unsqueeze(1), score.softmax(1) - onehot, 0)
 
     def _known(self, target: Tensor) -> tuple[Tensor, Tensor]:
