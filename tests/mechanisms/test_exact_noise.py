@@ -15,7 +15,7 @@ from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import REPLACE_ONE, Gaussian, PoissonGaussian, WORGaussian, clipped_gaussian
 from torch_dpsco.accounting.identify import RatePoisson
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.mechanisms.exact_noise import exact_release, on_grid
+from torch_dpsco.mechanisms.exact_noise import exact_release, on_grid, release_on_grid
 from torch_dpsco.theory.exact_noise import Grid, asks_exact, exact_grid, with_grid
 
 IDEAL = "ideal Gaussian noise (floating-point attacks on the noise are out of scope)"
@@ -98,7 +98,7 @@ def test_no_value_raises_in_an_exact_release():
 def test_an_exact_release_is_the_rounded_value_and_integer_noise():
     grid = Grid(0.25, 12)
     value = torch.tensor([[1.0, -0.37], [0.5, 2.0]], dtype=torch.float32)
-    released = exact_release(value, exact_event(1.0, 1.0), bytes, grid=grid)  # bytes of zeros: noise 0
+    released = release_on_grid(value, grid, bytes)  # bytes of zeros: noise 0
     assert released.tolist() == [[1.0, -0.25], [0.5, 2.0]]
     assert released.dtype == torch.float64
 

@@ -16,7 +16,7 @@ from torch_dpsco.mechanisms.discrete_gaussian import discrete_gaussian
 from torch_dpsco.rng import random_bytes
 from torch_dpsco.theory.exact_noise import Grid, exact_grid
 
-__all__ = ["exact_release", "on_grid"]
+__all__ = ["exact_release", "on_grid", "release_on_grid"]
 
 _LARGEST = 2.0**50  # of a coordinate, in units of the grid: quotients, or products with 1/g, are off by 1/4 up to here
 
@@ -28,20 +28,26 @@ def on_grid(value: Tensor, grid: Grid) -> Tensor:
     return scaled.round_().long()
 
 
-def exact_release(
-    value: Tensor, event: Gaussian, source: Callable[[int], bytes] = random_bytes, *, grid: Grid | None = None
-) -> Tensor:
-    """Returns the vector with exact noise, float64 of its shape on its device: the caller has charged the event.
+def release_on_grid(value: Tensor, grid: Grid, source: Callable[[int], bytes] = random_bytes) -> Tensor:
+    """Returns the vector, rounded to the grid, with exact noise: float64 of its shape on its device.
 
     Args:
         value: what is released, computed from data; only here it is rounded to the grid.
-        event: what is charged, with `exact=True` and the grid in its sensitivities (`theory.exact_noise.with_grid`).
-        source: of uniform random bytes; for tests only.
-        grid: of a plan; default that of the event and the vector's size.
-
-    Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.
+        grid: of what the caller has charged, see `exact_grid`.
+        source: of uniform random bytes.
     """
-    grid = grid or exact_grid(event.sigma, min(dict(event.sens).values()), value.numel())
     noise = torch.from_numpy(discrete_gaussian(value.numel(), grid.bits, source)).view(value.shape)
     total = on_grid(value, grid) + noise  # below 2^52: exact as a float64
     return total.double().mul_(grid.spacing).to(value.device)
+
+
+def exact_release(value: Tensor, event: Gaussian) -> Tensor:
+    """Returns the vector with the exact noise of the event that the caller has charged for it; see `release_on_grid`.
+
+    Args:
+        value: what is released.
+        event: with `exact=True` and the grid in its sensitivities (`theory.exact_noise.with_grid`).
+
+    Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.
+    """
+    return release_on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()))

@@ -30,6 +30,7 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
 from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, UserLoader
 from torch_dpsco.schedule import Schedule
+from torch_dpsco.theory.exact_noise import asks_exact
 
 __all__ = ["Assembly"]
 
@@ -53,6 +54,7 @@ class Assembly(CommonOptimizer):
         accountant: Accountant | None = None,
         adjacency: Adjacency | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         super().__init__(params, {"lr": check.positive(lr=lr)})
         for group in self.param_groups:
@@ -61,6 +63,9 @@ class Assembly(CommonOptimizer):
         if prox is not None and not isinstance(prox, Prox):
             raise ValueError(f"prox must be one of torch_dpsco.prox (got {type(prox).__name__})")
         rule.check_groups(self.param_groups)
+        if asks_exact(secure):
+            oracle.use_exact_noise()
+        self._secure = secure
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
         self._planned = self.schedule.steps
@@ -287,4 +292,5 @@ class Assembly(CommonOptimizer):
             "prox": repr(self.prox),
             "reg": self.reg,
             "adjacency": self.adjacency,
+            **({} if self._secure is None else {"secure": self._secure}),
         }

@@ -64,6 +64,7 @@ class ClippedSGD(HeavyTailed):
         reg: lambda of (lambda/2)|w|^2, added after clip and noise.
         accountant: ledger and budget.
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         That of the design: one unsampled Gaussian for a pass over disjoint batches; PoissonGaussian or WORGaussian per
@@ -100,6 +101,7 @@ class ClippedSGD(HeavyTailed):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         if rule is not None and average != "last":
             raise ValueError(f"average must be given to the rule when there is one (got {average!r})")
@@ -120,6 +122,7 @@ class ClippedSGD(HeavyTailed):
             reg=reg,
             accountant=accountant,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -261,6 +264,7 @@ class ClippedSGD(HeavyTailed):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> ClippedSGD:
         """Returns an optimizer that spends the budget in the planned steps; see `plan` and the class.
 
@@ -305,4 +309,5 @@ class ClippedSGD(HeavyTailed):
             reg=reg,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )

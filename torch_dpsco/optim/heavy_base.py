@@ -61,6 +61,7 @@ class HeavyTailed(PrivateOptimizer):
         reg: lambda of (lambda/2)|w|^2, added after clip and noise; see `PrivateOptimizer`.
         accountant: ledger and budget.
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class HeavyTailed(PrivateOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         oracle = _oracle(oracle, clip, noise_multiplier, batch_size)
         adjacency = checks.agreed_adjacency(adjacency, accountant)
@@ -106,6 +108,7 @@ class HeavyTailed(PrivateOptimizer):
             accountant=accountant,
             adjacency=adjacency,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -217,6 +220,7 @@ class HeavyTailed(PrivateOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> _Self:
         """Returns an optimizer that spends the budget in one pass; see `plan` and the class for the arguments."""
         params, dim = dimension(params)
@@ -244,6 +248,7 @@ class HeavyTailed(PrivateOptimizer):
             reg=reg,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )
 
 

@@ -52,6 +52,7 @@ class AcceleratedSGD(HeavyTailed):
         reg: lambda of (lambda/2)|w|^2.
         accountant: ledger and budget.
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Raises:
         ValueError: a penalty as prox, for which the theorem does not hold (see `ProximalSGD`).
@@ -96,6 +97,7 @@ class AcceleratedSGD(HeavyTailed):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         if prox is not None and not isinstance(prox, (Ball, Box, Identity, Simplex)):
             raise ValueError(f"prox must be a projection (Ball, Box, Simplex) (got {prox}); ProximalSGD has penalties")
@@ -116,6 +118,7 @@ class AcceleratedSGD(HeavyTailed):
             reg=reg,
             accountant=accountant,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -164,6 +167,7 @@ class ProximalSGD(HeavyTailed):
         reg: lambda of (lambda/2)|w|^2.
         accountant: ledger and budget.
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         As `AcceleratedSGD`. Source: Lowy, Razaviyayn 2023, Theorem 12; spec heavytail.md 2.6, 3.
@@ -195,6 +199,7 @@ class ProximalSGD(HeavyTailed):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -213,6 +218,7 @@ class ProximalSGD(HeavyTailed):
             reg=reg,
             accountant=accountant,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod

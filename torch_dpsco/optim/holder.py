@@ -73,6 +73,7 @@ class HolderSGD(PrivateOptimizer):
         reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
         accountant: ledger and budget.
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         Adjacency: add_remove, zero_out or replace_one under Poisson sampling, the latter two under fixed batches. Unit:
@@ -117,6 +118,7 @@ class HolderSGD(PrivateOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         if prox is None:
             prox = Ball(problem.radius) if math.isfinite(problem.radius) else Identity()
@@ -142,6 +144,7 @@ class HolderSGD(PrivateOptimizer):
             accountant=accountant,
             adjacency=adjacency,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -254,6 +257,7 @@ class HolderSGD(PrivateOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> _Self:
         """Returns an optimizer that spends the budget in exactly the planned steps; arguments as in `plan`.
 
@@ -294,6 +298,7 @@ class HolderSGD(PrivateOptimizer):
             reg=reg,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )
 
 

@@ -60,6 +60,7 @@ class LocalizedSGD(PrivateOptimizer):
         prox: projection on the feasible set; with balls around the centers Identity or Ball.
         accountant: ledger and budget.
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         Adjacency: replace_one or zero_out. Unit: one row per record. Event: in each phase, its steps of unsampled (or
@@ -95,6 +96,7 @@ class LocalizedSGD(PrivateOptimizer):
         prox: Prox | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         if not isinstance(schedule, LocalizedSchedule):
             raise ValueError(f"schedule must be a LocalizedSchedule, from LocalizedSGD.plan (got {schedule!r})")
@@ -132,6 +134,7 @@ class LocalizedSGD(PrivateOptimizer):
             accountant=accountant,
             adjacency=adjacency,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -214,6 +217,7 @@ class LocalizedSGD(PrivateOptimizer):
         prox: Prox | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> _Self:
         """Returns an optimizer that spends the budget in its phases; see `plan`.
 
@@ -253,6 +257,7 @@ class LocalizedSGD(PrivateOptimizer):
             prox=prox,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )
 
 

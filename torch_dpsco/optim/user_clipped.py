@@ -52,6 +52,7 @@ class UserClippedSGD(UserOptimizer):
         reg: see `PrivateOptimizer`.
         accountant: ledger and budget, of unit "user".
         generator: noise generator of your own (warns).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         Unit: user, all rows of one. Adjacency: add_remove, zero_out or replace_one with Poisson batches of users, the
@@ -96,6 +97,7 @@ class UserClippedSGD(UserOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         if rule is not None and average != "last":
             raise ValueError(f"average must be given to the rule when there is one (got {average!r})")
@@ -121,6 +123,7 @@ class UserClippedSGD(UserOptimizer):
             adjacency=adjacency,
             accountant=accountant,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -145,6 +148,7 @@ class UserClippedSGD(UserOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> UserClippedSGD:
         """Returns an optimizer that spends the budget in the planned steps.
 
@@ -167,6 +171,7 @@ class UserClippedSGD(UserOptimizer):
             reg: see the class.
             accountant: see the class.
             generator: see the class.
+            secure: see the class.
         """
         require_user(budget)
         if steps is not None and epochs is not None:
@@ -196,6 +201,7 @@ class UserClippedSGD(UserOptimizer):
             reg=reg,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )
 
 

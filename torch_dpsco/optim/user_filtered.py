@@ -66,6 +66,7 @@ class UserFilteredSGD(UserOptimizer):
         reg: see `PrivateOptimizer`.
         accountant: ledger and budget, of unit "user".
         generator: noise generator of your own (warns).
+        secure: None; "exact" is refused: use UserClippedSGD.
 
     Guarantee:
         Unit: user. Adjacency: replace_one with n_users public, or add_remove with Poisson batches. Event: one noisy
@@ -109,6 +110,7 @@ class UserFilteredSGD(UserOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         self._on_halt = check.choice(("keep", "initial"), on_halt=on_halt)
         oracle: MeanOracle
@@ -138,6 +140,7 @@ class UserFilteredSGD(UserOptimizer):
             adjacency=adjacency,
             accountant=accountant,
             generator=generator,
+            secure=secure,
         )
         for p in self._trained():
             self.state[p]["initial"] = self.state[p].get("iterate", p).detach().clone()
@@ -233,6 +236,7 @@ class UserFilteredSGD(UserOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> UserFilteredSGD:
         """Returns an optimizer that spends the budget in the planned steps; see `plan` and the class.
 
@@ -276,6 +280,7 @@ class UserFilteredSGD(UserOptimizer):
             reg=reg,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )
 
     def _install_answer(self) -> None:

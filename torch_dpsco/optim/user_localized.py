@@ -47,6 +47,7 @@ class LocalizedUserSGD(UserOptimizer):
         reg: see `PrivateOptimizer`: what makes most losses strongly convex.
         accountant: ledger and budget, of unit "user".
         generator: noise generator of your own (warns).
+        secure: None; "exact" is refused: use UserClippedSGD.
 
     Guarantee:
         Unit: user; replace_one. Each user is in one phase at most; a phase is charged when it opens, and the largest
@@ -74,6 +75,7 @@ class LocalizedUserSGD(UserOptimizer):
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> None:
         if not isinstance(schedule, LocalizedUserPlan):
             raise ValueError(f"schedule must be a LocalizedUserPlan (got {type(schedule).__name__})")
@@ -97,6 +99,7 @@ class LocalizedUserSGD(UserOptimizer):
             adjacency=REPLACE_ONE,
             accountant=accountant,
             generator=generator,
+            secure=secure,
         )
 
     @classmethod
@@ -180,6 +183,7 @@ class LocalizedUserSGD(UserOptimizer):
         prox: Prox | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        secure: str | None = None,
     ) -> LocalizedUserSGD:
         """Returns an optimizer that spends the budget in its phases; see `plan` and the class.
 
@@ -216,4 +220,5 @@ class LocalizedUserSGD(UserOptimizer):
             reg=reg,
             accountant=Accountant(budget) if accountant is None else accountant,
             generator=generator,
+            secure=secure,
         )

@@ -76,7 +76,7 @@ class HolderAbsolute(ClippedMean):
         mantissa, exponent = math.frexp(exact * (1.0 - 2.0**-50))
         # PRIVACY: rounded down (test_the_ledger_is_told_no_more_noise_than_is_drawn)
         self._multiplier = math.ldexp(math.floor(mantissa * 2**_BITS), exponent - _BITS)
-        self._event = clipped_gaussian(self._multiplier)
+        self._event = clipped_gaussian(self._multiplier, self._exact)
 
     def bound(self, query: Sequence[Tensor]) -> float:
         """Returns the gradient bound at a public point."""
@@ -87,6 +87,8 @@ class HolderAbsolute(ClippedMean):
         super().open(query, step)
         self._step = check.count(step=step)
         self._set(self.sensitivity("zero_out"))
+        if self._exact:
+            self._plan_grid()  # of this step's noise
 
     @property
     def noise_std(self) -> float:

@@ -44,8 +44,10 @@ from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, clipped_gaussia
 from torch_dpsco.clip_selection import adaptive_clip_update
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.mechanisms.exact_noise import release_on_grid
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.clipped import ClippedMean, clip_weights
+from torch_dpsco.theory.exact_noise import exact_grid, with_grid
 
 __all__ = ["AdaptiveClipped", "votes"]
 
@@ -168,7 +170,12 @@ class AdaptiveClipped(ClippedMean):
 
     def count_sensitivity(self, adjacency: Adjacency) -> float:
         """Returns how far the sum of votes can move: u per row, and rounding."""
-        return CLIP_UNITS[adjacency] * (self._unit + self._count_error)
+        return CLIP_UNITS[adjacency] * with_grid(self._unit + self._count_error, self._exact)
+
+    def use_exact_noise(self) -> None:
+        """Draws the noise of means and votes in integers; see `MeanOracle.use_exact_noise`."""
+        super().use_exact_noise()
+        exact_grid(self.count_noise / self._unit, 1.0, 1)  # raises before anything is charged
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Fixes the threshold of the batch and forgets an unfinished one."""
@@ -198,8 +205,12 @@ class AdaptiveClipped(ClippedMean):
         answer = super().release(generator)  # ends the batch
         # PRIVACY: scaled to the sensitivity, rounding included (test_the_votes_have_their_noise)
         std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
-        noise = torch.randn((), dtype=torch.float64, generator=generator, device=generator.device)
-        fraction = self.target + (total + std * float(noise)) / self.batch_size
+        if self._exact:
+            votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
+            total = float(release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid))
+        else:
+            total += std * float(torch.randn((), dtype=torch.float64, generator=generator, device=generator.device))
+        fraction = self.target + total / self.batch_size
         moved = adaptive_clip_update(self.clip, fraction, self.target, self.lr)
         self._current = min(max(moved, _LEAST), _LARGEST)
         return answer

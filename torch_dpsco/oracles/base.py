@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows
 
 __all__ = ["MeanOracle", "Release"]
@@ -102,6 +102,17 @@ class MeanOracle(ABC):
     @abstractmethod
     def release(self, generator: torch.Generator) -> Release:
         """Adds noise to the mean, ends the logical batch, and returns the private answer."""
+
+    def use_exact_noise(self) -> None:
+        """Draws the noise of all releases in integers (`theory.exact_noise`); call it before the first batch.
+
+        Raises:
+            ConditionError: the oracle's releases are no Gaussian sums, or have no noise.
+        """
+        raise ConditionError(
+            f"secure must be None for {type(self).__name__}: exact noise is that of sums of clipped rows, as those of "
+            f"Clipped; use UserClippedSGD where users are protected"
+        )
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

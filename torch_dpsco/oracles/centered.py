@@ -122,6 +122,10 @@ class Centered(MeanOracle):
         """The center of the next release: (D,) float64, public; None for 0."""
         return None if self._center is None else self._center.clone()
 
+    def use_exact_noise(self) -> None:
+        """Draws the noise of the clipped mean in integers."""
+        self._clipping.use_exact_noise()
+
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
         self._users.open(query)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import ConditionError, SequenceError
 from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
+from torch_dpsco.mechanisms.exact_noise import release_on_grid
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.weights import Cut, clip_weights, clipped_slopes, cuts, in_float32, views
+from torch_dpsco.theory.exact_noise import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
 
@@ -55,12 +58,14 @@ class ClippedMean(MeanOracle):
     """
 
     _processes, _max_processes = 1, 1020  # over which logical batches are spread, see `share`
+    _exact = False  # whether noise is drawn in integers
 
     def __init__(self, noise_multiplier: float, batch_size: int) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         self._event = clipped_gaussian(self._multiplier)
         self._summation = FLOAT64
+        self._grid = Grid(1.0, 12)  # of exact releases; fixed by `open`
         self._clip: float | None = None
         self._form: list[Any] = []  # of the parameters
         self._shapes: list[torch.Size] = []
@@ -113,6 +118,20 @@ class ClippedMean(MeanOracle):
             self._summation = plan_summation(self.batch_size, self._dim)
             self._dtype = torch.float64 if any(dtype == torch.float64 for _, dtype, _ in form) else torch.float32
             self._flat = None
+        if self._exact:
+            self._plan_grid()
+
+    def use_exact_noise(self) -> None:
+        """Draws the noise of all releases in integers; see `MeanOracle.use_exact_noise`."""
+        if self._clip is not None or not self._event.sigma > 0:
+            raise ConditionError(
+                f"secure='exact' needs noise, and to be said before the first batch (got {self._event})"
+            )
+        self._exact, self._event = True, replace(self._event, exact=True)
+
+    def _plan_grid(self) -> None:
+        # raises before anything is charged
+        self.__dict__["_grid"] = exact_grid(self.noise_std, self.sensitivity("zero_out"), max(1, self._dim))
 
     def _memory(self, size: int) -> Tensor:
         # for all releases: fresh memory costs as much as the arithmetic
@@ -250,8 +269,10 @@ class ClippedMean(MeanOracle):
         return views(flat, self._cuts)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns the L2 sensitivity of the mean, with the worst-case error of its sum."""
-        return CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
+        """Returns the L2 sensitivity of the mean, with the worst-case error of its sum, and of its grid if exact."""
+        computed = CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
+        # PRIVACY: rounding to the grid moves the mean too (test_exact_means_of_neighbors_stay_within_the_sensitivity)
+        return with_grid(computed) if self._exact else computed
 
     def event(self) -> Gaussian | NonPrivate:
         """Returns the Gaussian event in clip units."""
@@ -260,6 +281,8 @@ class ClippedMean(MeanOracle):
     def release(self, generator: torch.Generator) -> Release:
         """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
+        if self._exact:
+            return self._release_exact()
         large = self._large_sums() if self._dim > _LARGE else []
         if large:
             answer = self._release_in_place(large, noise_std, generator)
@@ -271,6 +294,13 @@ class ClippedMean(MeanOracle):
             self._add_to(flat, answer)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
         return Release(answer)
+
+    def _release_exact(self) -> Release:
+        """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
+        vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
+        self._add_to(vector, self.views(vector))
+        self.discard()
+        return Release(self.views(self._memory(self._dim).copy_(release_on_grid(vector, self._grid))))
 
     def _large_sums(self) -> list[int]:
         means = self._means if self._vector is None else None

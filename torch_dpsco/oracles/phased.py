@@ -103,6 +103,11 @@ class Phased(MeanOracle):
         for oracle in {id(oracle): oracle for oracle, _ in self._phases}.values():
             oracle.take()
 
+    def use_exact_noise(self) -> None:
+        """Draws the noise of all phases in integers."""
+        for oracle, _ in self._phases:
+            oracle.use_exact_noise()
+
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch of the phase of this step."""
         self._active.discard()

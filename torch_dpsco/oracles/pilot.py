@@ -120,6 +120,9 @@ class QuantilePilot(MeanOracle):
         """Returns the event of the draw."""
         return self._event
 
+    def use_exact_noise(self) -> None:
+        """Changes nothing: the law of a threshold is a list of integers anyhow, and its draw a uniform one."""
+
     def release(self, generator: torch.Generator) -> Release:
         """Draws the threshold and ends the batch; the mean is 0 and `still`: nothing is to move.
 
