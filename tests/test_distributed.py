@@ -10,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import io
+import itertools
 import os
 import sys
 import time
@@ -264,7 +265,8 @@ def noise_once(rank: int) -> dict[str, Any]:
 
 
 def failures(rank: int, folder: str) -> dict[str, Any]:
-    checks = (missing_rows, failed_chunk, failed_charge, failed_release, over_budget, given_up, other_lr, other_call)
+    checks: tuple[Any, ...] = (missing_rows, failed_chunk, failed_charge, failed_release, over_budget, given_up)
+    checks += (other_draw, other_lr, other_call)
     found = {check.__name__: check(rank) for check in checks}
     found |= {
         "refused": refusals(rank),
@@ -275,12 +277,26 @@ def failures(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def offered(optimizer: dp.PrivateOptimizer, loader: Any, steps: int, most: int) -> Iterator[Any]:
+    """Yields batches until the steps are made, at most so many; after a draw that was given up it starts again."""
+    batches = iter(loader)
+    for _ in range(most):
+        if optimizer.steps == steps:
+            return
+        try:
+            batch = next(batches)
+        except dp.SequenceError:
+            batches = iter(loader)
+            batch = next(batches)
+        yield batch
+
+
 def missing_rows(rank: int) -> dict[str, Any]:
-    """Rank 1 forgets one backward; all discard that batch, and go on together."""
+    """Rank 1 forgets one backward; all give that draw up, and go on with it together."""
     model = layer()
     optimizer = full(model, noise=1.0)
     errors = []
-    for k, (x, y, _) in enumerate(optimizer.loader(records(), steps=3)):
+    for k, (x, y, _) in enumerate(offered(optimizer, optimizer.loader(records(), steps=3), 3, 9)):
         if (rank, k) != (1, 1):
             backward(model, optimizer, x, y)
         try:
@@ -291,11 +307,12 @@ def missing_rows(rank: int) -> dict[str, Any]:
 
 
 def failed_chunk(rank: int) -> dict[str, Any]:
-    """Rank 1 fails in the first of several chunks: it says so when the others are done, and drops the later ones."""
+    """Rank 1 fails in the first of several chunks: it says so when the others are done, and all begin again."""
     model = layer()
     optimizer = full(model, noise=1.0)
     errors = []
-    for k, (x, y, _) in enumerate(optimizer.loader(records(), steps=2, physical_batch_size=9)):
+    loader = optimizer.loader(records(), steps=2, physical_batch_size=9)
+    for k, (x, y, _) in enumerate(offered(optimizer, loader, 1, 20)):
         if (rank, k) != (1, 0):
             backward(model, optimizer, x, y)
         try:
@@ -307,7 +324,7 @@ def failed_chunk(rank: int) -> dict[str, Any]:
 
 def steps_of(model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int) -> list[str]:
     errors = []
-    for x, y, _ in optimizer.loader(records(), steps=steps):
+    for x, y, _ in offered(optimizer, optimizer.loader(records(), steps=steps), steps, steps):
         backward(model, optimizer, x, y)
         try:
             optimizer.step()
@@ -359,14 +376,27 @@ def over_budget(rank: int) -> dict[str, Any]:
 
 
 def given_up(rank: int) -> list[str]:
-    """Rank 1 gives one draw up by itself: from then on its draws are not those of the others."""
+    """Rank 1 gives one draw up by itself, which then comes again: the ranks stay together."""
     model = layer()
     optimizer = full(model, noise=1.0)
-    loader = iter(optimizer.loader(records(), steps=3))
+    loader = optimizer.loader(records(), steps=3)
     if rank == 1:
-        next(loader)
+        next(iter(loader))
         optimizer.discard()
-    x, y, _ = next(loader)
+    x, y, _ = next(iter(loader))
+    backward(model, optimizer, x, y)
+    optimizer.step()
+    return [len(optimizer.accountant), *numbers(model).tolist()]
+
+
+def other_draw(rank: int) -> list[str]:
+    """Rank 1 has another draw than rank 0."""
+    model = layer()
+    optimizer = full(model, noise=1.0)
+    loader = optimizer.loader(records(), steps=3)
+    draws = loader.batch_sampler.draws
+    loader.batch_sampler.draws = lambda: itertools.islice(draws(), rank, None)
+    x, y, _ = next(iter(loader))
     backward(model, optimizer, x, y)
     return [message(dp.SequenceError, optimizer.step), str(len(optimizer.accountant))]
 
@@ -728,14 +758,14 @@ def assert_equal_on_ranks(ranks: Sequence[dict[str, Any]], *names: str) -> None:
 def test_a_rank_without_rows_makes_all_raise_and_all_go_on_together(failed: list[dict[str, Any]]) -> None:
     ranks = [rank["missing_rows"] for rank in failed]
     assert_equal_on_ranks(ranks, "steps", "charged")
-    assert (ranks[0]["steps"], ranks[0]["charged"]) == (2, 2)
+    assert (ranks[0]["steps"], ranks[0]["charged"]) == (3, 3)
     ((k, other),), ((k_own, own),) = ranks[0]["errors"], ranks[1]["errors"]
     assert k == k_own == 1
     assert "rank 1 has given this step up" in other
     assert "per-sample gradients are missing" in own
 
 
-def test_a_rank_that_fails_in_a_chunk_is_waited_for_and_its_later_chunks_are_dropped(
+def test_a_rank_that_fails_in_a_chunk_is_waited_for_and_all_begin_the_draw_again(
     failed: list[dict[str, Any]],
 ) -> None:
     ranks = [rank["failed_chunk"] for rank in failed]
@@ -774,9 +804,15 @@ def test_a_budget_ends_all_ranks_at_the_same_step(failed: list[dict[str, Any]]) 
     assert all(rank["kinds"] == ["BudgetExceeded"] for rank in ranks)
 
 
+def test_a_rank_that_gives_a_draw_up_gets_the_same_one_again(failed: list[dict[str, Any]]) -> None:
+    first, second = (rank["given_up"] for rank in failed)
+    assert first == second
+    assert first[0] == 1
+
+
 def test_ranks_at_different_steps_are_refused(failed: list[dict[str, Any]]) -> None:
     for rank in failed:
-        text, charged = rank["given_up"]
+        text, charged = rank["other_draw"]
         assert "draw must be equal on all ranks (rank 1 differs from 0)" in text
         assert charged == "0"
         assert "mechanism must be equal on all ranks" in rank["other_lr"][0]

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.sampling import make_sampler
 
 N = 7
 DESIGNS = [dp.Full(N), dp.Fixed(5, N), dp.Poisson(4, N), dp.Shuffled(3, N)]
@@ -89,13 +90,12 @@ def test_a_bound_data_loader_can_be_split(wrap):
     assert all(float(mean.max()) < 1.001 for mean in released)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_bound_data_loader_delivers_empty_draws(workers):
+def test_a_bound_data_loader_delivers_empty_draws():
     model = scores()
     optimizer = make_optimizer(model, dp.Poisson(1, N), clip=10.0, noise=1.0, adjacency="add_remove")
     sampler = dp.PoissonSampler(dp.Poisson(1, N), steps=40)  # 0.34 of the draws are empty; none with chance 6e-8
     sizes = []
-    for (x,) in optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=workers)):
+    for (x,) in optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler)):
         sizes.append(len(x))
         model(x).sum().backward()
         optimizer.step()
@@ -106,22 +106,24 @@ def test_a_bound_data_loader_delivers_empty_draws(workers):
 def test_workers_may_run_ahead_of_physical_batches():
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
-    sampler = dp.FixedSampler(optimizer.design, steps=3)
-    loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=2))
+    loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
     released = train(model, optimizer, dp.PhysicalBatches(loader, 2))
     assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
-    assert not sampler.log.prefetching
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_flags_of_a_loader_that_runs_ahead_are_refused(bound):
+@pytest.mark.parametrize("design", [dp.Poisson(2, N), dp.Fixed(2, N), dp.Shuffled(2, N), dp.Full(N)])
+def test_a_foreign_loader_with_workers_is_refused(design):
+    """It runs ahead of the steps, so that nobody could see which of its batches a step uses."""
+    optimizer = make_optimizer(scores(), design)
+    loader = DataLoader(Tuples(), batch_sampler=make_sampler(design, steps=3), num_workers=2)
+    with pytest.raises(dp.SequenceError, match=r"run ahead .* optimizer.loader\(dataset, num_workers"):
+        optimizer.bind(loader)
+
+
+def test_flags_of_a_loader_that_runs_ahead_are_refused():
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N))
-    if bound:
-        sampler = dp.FixedSampler(optimizer.design, steps=3)
-        loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler, num_workers=2))
-    else:
-        loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
+    loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
     message = r"optimizer.loader\(dataset, physical_batch_size=\.\.\., num_workers"
     with manager(loader, optimizer) as batches, pytest.raises(dp.SequenceError, match=message):
         next(iter(batches))
@@ -140,6 +142,7 @@ def test_a_draw_broken_off_leaves_nothing_in_the_next_release(wrap):
             if count == 1:
                 break
     assert optimizer.steps == 0
+    optimizer.discard()
     with wrap(loader, optimizer) as batches:
         released = train(model, optimizer, batches)
     assert [mean.round().int().tolist() for mean in released] == [[1] * N] * 3
@@ -180,26 +183,27 @@ def test_a_part_used_twice_is_refused():
         for (x,) in batches:
             model(x).sum().backward()
             model(x).sum().backward()
-            if len(x) == 4:  # within the draw's 7 rows only together with fewer of the last part
-                with pytest.raises(dp.SequenceError, match="at most the rows of one draw"):
-                    optimizer.step()
-            else:
+            with pytest.raises(dp.SequenceError, match="at most the rows of one draw"):
                 optimizer.step()
+            break
     assert optimizer.steps == len(optimizer.accountant) == 0
 
 
-def test_a_discarded_draw_is_over_after_its_last_part():
+@pytest.mark.parametrize("wrap", [manager, physical])
+def test_a_draw_that_was_given_up_between_its_parts_is_delivered_from_its_start(wrap):
     model = scores()
     optimizer = make_optimizer(model, dp.Full(N), clip=10.0)
-    with manager(optimizer.loader(TensorDataset(torch.eye(N)), steps=2), optimizer) as batches:
-        for count, (x,) in enumerate(batches):
-            model(x).sum().backward()
-            if count == 1:
-                optimizer.discard()
-                continue
+    with wrap(optimizer.loader(TensorDataset(torch.eye(N)), steps=2), optimizer) as batches:
+        parts = iter(batches)
+        for _ in range(2):
+            model(next(parts)[0]).sum().backward()
             optimizer.step()
-    assert optimizer.steps == len(optimizer.accountant) == 1
-    assert (model.weight.grad[0] * N).round().int().tolist() == [1] * N
+        optimizer.discard()
+        with pytest.raises(dp.SequenceError, match="the draw was given up"):
+            next(parts)
+        released = train(model, optimizer, batches)
+    assert [mean.round().int().tolist() for mean in released] == [[1] * N] * 2
+    assert optimizer.steps == len(optimizer.accountant) == 2
 
 
 def test_a_flag_without_a_draw_is_refused():

@@ -65,7 +65,7 @@ def used(loader: Any, sampler: DesignSampler) -> Iterator[tuple[Any, Chunk]]:
     """Every batch of a loader with its chunk, as a step would take and end it."""
     for batch in loader:
         yield batch, sampler.log.take()
-        sampler.log.taken = None
+        sampler.log.use_up()
 
 
 def positions(sampler: DesignSampler) -> list[list[int]]:
@@ -247,30 +247,28 @@ def test_the_log_admits_one_use_of_each_batch_in_order():
     log.deliver(chunks[1])
 
 
-def test_a_log_whose_loader_runs_ahead_keeps_the_order():
-    log, chunks = DrawLog(), [Chunk(Draw(k), k, last=True) for k in range(3)]
-    log.workers = True
-    log.restart(prefetching=True)
-    for chunk in chunks:
-        log.deliver(chunk)
-    assert [log.take() for _ in chunks] == chunks
-
-
-def test_a_restart_forgets_what_was_delivered_and_says_so():
+def test_a_restart_asks_for_the_draw_that_was_given_up():
     log, restarts = DrawLog(), []
     log.on_restart = lambda: restarts.append(len(log.waiting))
-    chunk = Chunk(Draw(1), 1, last=True)
-    log.deliver(chunk)
+    source = (Draw(1), np.array([4]))
+    log.deliver(Chunk(Draw(1), 1, last=True, source=source))
     log.take()
-    log.abandon(chunk.draw)
-    assert log.is_abandoned(chunk)
-    assert not log.is_abandoned(Chunk(Draw(1), 1, last=True))  # an equal draw is another draw
+    with pytest.raises(SequenceError, match="the previous batch was not used"):
+        log.restart()
+    assert restarts == []
+    log.give_up()
+    with pytest.raises(SequenceError, match="the draw was given up"):
+        log.deliver(Chunk(Draw(2), 2, last=True))
     log.restart()
     assert restarts == [0]
     assert log.taken is None
-    assert not log.is_abandoned(chunk)
+    assert log.again is source
     with pytest.raises(SequenceError):
         log.take()
+    log.deliver(Chunk(Draw(1), 1, last=True, source=source))
+    log.use_up()
+    assert log.again is None
+    log.restart()
 
 
 # -- loaders ----------------------------------------------------------------------------------------------------------
@@ -371,27 +369,29 @@ def test_a_batch_that_no_step_has_used_stops_the_loader():
 
 @multiprocess
 @pytest.mark.parametrize(("dataset", "workers"), [(TENSORS, 0), (Tuples(), 0), (Tuples(), 2)])
-def test_an_iteration_broken_off_leaves_nothing_behind(dataset, workers):
+def test_an_iteration_broken_off_is_followed_by_one_that_begins_with_the_same_draw(dataset, workers):
     sampler = make_sampler(Fixed(4, N))
     loader = PrivateLoader(dataset, sampler, physical_batch_size=3, num_workers=workers)
     restarts = []
     sampler.log.on_restart = lambda: restarts.append(True)
-    next(iter(loader))  # delivered, never used; chunk 2 of its draw never delivered
-    flags = []
+    _, first = next(iter(loader))  # delivered, never used; chunk 2 of its draw never delivered
+    with pytest.raises(SequenceError, match="the previous batch was not used"):
+        next(iter(loader))
+    sampler.log.give_up()
+    flags, targets = [], []
     for (_, y), chunk in used(loader, sampler):
         assert len(y) == chunk.rows
         flags.append((chunk.rows, chunk.last))
+        targets.append(y.tolist())
     assert flags == [(3, False), (1, True)] * 5
+    assert targets[0] == first.tolist()
     assert not sampler.log.waiting
     assert len(restarts) == 2
 
 
-@multiprocess
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_serves_a_plain_data_loader_as_batch_sampler(workers):
+def test_a_sampler_serves_a_plain_data_loader_as_batch_sampler():
     sampler, expected = seeded(Poisson(10, N), steps=15), positions(seeded(Poisson(10, N), steps=15))
-    sampler.log.workers = workers > 0  # set by an optimizer that the loader is bound to
-    loader = DataLoader(Tuples(), batch_sampler=sampler, num_workers=workers)
+    loader = DataLoader(Tuples(), batch_sampler=sampler)
     assert len(loader) == 15
     got = []
     for (_, y), chunk in used(loader, sampler):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,7 @@ def taken(loader: UserLoader) -> list[tuple[list[int], list[int], bool]]:
     found = []
     for _, records, ids in loader:
         chunk = loader.batch_sampler.log.take()
-        loader.batch_sampler.log.taken = None
+        loader.batch_sampler.log.use_up()
         assert chunk.rows == len(records) == len(ids)
         found.append((records.tolist(), ids.tolist(), chunk.last))
     return found
@@ -93,6 +95,7 @@ def test_a_second_iteration_starts_with_ids_of_its_own() -> None:
     for _, records, ids in loader:
         assert ids.tolist() == IDS[records].tolist()
         break  # in the middle of a draw
+    loader.batch_sampler.log.give_up()
     assert [ids for _, ids, _ in taken(loader)] == [[0, 0, 1], [3, 3, 3], [5]] * 2
 
 
@@ -106,14 +109,19 @@ def test_ids_may_be_of_any_integer_type(dtype: torch.dtype) -> None:
 BAD = {
     "floats": ([0.0, 1.0, 2.0], "integer"),
     "bools": ([True, False, True], "integer"),
-    "too-few": ([0, 1], "one integer id per record, 3 of them"),
-    "a-column": ([[0], [1], [2]], "one integer id per record"),
+    "too-few": ([0, 1], "one id per record, 3 of them"),
+    "a-column": (np.array([[0], [1], [2]]), "one id per record"),
+    "lists": ([[0], [1], [2]], r"ids that hash \(got \['list'\]\)"),
     "none": (None, "users"),
     "negative": ([0, 1, -1], "users must be >= 0"),
-    "strings": (["a", "b", "c"], "users"),
+    "a-string": ("abc", r"one id per record \(got str\)"),
+    "a-mapping": ({"a": 0, "b": 1, "c": 2}, r"one id per record \(got dict\)"),
+    "strings-and-numbers": (["a", 1, "b"], r"integers only.*\['int', 'str'\]"),
+    "a-name-is-missing": (["a", None, "b"], r"\['NoneType', 'str'\]"),
+    "too-large-for-a-dtype": ([2**70, 1, 2], "integer"),
     "complex": ([1j, 2j, 3j], "users"),
     "objects": (np.array([1, None, 2], dtype=object), "users"),
-    "out-of-the-universe": ([0, 1, 10], r"users must be < n_users=10 \(got 10\)"),
+    "out-of-the-universe": ([0, 1, 10], r"users must be < n_users=10 \(got a larger id"),
 }
 
 
@@ -123,6 +131,38 @@ def test_ids_that_cannot_be_are_refused_by_name(name: str) -> None:
     run = runs.clipped(10)
     with pytest.raises(dp.UnitError, match=message):
         run.opt.loader(runs.dataset(np.ones((3, 2))), ids)
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda ids: np.array(ids, dtype=object)])
+def test_names_are_numbered_in_order_of_appearance(make) -> None:
+    names = ["ann", "bob", "ann", "eve", "bob"]
+    assert user_ids(make(names), 5).tolist() == [0, 1, 0, 2, 1]
+
+
+def test_any_ids_that_hash_are_numbered() -> None:
+    days = [datetime.date(2026, 11, d) for d in (1, 2, 1)]
+    assert user_ids(days, 3).tolist() == user_ids([("a", 1), ("b", 1), ("a", 1)], 3).tolist() == [0, 1, 0]
+    assert user_ids(np.array(days, dtype="datetime64[D]"), 3).tolist() == [0, 1, 0]
+    assert user_ids([], 0).tolist() == user_ids(np.array([], dtype=str), 0).tolist() == []
+
+
+def test_more_names_than_users_are_refused_without_quoting_one() -> None:
+    run = runs.clipped(2)
+    with pytest.raises(dp.UnitError, match="users must be < n_users=2") as caught:
+        run.opt.loader(runs.dataset(np.ones((3, 2))), ["ann", "bob", "eve"])
+    assert not any(name in str(caught.value) for name in ("ann", "bob", "eve"))
+
+
+@pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])
+def test_names_train_like_numbers(adjacency: str) -> None:
+    data, ids = runs.agreeing(12, rows=3)
+    names = [f"user {k}" for k in ids.tolist()]
+    runs_of = [runs.clipped(12, clip=0.7, steps=3, adjacency=adjacency) for _ in range(2)]
+    for run, of in zip(runs_of, (ids, names), strict=True):
+        for rows, targets, _ in run.opt.loader(data, of):
+            runs.linear_loss(run.model(rows), targets).backward()
+            run.opt.step()
+    torch.testing.assert_close(runs_of[0].weights, runs_of[1].weights, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
@@ -143,7 +183,8 @@ def test_ids_that_change_later_are_not_followed() -> None:
     for rows, _, users in loader:
         assert rows[:, 0].tolist() == [1.0, 2.0, 3.0]
         assert users.tolist() == [0, 1, 1]
-        run.opt.discard()
+        runs.linear_loss(run.model(rows), torch.zeros(3)).backward()
+        run.opt.step()
 
 
 def test_read_only_ids_do_not_warn() -> None:
@@ -163,7 +204,9 @@ def test_the_loader_of_an_optimizer_draws_users_by_its_design() -> None:
         drawn = torch.isin(ids, users)
         assert len(rows) == int(drawn.sum())
         sizes.append(len(users.unique()))
-        run.opt.discard()
+        if len(rows):
+            runs.linear_loss(run.model(rows), torch.zeros(len(rows))).backward()
+        run.opt.step()
     assert len(sizes) == 200
     assert np.mean(sizes) == pytest.approx(10.0, abs=4 * np.sqrt(30 * 2 / 9 / 200))
 
@@ -182,7 +225,7 @@ def test_under_add_remove_the_data_say_how_many_users_there_are(users: int) -> N
 def test_under_add_remove_users_beyond_the_reference_are_refused_at_once() -> None:
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
     data, ids = runs.agreeing(45, rows=2)
-    with pytest.raises(dp.UnitError, match=r"users must be numbered below n_users=30, the reference \(got 44\)"):
+    with pytest.raises(dp.UnitError, match=r"users must be numbered below n_users=30, the reference \(got a larger"):
         run.opt.loader(data, ids)
 
 
@@ -213,26 +256,48 @@ def test_physical_batches_do_not_turn_a_loader_of_users_into_one_of_rows() -> No
         PhysicalBatches(run.opt.loader(data, ids), 2)
 
 
-def test_an_optimizer_that_protects_users_needs_their_ids() -> None:
-    run = runs.clipped(3)
+def test_the_loader_of_an_optimizer_that_protects_users_needs_their_ids_and_the_step_knows_them() -> None:
     with pytest.raises(TypeError, match="users"):
-        run.opt.loader(runs.dataset(np.ones((3, 2))))
-    run.opt.bind(run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 2]))
-    for rows, targets, _ in run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 2]):
-        runs.linear_loss(run.model(rows), targets).backward()
-        with pytest.raises(dp.SequenceError, match="users must be given"):
-            run.opt.step()
-    assert (run.opt.steps, len(run.opt.accountant)) == (0, 0)
+        runs.clipped(3).opt.loader(runs.dataset(np.ones((3, 2))))
+    data, ids = runs.agreeing(12, rows=4)
+    given, known = (runs.clipped(12, clip=0.7, steps=2) for _ in range(2))
+    given.train(data, ids)
+    for rows, targets, _ in known.opt.loader(data, ids, physical_batch_size=7):
+        runs.linear_loss(known.model(rows), targets).backward()
+        known.opt.step()
+    torch.testing.assert_close(known.weights, given.weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 3], [0, 1, -1]], ids=["too-few", "too-large", "negative"])
-def test_wrong_ids_in_a_step_are_refused_and_leave_everything_as_it_was(ids: list[int]) -> None:
+IDS_OF_ROWS = {
+    "one-per-row": lambda ids: torch.arange(len(ids)),  # each row would count as a user
+    "another-order": lambda ids: ids.flip(0),
+    "shifted": lambda ids: (ids + 1) % 3,
+    "too-few": lambda ids: ids[:-1],
+    "too-large": lambda ids: ids + 1,
+    "negative": lambda ids: ids - 1,
+}
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["step", "accumulate"])
+@pytest.mark.parametrize("name", list(IDS_OF_ROWS))
+def test_ids_that_were_not_delivered_are_refused(name: str, partial: bool) -> None:
+    """With an id of its own for each of its 8 rows a user would contribute 8 clips."""
     run = runs.clipped(3)
-    for rows, targets, _ in run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 2]):
-        runs.linear_loss(run.model(rows), targets).backward()
-        with pytest.raises(ValueError, match="users must be"):
-            run.opt.step(users=torch.tensor(ids))
+    owners = [0] * 8 + [1, 2]
+    rows, targets, ids = next(iter(run.opt.loader(runs.dataset(np.ones((10, 2))), owners)))
+    runs.linear_loss(run.model(rows), targets).backward()
+    with pytest.raises(dp.UnitError, match="users must be the ids that the loader delivered"):
+        (run.opt.accumulate if partial else run.opt.step)(users=IDS_OF_ROWS[name](ids))
     assert (run.opt.steps, len(run.opt.accountant), run.weights.tolist()) == (0, 0, [0.0, 0.0])
+
+
+def test_ids_that_the_loop_overwrites_are_refused() -> None:
+    run = runs.clipped(3)
+    rows, targets, ids = next(iter(run.opt.loader(runs.dataset(np.ones((10, 2))), [0] * 8 + [1, 2])))
+    runs.linear_loss(run.model(rows), targets).backward()
+    ids.copy_(torch.arange(10))
+    with pytest.raises(dp.UnitError, match="users must be the ids that the loader delivered"):
+        run.opt.step(users=ids)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 1000])

@@ -120,6 +120,7 @@ def fit(
     protects_users = isinstance(optimizer, UserOptimizer)
     if protects_users != (users is not None):
         raise ValueError(f"users must {'' if protects_users else 'not '}be given for {type(optimizer).__name__}")
+    optimizer.discard()  # what a run before left in progress comes again
     loader: PrivateLoader
     if isinstance(optimizer, UserOptimizer):
         loader = optimizer.loader(
@@ -212,6 +213,7 @@ def _fit_row_free(
             f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)): it needs no "
             f"per-sample gradients, and attached models have no plain ones"
         )
+    optimizer.discard()
     loader = optimizer.loader(dataset, num_workers=num_workers)
     # PRIVACY: (test_fit_refuses_what_the_doctor_finds_before_the_first_step)
     require_sound(model, loss_fn, loader, optimizer)

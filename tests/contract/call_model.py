@@ -80,6 +80,8 @@ class Session:
         self.older: Stream | None = None
         self.old: list[Any] = []  # batches of earlier steps
         self.states: list[tuple[Any, int, bool]] = []
+        self.held: Drawn | None = None  # the draw that the next step must use
+        self.given_up = False  # and whether it must be delivered again for that
         self.forget()
 
     def forget(self) -> None:
@@ -89,8 +91,9 @@ class Session:
 
     def drop(self) -> None:
         """What discard() does."""
-        if self.source is not None and self.source.chunk is not None:
-            self.source.given_up, self.source.chunk = self.source.chunk.drawn, None
+        if self.source is not None:
+            self.source.chunk = None
+        self.given_up = self.held is not None
         self.forget()
         self.net.reset()
 
@@ -99,7 +102,7 @@ class Session:
         return self.source.chunk if self.source is not None else None
 
     def verdict(self, partial: bool) -> str:
-        """Returns what a step (or accumulate) must do: release, collect, nothing, spent, refused, closed."""
+        """Returns what a step (or accumulate) must do: release, collect, spent, refused, closed."""
         if self.net.wrapped or self.finalized or self.net.shown:
             return "closed"
         if self.setup.steps is not None and self.steps >= self.setup.steps:
@@ -115,8 +118,6 @@ class Session:
             return "refused"
         if self.used + rows > chunk.limit or self.draw_rows + rows > len(chunk.drawn.records):
             return "refused"
-        if chunk.drawn is self.source.given_up:
-            return "nothing"
         if self.opened is not None and self.opened is not chunk.drawn:
             return "refused"
         if partial or not chunk.last:
@@ -185,6 +186,15 @@ class Calls(RuleBasedStateMachine):
             return
         one_pass = isinstance(self.setup.design, dp.Disjoint)
         steps, dataset = 4 if one_pass else DRAWS, self.setup.dataset()
+        if s.held is not None and not s.given_up:
+            self.refused(lambda: s.opt.loader(dataset, steps=steps))
+            return
+        if one_pass and s.held is not None:
+            self.refused(lambda: s.opt.loader(dataset, steps=steps))
+            loader = s.opt.loader(dataset, resume=True, physical_batch_size=2 if kind == "physical" else None)
+            self.truth.watch(loader.batch_sampler, s.held.charge[0])
+            self._rebound(s, Source(loader, self.truth, one_pass))
+            return
         if kind == "torch":
             sampler = make_sampler(self.setup.design, size=len(dataset), steps=steps)
             loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=stacked)
@@ -196,17 +206,17 @@ class Calls(RuleBasedStateMachine):
         self._rebound(s, Source(loader, self.truth, one_pass))
 
     def _rebound(self, s: Session, source: Source) -> None:
-        if source.chunk is not None and source.chunk.taken:
-            source.chunk = None
-        s.source, source.owner = source, s
+        s.source = source
         s.forget()
 
     def new_stream(self, s: Session, kind: str) -> None:
         if not self.setup.declared:
             return
-        if s.source is None:
+        if s.source is None or (s.source.one_pass and s.given_up):
             self.new_source(s, "private" if kind in ("bmm", "physical batches") else kind)
         source = s.source
+        if source is None:
+            return
         s.older = None if kind == "bmm" or (s.stream is not None and s.stream.parts) else s.stream
         if kind == "bmm" and getattr(source.loader, "physical_batch_size", None) is None:
             manager: Any = BatchMemoryManager(data_loader=source.loader, max_physical_batch_size=2, optimizer=s.opt)
@@ -223,27 +233,40 @@ class Calls(RuleBasedStateMachine):
         if s.stream is None:
             self.new_stream(s, "private")
         stream = s.stream
+        if stream is None:
+            return
         source = stream.source
+        if source is not s.source:
+            s.stream = None
+            if not stream.parts:  # the manager's flags would go to the new loader
+                self.refused(stream.next, (*REFUSED, StopIteration))
+            return
         if stream.begun and source.newest is not stream and (stream.parts or source.newest.parts):
             s.stream = None  # the manager's flags are for its own iteration
             return
         if not stream.begun:
             stream.begun, source.newest = True, stream
-            source.chunk = source.given_up = None
-            source.owner.drop()
+            if s.held is not None and not s.given_up:
+                s.stream = None
+                self.refused(stream.next)
+                return
+            s.drop()
             if source.one_pass and source.used_up:
                 s.stream = None
                 self.refused(stream.next)
                 return
             source.used_up = True
+        elif source.chunk is not None or s.given_up:
+            self.refused(stream.next, (*REFUSED, StopIteration))
+            s.stream = None
+            return
+        again = s.held if s.given_up else None
         try:
-            if source.chunk is not None:
-                self.refused(stream.next, (*REFUSED, StopIteration))
-                s.stream = None
-            else:
-                source.chunk = self.harmless(stream.next)
+            source.chunk = self.harmless(lambda: stream.next(again))
         except StopIteration:
             s.stream = None
+        else:
+            s.held, s.given_up = source.chunk.drawn, False
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -298,7 +321,7 @@ class Calls(RuleBasedStateMachine):
         self.truth.context = drawn, counts, honest(given, drawn)
         if verdict == "release":
             self._release(s, action)
-        elif verdict in ("collect", "nothing"):
+        elif verdict == "collect":
             self.harmless(action)
         else:
             self.refused(action, dp.BudgetExceeded if verdict == "spent" else REFUSED)
@@ -327,6 +350,7 @@ class Calls(RuleBasedStateMachine):
         if s.chunk is not None:
             s.old.append(s.chunk.x)
             s.source.chunk = None
+        s.held, s.given_up = None, False
         s.forget()
         s.net.clear()
 
@@ -343,10 +367,6 @@ class Calls(RuleBasedStateMachine):
         net, chunk = s.net, s.chunk
         if verdict in ("over", "refused", "spent"):
             s.drop()
-        elif verdict == "nothing":
-            s.source.chunk = None
-            s.forget()
-            net.clear()
         elif verdict == "collect":
             rows = sum(len(f.records) for f in net.pending)
             s.collected += net.pending
@@ -371,9 +391,9 @@ class Calls(RuleBasedStateMachine):
         s.steps = s.opt.steps
         s.net.allowed = [None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()]
         if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
-            self.truth.charges.add(drawn.charge)
-        if s.chunk is not None and s.opt.outstanding_rows is None:  # used as a part of its draw, which is given up
-            s.source.given_up, s.source.chunk = s.chunk.drawn, None
+            self.truth.charges[-1] = drawn.charge, drawn.records
+        if len(self.truth.releases) > released:
+            s.held = None
         s.opt.discard()
         s.drop()
         return "unknown"

@@ -245,7 +245,7 @@ class CallOrders(Calls):
             return 1.25
 
         values: list[float] = []
-        if self.stepping(s, lambda: values.append(s.opt.step(closure))) in ("release", "collect", "nothing"):
+        if self.stepping(s, lambda: values.append(s.opt.step(closure))) in ("release", "collect"):
             assert values == [1.25] or self.truth.crashes, "the loss of the closure was lost"
 
     def a_crash_in_the_next_release(self, s: Session) -> None:
@@ -313,6 +313,8 @@ class CallOrders(Calls):
         assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)), "a parameter has changed"
         assert before[1] == after[1], "loading has changed the ledger"
         s.drop()
+        if "partition" in state["dpsco"] and s.opt._batch._log.again is None:
+            s.held, s.given_up, s.source = None, False, None  # it is of another place than the checkpoint's
 
     def load_another_run(self, s: Session, what: str) -> None:
         other = dp.Accountant(adjacency=self.setup.adjacency)
@@ -342,7 +344,7 @@ class CallOrders(Calls):
     @rule(who=WHO, same_loader=st.booleans())
     def a_second_optimizer(self, who: int, same_loader: bool) -> None:
         s = self.pick(who)
-        if self.setup.room is not None and len(self.truth.charges) >= self.setup.room:
+        if self.setup.room is not None and self.truth.spent() >= self.setup.room:
             if not self.setup.charges_passes:
                 self.refused(lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant), dp.InfeasibleError)
             return
@@ -350,9 +352,13 @@ class CallOrders(Calls):
         s.net.wrapped = False
         self.sessions.append(fresh)
         if same_loader and s.source is not None:  # each of its draws is for one of the two
+            if s.held is not None:
+                self.refused(lambda: fresh.opt.bind(s.source.loader))
+                return
             fresh.opt.bind(s.source.loader)
             fresh.stream = None if s.stream is not None and s.stream.parts else s.stream  # flags go to one of them
             self._rebound(fresh, s.source)
+            s.source = s.stream = s.older = None
 
     def pickling(self, s: Session) -> None:
         self.refused(lambda: pickle.dumps(s.opt), dp.PrivacyError)

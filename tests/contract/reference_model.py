@@ -146,38 +146,51 @@ class Truth:
         self.crashing = False
         self.charged = 0  # events in the ledger when the release in progress began
         self.rng = np.random.default_rng(0)
-        self.charges: set[Any] = set()
+        self.charges: list[tuple[Any, tuple[int, ...]]] = []  # of each charge its pass, and its records
         self.context: tuple[Drawn | None, Counter[int] | None, bool] = (None, Counter(), True)
 
     def __deepcopy__(self, memo: Any) -> Truth:
         return self  # copies release about the same records
 
-    def watch(self, sampler: Any) -> None:
-        """Notes each draw where it is made, and makes it repeatable: hypothesis replays what has failed."""
+    def watch(self, sampler: Any, run: int | None = None) -> None:
+        """Notes each draw where it is made, and makes it repeatable: hypothesis replays what has failed.
+
+        `run`: number of the pass that goes on.
+        """
         sampler.rng = np.random.Generator(np.random.PCG64DXSM(int(self.rng.integers(2**32))))
         draws = sampler.draws
 
         def noted() -> Iterator[Any]:
-            self.passes += 1
-            run = self.passes
+            self.passes += run is None
+            number = self.passes if run is None else run
             for k, (draw, indices) in enumerate(draws()):
-                charge = (run, k // self.setup.design.steps_per_epoch) if self.setup.charges_passes else None
+                charge = (number, k // self.setup.design.steps_per_epoch) if self.setup.charges_passes else None
                 self.fresh.append(Drawn(tuple(np.asarray(indices).tolist()), charge))
                 yield draw, indices
 
         sampler.draws = noted
 
-    def charge_of(self, draw: Drawn) -> Any:
-        return draw.charge if self.setup.charges_passes else len(self.charges)
+    def charge(self, draw: Drawn | None) -> None:
+        self.charges.append(self._charge_of(draw))
+
+    def _charge_of(self, draw: Drawn | None) -> tuple[Any, tuple[int, ...]]:
+        known = draw is not None and self.setup.charges_passes
+        return (draw.charge, draw.records) if known else (len(self.charges), ())
+
+    def spent(self, *more: tuple[Any, tuple[int, ...]]) -> int:
+        """Returns how many releases are paid: of each pass those of the part with the most."""
+        most: dict[Any, int] = {}
+        for (name, _), count in Counter([*self.charges, *more]).items():
+            most[name] = max(most.get(name, 0), count)
+        return sum(most.values())
 
     def affords(self, draw: Drawn) -> bool:
         """Returns whether the budget has room for a release from this draw."""
-        return self.setup.room is None or len(self.charges | {self.charge_of(draw)}) <= self.setup.room
+        return self.setup.room is None or self.spent(self._charge_of(draw)) <= self.setup.room
 
     def before_release(self) -> None:
         self.charged = len(self.accountant)
-        draw = self.context[0]
-        self.charges.add(self.charge_of(draw) if draw is not None else len(self.charges))
+        self.charge(self.context[0])
         if self.crashing:
             self.crashing = False
             self.crashes += 1
@@ -268,10 +281,8 @@ class Source:
     def __init__(self, loader: Any, truth: Truth, one_pass: bool = False) -> None:
         self.loader, self.truth, self.one_pass = loader, truth, one_pass
         self.chunk: Chunk | None = None
-        self.given_up: Drawn | None = None
         self.used_up = False
         self.newest: Stream | None = None
-        self.owner: Any = None  # the one that has bound the loader last
 
 
 class Stream:
@@ -283,13 +294,13 @@ class Stream:
         self.drawn: Drawn | None = None
         self.seen = 0
 
-    def next(self) -> Chunk:
-        """Returns the next batch; raises what the loader raises."""
+    def next(self, again: Drawn | None = None) -> Chunk:
+        """Returns the next batch, of the draw that was given up if there is one; raises what the loader raises."""
         fresh = self.source.truth.fresh
         fresh.clear()
         x = next(self.iterator)[0]
-        if fresh:
-            self.drawn, self.seen = fresh[-1], 0
+        if fresh or again is not None:
+            self.drawn, self.seen = again or fresh[-1], 0
         assert self.drawn is not None
         self.seen += len(x)
         size = len(self.drawn.records)

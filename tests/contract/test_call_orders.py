@@ -204,10 +204,10 @@ def test_a_backward_of_an_earlier_batch_is_refused(rows: str) -> None:
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_backward_of_a_batch_that_was_given_up_is_refused(rows: str) -> None:
     model, opt, data = run(rows)
-    batches = iter(opt.loader(data, steps=2))
-    loss = model(next(batches)[0]).sum()
+    loader = opt.loader(data, steps=2)
+    loss = model(next(iter(loader))[0]).sum()
     opt.discard()
-    (x,) = next(batches)
+    (x,) = next(iter(loader))
     model(x)
     with pytest.raises(dp.SequenceError, match="a backward must follow"):
         loss.backward()

@@ -245,7 +245,7 @@ def test_the_order_of_records_cannot_depend_on_the_data(adjacency: str) -> None:
 def _unlogged(loader: PrivateLoader) -> Any:
     for batch in loader:
         loader.batch_sampler.log.take()
-        loader.batch_sampler.log.taken = None
+        loader.batch_sampler.log.use_up()
         yield batch
 
 
@@ -328,13 +328,17 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
     )
 
 
-def test_a_discarded_draw_is_neither_used_later_nor_is_one_used_twice() -> None:
+def test_a_draw_that_was_given_up_is_the_next_one_again_and_none_is_used_twice() -> None:
     run = build()
     loader = iter(run.seeded())
     run.train([next(loader)])
-    next(loader)
+    given_up = next(loader)
     run.opt.discard()
-    run.train([next(loader)])
+    with pytest.raises(dp.SequenceError, match="the draw was given up"):
+        next(loader)
+    again = next(iter(run.resumed()))
+    assert again[2].tolist() == given_up[2].tolist()
+    run.train([again])
     other = reloaded(run, build)
     for batch in other.resumed():
         other.train([batch])

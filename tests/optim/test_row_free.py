@@ -110,15 +110,13 @@ def test_a_run_that_does_not_start_at_the_planned_start_is_refused() -> None:
     run = make()
     with torch.no_grad():
         run.model.weight.fill_(0.5)
-    for batch in run.opt.loader(records()):
-        run.backward(batch)
-        with refused(run, dp.SequenceError, "parameters must be 0, the planned start"):
-            run.opt.step()
-        break
-    with torch.no_grad():
-        run.model.weight.zero_()
-    run.opt.zero_grad()
-    run.train()
+    loader = run.opt.loader(records())
+    run.backward(next(iter(loader)))
+    with pytest.raises(dp.SequenceError, match="parameters must be 0, the planned start"):
+        run.opt.step()
+    assert not run.model.weight.any()  # put back
+    run.opt.discard()
+    run.train(loader)
     assert run.opt.steps == EPOCH
 
 
@@ -132,6 +130,7 @@ def test_a_permutation_is_used_to_its_end() -> None:
     for again in (lambda: loader, lambda: run.opt.loader(records())):
         with refused(run, dp.SequenceError, "step 1 must use batch 1 of a permutation that is used to its end"):
             run.train(again())
+        run.opt.discard()
     run = make(epochs=2)
     run.train(ordered(run, [np.arange(N)]), steps=1)
     with refused(run, dp.SequenceError, r"\(got batch 0\)"):  # an equal permutation, from its start

@@ -65,6 +65,7 @@ def release_after_an_interruption(first: float, rows: str, parts_of: Parts) -> t
         model(x).sum().backward()
         ours.step()
         break
+    ours.discard()
     for (x,) in parts:
         ours.zero_grad()
         model(x).sum().backward()
@@ -80,8 +81,8 @@ def test_t03_an_interrupted_logical_batch_leaves_nothing_behind(rows: str, parts
     Opacus 1.6: `zero_grad()` keeps the sum of the parts; the next release holds a record twice: it moves by 2.000 with
     clip 1 when that record is zeroed.
 
-    Here: the next iteration starts from nothing; the release moves by at most the declared sensitivity, clip/batch
-    size, and one event is charged for the one release.
+    Here: the next iteration raises until `discard()`, and then delivers the same draw from its start; the release moves
+    by at most the declared sensitivity, clip/batch size, and one event is charged for the one release.
     """
     moved = naive_release_after_an_interruption(1.0) - naive_release_after_an_interruption(0.0)
     assert abs(moved.item()) == pytest.approx(2.0, abs=1e-5)
@@ -117,13 +118,15 @@ def test_t04_parts_that_workers_prefetched_do_not_shift_later_steps(rows: str) -
     model, data = scores(1, rows), column(*[1.0] * 8)
     ours = make_optimizer(model, dp.Full(8))
     next(iter(ours.loader(data, steps=1, physical_batch_size=2, num_workers=2)))
+    ours.discard()
     means = [step(model, ours, x) for (x,) in ours.loader(data, steps=4)]
     torch.testing.assert_close(torch.cat(means), torch.ones(4), atol=1e-3, rtol=0)
     assert len(ours.accountant) == ours.steps == 4
-    for make in (lambda: ours.loader(data, steps=1, num_workers=2), lambda: own_loader(ours, data, workers=2)):
-        loader = make()
-        with pytest.raises(dp.SequenceError, match=r"optimizer.loader\(dataset, physical_batch_size=.*, num_workers"):
-            next(iter(managed(ours, loader, 2)))
+    message = r"optimizer.loader\(dataset, .*num_workers"
+    with pytest.raises(dp.SequenceError, match=message):
+        own_loader(ours, data, workers=2)
+    with pytest.raises(dp.SequenceError, match=message):
+        next(iter(managed(ours, ours.loader(data, steps=1, num_workers=2), 2)))
     assert len(ours.accountant) == ours.steps == 4
 
 

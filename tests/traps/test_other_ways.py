@@ -27,6 +27,7 @@ def test_parts_of_two_iterations_are_never_joined(rows: str) -> None:
     loader = ours.loader(column(1.0, 1.0, 1.0, 1.0), steps=1, physical_batch_size=2)
     older = iter(loader)
     part(model, ours, older)
+    ours.discard()
     part(model, ours, iter(loader))
     with pytest.raises(dp.SequenceError, match="an older iteration of the loader was continued"):
         part(model, ours, older)

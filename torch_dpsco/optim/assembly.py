@@ -221,17 +221,20 @@ class Assembly(CommonOptimizer):
         return self._batch.outstanding_rows
 
     def discard(self) -> None:
-        """Drops the current logical batch: rows, oracle sum and draw. Nothing is charged."""
-        self._abort(outstanding=True)
+        """Gives the current logical batch up: rows and oracle sum are dropped, and nothing is charged.
 
-    def _abort(self, *, outstanding: bool = False) -> None:
+        The next loop over a loader begins with the same draw: a draw cannot be exchanged for another one.
+        """
+        self._abort()
+
+    def _abort(self) -> None:
         clear_rows(self._all_params())
         for p in self._all_params():
             reset = getattr(p, "dpsco_reset", None)
             if reset is not None:
                 reset()
         self.oracle.discard()
-        self._batch.drop(outstanding=outstanding)
+        self._batch.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients and per-sample gradients that no step has taken yet."""

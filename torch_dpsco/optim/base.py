@@ -76,7 +76,8 @@ class PrivateOptimizer(Assembly):
 
         Args:
             closure: clears gradients, computes the loss, calls backward and returns the loss.
-            users: for oracles whose unit is a user.
+            users: for oracles whose unit is a user: the ids that the loader delivered with the batch, which it knows
+                itself; others are refused.
 
         Returns:
             The closure's loss. It is computed from the data and is NOT private.
@@ -193,8 +194,8 @@ class PrivateOptimizer(Assembly):
             raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
         retire_forwards(params)
         n_rows = 0 if rows is None else rows.n_rows
-        if not batch.admit(n_rows, 1 if rows is None else rows.passes, partial):
-            return None  # a late chunk of a draw that was given up
+        batch.admit(n_rows, 1 if rows is None else rows.passes, partial)
+        users = batch.users(n_rows, users)
         if not batch.opened:
             self.oracle.open(params, self._steps)
             batch.opened = True
@@ -202,7 +203,7 @@ class PrivateOptimizer(Assembly):
             if isinstance(rows, LinearRows):
                 self.oracle.observe_linear(rows)
             else:
-                self.oracle.observe(rows, users)
+                self.oracle.observe(rows, None if users is None else users.to(params[0].device))
         if scale != self._grad_scale:
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None

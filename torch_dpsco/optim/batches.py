@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.errors import AdjacencyError, SequenceError
+from torch_dpsco.errors import AdjacencyError, SequenceError, UnitError
 from torch_dpsco.gradbatch import GradBatch, LinearRows
 from torch_dpsco.sampling import (
     Chunk,
@@ -53,32 +55,45 @@ class LogicalBatch:
         self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
-        """Takes draws from a loader of this design; a new iteration of it drops the batch in progress.
+        """Takes draws from a loader of this design, and from no other loader any more.
 
         Raises:
             UnknownSamplerError: a foreign sampler.
             AdjacencyError: the loader draws by another design.
-            SequenceError: the loader runs ahead of the steps, and the design does not allow for a skipped batch.
+            SequenceError: the loader runs ahead of the steps; or a draw is outstanding, or was given up and cannot come
+                again.
         """
         design = identify(loader)
         if design != self.design:
             raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
-        workers = not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0
-        if workers and (design.positional or design.one_pass):
-            # PRIVACY: a skipped batch would shift the parts that later steps are charged for
-            # (test_a_skipped_batch_is_charged_or_refused)
+        if not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0:
+            # PRIVACY: nobody could see whether a step uses the batch that was delivered, or one that was chosen
+            # (test_a_foreign_loader_with_workers_is_refused)
             raise SequenceError(
-                f"{type(design).__name__} batches must come from a loader that does not run ahead of the steps: use "
-                f"optimizer.loader(dataset, num_workers=...), or num_workers=0"
+                "loader must not run ahead of the steps: use optimizer.loader(dataset, num_workers=..., "
+                "physical_batch_size=...), or num_workers=0"
             )
         if isinstance(loader, DataLoader):
             accept_empty_draws(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
-        self._log = log = sampler.log
-        if isinstance(sampler, OnePassSampler) and sampler is not self._sampler:
+        one_pass = isinstance(sampler, OnePassSampler) and sampler is not self._sampler
+        if one_pass and sampler.partition is None and self._log.again is not None:
+            # PRIVACY: another partition instead is one that was chosen
+            # (test_a_draw_that_was_given_up_is_of_no_other_partition)
+            raise SequenceError("a draw was given up and is the next one again: use loader(dataset, resume=True)")
+        self._take(sampler.log)
+        if one_pass:
             self._sampler, self._made = sampler, sampler.partition.made if sampler.partition else 0
-        log.workers, log.prefetching, log.taken, log.on_restart = workers, workers, None, on_restart
+        self._log.on_restart = on_restart
         self._rows, self._draw_rows, self.opened = 0, 0, False
+
+    def _take(self, log: DrawLog) -> None:
+        log.succeed(self._log)
+        if isinstance(log.owner, LogicalBatch) and log.owner is not self:
+            # PRIVACY: an optimizer could use up the draws that another one does not like
+            # (test_a_loader_has_one_optimizer)
+            log.owner._log = DrawLog()
+        log.owner, self._log = self, log
 
     def split(self, *, more: bool) -> None:
         """Takes the next batch for a part of a draw, see `DrawLog.split`."""
@@ -112,8 +127,8 @@ class LogicalBatch:
             return self._log.take()
         return self._log.taken
 
-    def admit(self, rows: int, passes: int, partial: bool) -> bool:
-        """Checks rows against the current chunk; returns False if they belong to a draw that was given up.
+    def admit(self, rows: int, passes: int, partial: bool) -> None:
+        """Checks rows against the current chunk.
 
         Raises:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
@@ -125,12 +140,7 @@ class LogicalBatch:
                 # PRIVACY: e.g. a model that folds time into the batch has several rows per record
                 # (test_a_record_with_several_rows_is_refused_without_a_declared_sampling)
                 raise SequenceError(f"a step must use at most batch_size={self.design.batch_size} rows, and got more")
-            return True
-        if self._log.prefetching and (partial or passes > 1):
-            raise SequenceError(
-                "several backward passes per step need a loader that does not run ahead of them, so that their rows "
-                "are known to be of one draw: use optimizer.loader(dataset, physical_batch_size=...)"
-            )
+            return
         assert self._log.taken is not None
         self._rows += rows
         self._draw_rows += rows
@@ -148,10 +158,26 @@ class LogicalBatch:
                 "one; finish one loop over a loader before starting the next"
             )
         self._draw = self._log.taken.draw
-        if self._log.is_abandoned(self._log.taken):
-            self._log.taken, self._draw_rows = None, 0
-            return False
-        return True
+
+    def users(self, rows: int, given: Tensor | None) -> Tensor | None:
+        """Returns the users of the newest rows, as the loader knows them; without a declared sampling, as given.
+
+        Raises:
+            UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
+        """
+        if not self.declared:
+            return given
+        assert self._log.taken is not None
+        known = self._log.taken.users
+        if known is not None:
+            known = known[self._rows - rows : self._rows]
+        if given is not None and (known is None or not torch.equal(given.cpu(), known)):
+            # PRIVACY: rows under invented ids count once each (test_ids_that_were_not_delivered_are_refused)
+            raise UnitError(
+                "users must be the ids that the loader delivered with the batch, in its order: step(users=ids), or "
+                "leave users away"
+            )
+        return known
 
     def close(self, chunk: Chunk) -> Draw | None:
         """Ends a chunk; returns its draw if that is complete (until `finish` it is still in progress), else None."""
@@ -181,24 +207,24 @@ class LogicalBatch:
         return "planned" if known is None else partition_name(self.design, known)
 
     def resume(self, partition: Partition) -> None:
-        """Takes over the partition of a checkpoint, or of a copy."""
+        """Takes over the partition of a checkpoint, or of a copy; forgets a draw that cannot come again in it."""
+        self._log.give_up()
+        again, place = self._log.again, (partition_name(self.design, partition), partition.made)
+        if again is not None and (again[0].partition, again[0].index) != place:
+            log = DrawLog(self._log.size)
+            self._take(log)
+            log.use_up()
         self._sampler, self._resumed, self._made = None, partition, partition.made
 
     def finish(self, *, used: bool = False) -> None:
         """Ends the logical batch; `used`: its release is made."""
         if used and self._log.taken is not None:
             self._made = self._log.taken.draw.index + 1
+        if used:
+            self._log.use_up()
         self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
 
-    def drop(self, *, outstanding: bool = True) -> None:
-        """Gives the draw in progress up, with the chunks of it that are still to come.
-
-        Args:
-            outstanding: without a draw in progress, give up the one that the next step would use.
-        """
-        chunk = self._log.taken
-        if chunk is None and outstanding and self._log.waiting:
-            chunk = self._log.waiting.popleft()
-        if chunk is not None:
-            self._log.abandon(chunk.draw)
+    def drop(self) -> None:
+        """Gives the draw in progress up: the next iteration of a loader delivers it again."""
+        self._log.give_up()
         self.finish()

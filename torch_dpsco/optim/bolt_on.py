@@ -120,6 +120,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             noise_std=plan.noise_scale,
             prox=_prox(plan),
             bounds=record_bounds(problem, bias),
+            promises=plan.promises,
             loss_reduction=loss_reduction,
             average=plan.average,
             accountant=accountant,

@@ -29,6 +29,7 @@ __all__ = [
     "number_of_records",
     "one_device",
     "require_budget",
+    "require_double",
     "require_one_step",
     "require_same_parts",
     "require_universe",
@@ -122,6 +123,17 @@ def require_budget(accountant: Accountant, budget: Budget) -> None:
         raise AdjacencyError(
             f"accountant must have the budget's adjacency {budget.adjacency!r} (got {accountant.adjacency!r})"
         )
+
+
+def require_double(params: Sequence[nn.Parameter]) -> None:
+    """Raises ValueError unless all parameters are trained, in double precision."""
+    for p in params:
+        if p.dtype != torch.float64 or not p.requires_grad:
+            # PRIVACY: rounding moves iterates that nobody noises (test_single_precision_is_refused)
+            raise ValueError(
+                f"params must be torch.float64 and all trained (got {p.dtype}): the noise covers one record's effect "
+                f"and that of rounding, which only double precision keeps small; use model.double()"
+            )
 
 
 def require_same_parts(oracle: MeanOracle, design: Design, schedule: Schedule) -> None:

@@ -118,6 +118,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             noise_std=plan.sigma,
             prox=Ball(plan.radius) if math.isfinite(plan.radius) else Identity(),
             bounds=record_bounds(problem, bias),
+            promises=plan.promises,
             loss_reduction=loss_reduction,
             accountant=accountant,
             adjacency=_adjacency(plan),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import _validate as check
@@ -25,19 +25,22 @@ from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm, SimpleEvent
 from torch_dpsco.accounting.report import OneRelease
 from torch_dpsco.accounting.statement import Statement, make_statement
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import CommonOptimizer, in_turn, require_one_process
+from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
 from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import AVERAGES, absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
+from torch_dpsco.theory.holder_promises import LossPromises
 
 __all__ = ["RowFreeOptimizer"]
 
+_GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
 
 
@@ -56,6 +59,7 @@ class RowFreeOptimizer(CommonOptimizer):
         prox: projection onto the feasible set.
         bounds: largest norm of a record's features (without the ones of a bias) and largest absolute target, each None
             if there is none to enforce.
+        promises: about the loss, of which the bound on gradients is checked at each step.
         loss_reduction: "mean" or "sum": how the loss adds up its batch.
         average: what is released: "uniform" or "weighted" (by step) average of w_1..w_T, or "last", w_{T+1}.
         accountant: ledger (and budget) to charge; default a new one.
@@ -84,6 +88,7 @@ class RowFreeOptimizer(CommonOptimizer):
         noise_std: float,
         prox: Prox,
         bounds: tuple[float | None, float | None],
+        promises: LossPromises,
         loss_reduction: str = "mean",
         average: str = "uniform",
         accountant: Accountant | None = None,
@@ -97,7 +102,7 @@ class RowFreeOptimizer(CommonOptimizer):
         require_one_process()
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
         device = checks.one_device(self._params)
-        _require_double(self._params)
+        checks.require_double(self._params)
         self.design, self.planned_steps = design, check.positive_count(steps=steps)
         self.event, self.noise_std = event, check.nonnegative(noise_std=noise_std)
         self.prox, self.bounds, self.average = prox, bounds, check.choice(AVERAGES, average=average)
@@ -109,12 +114,10 @@ class RowFreeOptimizer(CommonOptimizer):
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._finalized, self._epoch = 0, False, ""
         self._log: DrawLog | None = None
-        self._backwards = [0] * len(self._params)
-        self._gradients = [_identity(None)] * len(self._params)  # as backward left them
-        self._hooks = []
-        for k, p in enumerate(self._params):
-            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, k=k: self._count(k)))
+        for p in self._params:
             p.detach().zero_()
+        self._promises, self._given_up, self._backwards = promises, False, Backwards(self._params)
+        self._kept = Kept(self._params, self, self._backwards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowFreeOptimizer:
         # PRIVACY: two answers of one secret run would be two releases (test_a_run_cannot_be_copied)
@@ -125,10 +128,6 @@ class RowFreeOptimizer(CommonOptimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({})
-
-    def _count(self, k: int) -> None:
-        self._backwards[k] += 1
-        self._gradients[k] = _identity(self._params[k].grad)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ class RowFreeOptimizer(CommonOptimizer):
 
         Raises:
             UnitError: the data set does not have the planned number of records, which is public.
-            SequenceError: nothing is left to do.
+            SequenceError: nothing is left to do, or a batch is outstanding.
         """
         self._require_open()
         checks.require_universe(self.design, self.adjacency, checks.number_of_records(dataset))
@@ -160,6 +159,8 @@ class RowFreeOptimizer(CommonOptimizer):
         if isinstance(dataset, TensorDataset) and small and collate_fn is None:
             dataset, bounds = TensorDataset(*bounded(dataset.tensors, *bounds)), (None, None)  # once for all epochs
         loader = PrivateLoader(dataset, sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+        if self._log is not None:
+            sampler.log.succeed(self._log)
         self._log = sampler.log
         self._log.on_restart = self.zero_grad
         return BoundedLoader(loader, *bounds)
@@ -171,9 +172,13 @@ class RowFreeOptimizer(CommonOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients that no step has used yet."""
-        for p in self._params:
-            p.grad = None
-        self._backwards[:] = [0] * len(self._params)
+        self._backwards.clear()
+
+    def discard(self) -> None:
+        """Gives the outstanding batch up; the next loop over a loader begins with it again."""
+        self.zero_grad()
+        if self._log is not None:
+            self._log.give_up()
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +194,8 @@ class RowFreeOptimizer(CommonOptimizer):
 
         Raises:
             SequenceError: no batch is outstanding, it was used by no or by several backward passes, a permutation was
-                broken off, the step size was changed, or all planned steps are made.
+                broken off, the step size, parameters or averages were changed, or all planned steps are made.
+            PrivacyError: the gradient breaks a promise; the run has ended and is charged.
         """
         self._require_open()
         loss: float | None = None
@@ -197,17 +203,19 @@ class RowFreeOptimizer(CommonOptimizer):
             with torch.enable_grad():
                 loss = closure()
         chunk = self._next_batch()
-        if self._steps == 0 and any(bool(p.detach().any()) for p in self._params):
-            self.zero_grad()
-            raise SequenceError("parameters must be 0, the planned start, at the first step: do not initialize them")
-        self._require_one_backward()
         self._require_planned_lr()
+        # PRIVACY: an edit by the data moves the answer as far as it likes
+        # (test_iterates_and_averages_that_were_edited_are_refused)
+        self._kept.require_same()
+        self._backwards.require_one()
+        self._require_promised_gradient(chunk.draw.size)
         with torch.no_grad():
             self._update(chunk.draw.size if self._mean else 1)
         assert self._log is not None
-        self._log.waiting.popleft()
+        self._log.use_up()
         self._epoch = chunk.draw.partition
         self._steps += 1
+        self._kept.note()
         self.zero_grad()
         if len(self.lrs) > 1 and self._steps < self.planned_steps:
             self.param_groups[0]["lr"] = self._lr()
@@ -224,6 +232,8 @@ class RowFreeOptimizer(CommonOptimizer):
         self.prox.apply_(params, [lr] * len(params))
 
     def _require_open(self) -> None:
+        if self._given_up:
+            raise SequenceError(_GIVEN_UP)
         if self._finalized:
             raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
         if self._steps == self.planned_steps:
@@ -246,28 +256,27 @@ class RowFreeOptimizer(CommonOptimizer):
                 )
         return chunk
 
-    def _require_one_backward(self) -> None:
-        if any(p.grad is None for p in self._params):
-            raise SequenceError(
-                "p.grad must hold the gradient of the batch (got None): call backward() first, on a model that is not "
-                "attached: this optimizer needs no per-sample gradients"
-            )
-        if self._backwards != [1] * len(self._params):
-            # PRIVACY: a second gradient doubles what a record moves (test_gradients_of_two_passes_are_refused)
-            counts = sorted(set(self._backwards))
-            self.zero_grad()
-            raise SequenceError(
-                f"a step must use the gradient of exactly one backward pass over its batch (got {counts}): gradients "
-                f"were cleared; compute it again"
-            )
-        if [_identity(p.grad) for p in self._params] != self._gradients:
-            # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
-            # (test_a_gradient_changed_after_its_backward_is_refused)
-            self.zero_grad()
-            raise SequenceError(
-                "p.grad must be what backward() left there (got a changed one): do not clip, scale or decay it; "
-                "gradients were cleared; compute it again"
-            )
+    def _require_promised_gradient(self, rows: int) -> None:
+        """Ends the run where the gradient of a batch is longer than the promises allow.
+
+        That it ends tells something about the records, and no noise covers that. Where the promises hold it cannot
+        happen, for any records; where they do not, nothing is guaranteed, and the release is charged all the same.
+        """
+        if keeps_promises(self._params, self._promises, 1 if self._mean else rows):
+            return
+        self.accountant.record(self.event)
+        self._given_up = True
+        self.state.clear()
+        with torch.no_grad():
+            torch._foreach_zero_(self._params)
+        self._kept.note()
+        self.discard()
+        # PRIVACY: (test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it)
+        raise PrivacyError(
+            "the gradient of a batch is longer than the problem promises for any record. Nothing is released, and "
+            "parameters are 0 again; the release is charged all the same, since the records decided that the run ends "
+            "here. Correct loss, model, bounds or problem, and make a new optimizer"
+        )
 
     def _require_planned_lr(self) -> None:
         group = self.param_groups[0]
@@ -291,8 +300,11 @@ class RowFreeOptimizer(CommonOptimizer):
         """
         if self._finalized:
             raise SequenceError("finalize() must be called once: the answer is released")
+        if self._given_up:
+            raise SequenceError(_GIVEN_UP)
         if missing := self.planned_steps - self._steps:
             raise SequenceError(f"{missing} of {self.planned_steps} planned steps are missing: nothing is released yet")
+        self._kept.require_same()
         self.accountant.authorize(self.event)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
@@ -308,8 +320,7 @@ class RowFreeOptimizer(CommonOptimizer):
         self._finalized = True
         self.state.clear()
         self.zero_grad()
-        for hook in self._hooks:
-            hook.remove()
+        self._backwards.close()
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -355,7 +366,10 @@ class RowFreeOptimizer(CommonOptimizer):
             "epoch": self._epoch,
             "ledger": self.accountant.state_dict(),
             "confidential": not self._finalized,
+            "given_up": self._given_up,
         }
+        if not self._finalized:
+            private["iterates"] = [value.clone() for value in self._kept.iterates]
         return add_private_state(super().state_dict(), self.settings(), private)
 
     @in_turn
@@ -379,20 +393,7 @@ class RowFreeOptimizer(CommonOptimizer):
         super().load_state_dict(public)
         restore_averages(self.state, public, self._params)
         self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
+        self._given_up = private["given_up"]
+        self._kept.note(private.get("iterates"))
         self._log = None
         self.zero_grad()
-
-
-def _require_double(params: Sequence[Tensor]) -> None:
-    for p in params:
-        if p.dtype != torch.float64 or not p.requires_grad:
-            # PRIVACY: rounding moves iterates that nobody noises (test_single_precision_is_refused)
-            raise ValueError(
-                f"params must be torch.float64 and all trained (got {p.dtype}): the noise covers one record's effect "
-                f"and that of rounding, which only double precision keeps small; use model.double()"
-            )
-
-
-def _identity(gradient: Tensor | None) -> tuple[int, int]:
-    """Returns what any assignment or in-place change of a gradient changes."""
-    return id(gradient), -1 if gradient is None else gradient._version

@@ -24,7 +24,7 @@ def require_user(budget: Budget) -> None:
 
 
 class UserOptimizer(PrivateOptimizer):
-    """Base of the optimizers that protect users: their loader draws users, and `step` needs their ids."""
+    """Base of the optimizers that protect users: their loader draws users, and tells `step` whose rows it delivered."""
 
     def loader(  # type: ignore[override]
         self,
@@ -42,11 +42,12 @@ class UserOptimizer(PrivateOptimizer):
 
         Args:
             dataset: map-style data set of records.
-            users: one integer id per record, in [0, n_users). Under replace_one and zero_out n_users is the public
+            users: the id of the user of each record: integers in [0, n_users), or strings (and other things that hash),
+                which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
             steps: draws per iteration; default all that are planned and left.
             resume: see `PrivateOptimizer.loader`.
-            physical_batch_size: most rows of a chunk; `step(users=)` adds them up.
+            physical_batch_size: most rows of a chunk; `step()` adds them up.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.
@@ -60,8 +61,8 @@ class UserOptimizer(PrivateOptimizer):
             n_users = int(ids.max()) + 1
             if n_users > self.design.n:
                 raise UnitError(
-                    f"users must be numbered below n_users={self.design.n}, the reference (got {n_users - 1}): number "
-                    f"them without gaps, and give an n_users that is large enough"
+                    f"users must be numbered below n_users={self.design.n}, the reference (got a larger id, or more "
+                    f"users): number them without gaps, and give an n_users that is large enough"
                 )
         if steps is None and self.schedule.steps is not None and not self.design.one_pass:
             steps = max(1, self.schedule.steps - self._steps)

@@ -2,18 +2,28 @@
 
 Logging happens when a batch is delivered, in the main process and in order, so that prefetching workers, broken-off
 epochs and physical batches cannot shift it.
+
+A draw that was delivered is what the next step uses, whatever happens in between. Who could have another one instead
+would choose batches by their size or by who is in them, and no design allows for that (docs/guarantees.md). So a loop
+cannot leave a draw out; `discard()` and failed steps give it up, and then the next iteration delivers the same draw.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["Chunk", "DrawLog"]
+__all__ = ["Chunk", "DrawLog", "Drawn"]
+
+Drawn = tuple[Draw, npt.NDArray[np.int64]]
 
 
 class Chunk(NamedTuple):
@@ -23,46 +33,85 @@ class Chunk(NamedTuple):
         draw: of the sampler.
         rows: the most that the batch can have.
         last: whether the draw is complete with it.
+        start: rows of the draw before it.
+        source: what the sampler drew, to deliver it again.
+        users: (rows,) the user of each row, where users are drawn.
     """
 
     draw: Draw
     rows: int
     last: bool
+    start: int = 0
+    source: Drawn | None = None
+    users: Tensor | None = None
 
 
 _UNUSED = (
-    "the previous batch was not used: call optimizer.step() for every batch of a private loader, also an empty one, or "
-    "optimizer.discard() to give a draw up; use another loader for evaluation; let only optimizer.loader(dataset, "
+    "the previous batch was not used: call optimizer.step() for every batch of a private loader, also an empty one (a "
+    "draw that is left out by its size or its records voids the sampling), or optimizer.discard() to have the same "
+    "draw delivered again; use another loader for evaluation; let only optimizer.loader(dataset, "
     "physical_batch_size=..., num_workers=...) run ahead, not a BatchMemoryManager with workers"
+)
+_GIVEN_UP = (
+    "the draw was given up, by discard() or by a step that failed, and is the next one again: start a new loop over "
+    "the loader (of one pass: over optimizer.loader(dataset, resume=True)), which delivers it from its beginning"
 )
 
 
 class DrawLog:
-    """Which delivered rows a step may use: those of one draw, once."""
+    """Which delivered rows a step may use: those of one draw, once.
 
-    def __init__(self) -> None:
+    Args:
+        size: number of records, or users, that draws are from; None if nothing was ever drawn.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size
         self.waiting: deque[Chunk] = deque()
         self.taken: Chunk | None = None  # by a step that has not ended it
-        self.workers = False  # whether a foreign loader with workers, which runs ahead of use, draws from the sampler
-        self.prefetching = False  # whether the running iteration may be ahead of use
-        self._abandoned: Draw | None = None
-        self._split: Draw | None = None  # delivered in parts, the last one is still to come
+        self.held: Chunk | None = None  # of the draw that the next step must use
+        self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
+        self._given_up = False
+        self._replaced = False  # by the log of another loader
+        self._split: Chunk | None = None  # delivered in parts, the last one is still to come
 
-    def restart(self, *, prefetching: bool = False) -> None:
-        """Forgets everything delivered and not used: a new iteration has begun."""
-        self.waiting.clear()
-        self.taken = self._abandoned = self._split = None
-        self.prefetching = prefetching
+    @property
+    def again(self) -> Drawn | None:
+        """The draw that an iteration must begin with, because it was given up."""
+        return None if self.held is None else self.held.source
+
+    def restart(self) -> None:
+        """Begins a new iteration.
+
+        Raises:
+            SequenceError: the draw that was delivered last was neither used nor given up; another loader has taken the
+                place of this one.
+        """
+        self._require_newest()
+        if self.held is not None and not self._given_up:
+            # PRIVACY: another draw instead is one that was chosen (test_a_loop_cannot_leave_a_draw_out)
+            raise SequenceError(_UNUSED)
         self.on_restart()
+        self.give_up()
+
+    def _require_newest(self) -> None:
+        if self._replaced:
+            # PRIVACY: of several loaders that were looked at one could be chosen
+            # (test_of_several_loaders_only_the_newest_delivers)
+            raise SequenceError("this loader was replaced by a later one of the same optimizer: iterate over that one")
 
     def deliver(self, chunk: Chunk) -> None:
         """Notes a delivered batch.
 
         Raises:
-            SequenceError: the batch before it was not used up by a step (skipping batches voids the sampling design);
-                while `prefetching`, delivery runs ahead of use and this cannot be seen.
+            SequenceError: the batch before it was not used up by a step, or its draw was given up; another loader has
+                taken the place of this one.
         """
+        self._require_newest()
+        if self._given_up and (chunk.start or chunk.source is not self.again):
+            # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
+            raise SequenceError(_GIVEN_UP)
         # PRIVACY: else a release could join parts of two draws, and a record of both would count twice
         # (test_a_release_never_joins_parts_of_two_draws)
         self._require_used()
@@ -72,6 +121,7 @@ class DrawLog:
                 "calls to BatchMemoryManager, or use optimizer.loader(dataset, physical_batch_size=...)"
             )
         self.waiting.append(chunk)
+        self.held, self._given_up = chunk, False
 
     def split(self, *, more: bool) -> None:
         """Notes that the batch that comes next is a part of the newest draw (Opacus' BatchMemoryManager says so).
@@ -80,29 +130,24 @@ class DrawLog:
             more: whether another part follows.
 
         Raises:
-            SequenceError: there is no draw, or the part before was not used, or delivery runs ahead of use.
+            SequenceError: there is no draw, it was given up, or the part before was not used.
         """
-        if self.prefetching:
-            # PRIVACY: flags of parts would not belong to the batches that steps use
-            # (test_flags_of_a_loader_that_runs_ahead_are_refused)
-            raise SequenceError(
-                "BatchMemoryManager needs num_workers=0, because a loader with workers runs ahead of its flags: use "
-                "optimizer.loader(dataset, physical_batch_size=..., num_workers=...) instead"
-            )
         if self._split is not None:
             self._require_used()
-            self.waiting.append(Chunk(self._split, self._split.size, last=not more))
+            self.waiting.append(self._split._replace(last=not more))
         elif self.waiting:
             self.waiting[-1] = self.waiting[-1]._replace(last=not more)
+        elif self._given_up:
+            raise SequenceError(_GIVEN_UP)
         else:
             raise SequenceError(
                 "signal_skip_step() must follow a new draw of the optimizer's own loader: give the loader of "
                 "optimizer.loader(dataset) to BatchMemoryManager"
             )
-        self._split = self.waiting[-1].draw if more else None
+        self._split = self.waiting[-1] if more else None
 
     def _require_used(self) -> None:
-        if (self.waiting or self.taken is not None) and not self.prefetching:
+        if self.waiting or self.taken is not None:
             raise SequenceError(_UNUSED)
 
     def take(self) -> Chunk:
@@ -115,10 +160,37 @@ class DrawLog:
         self.taken = self.waiting.popleft()
         return self.taken
 
-    def abandon(self, draw: Draw) -> None:
-        """Gives a draw up: its later chunks must not be used."""
-        self._abandoned = draw
+    def use_up(self) -> None:
+        """Notes that a release was made from the draw, or a step that nobody sees."""
+        self.waiting.clear()
+        self.taken = self.held = self._split = None
 
-    def is_abandoned(self, chunk: Chunk) -> bool:
-        """Returns whether the chunk belongs to a draw that was given up."""
-        return chunk.draw is self._abandoned
+    def give_up(self) -> None:
+        """Forgets what was delivered of the draw in progress: the next iteration begins with it again."""
+        self.waiting.clear()
+        self.taken = self._split = None
+        self._given_up = self.held is not None
+
+    def succeed(self, old: DrawLog) -> None:
+        """Takes the place of the log of another loader, with the draw that was given up there.
+
+        Raises:
+            SequenceError: a draw of either is outstanding; or it was made for another number of records.
+        """
+        if old is self:
+            return
+        if old.held is not None and not old._given_up:
+            raise SequenceError(_UNUSED)
+        if self.held is not None:
+            # PRIVACY: of several samplers that were looked at one could be chosen
+            # (test_a_loader_whose_draw_was_seen_is_not_bound)
+            raise SequenceError("loader must be bound before its first batch is drawn: bind a new one")
+        if old.held is not None and old.size != self.size:
+            raise SequenceError(
+                "a draw was given up and is the next one again: use a loader of the same data set, by "
+                "optimizer.loader(dataset)"
+            )
+        self.held, old.held = old.held, None
+        old._replaced, self._replaced = True, False
+        old.give_up()
+        self.give_up()

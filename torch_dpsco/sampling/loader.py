@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Draw, Full
+from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.bounds import enforce_bounds
-from torch_dpsco.sampling.draws import Chunk
+from torch_dpsco.sampling.draws import Chunk, Drawn
 from torch_dpsco.sampling.samplers import DesignSampler
 
 __all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded"]
@@ -109,20 +109,21 @@ class PrivateLoader:
         return len(self.batch_sampler)
 
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        for draw, indices in self.batch_sampler.draws():
-            yield from self._pieces(draw, indices, chunks)
+        for drawn in self.batch_sampler.dealt():
+            yield from self._pieces(drawn, drawn[1], chunks)
 
-    def _pieces(self, draw: Draw, indices: _Indices, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        size = self.physical_batch_size
-        if size is None or size >= len(indices):
-            chunks.append(Chunk(draw, len(indices), last=True))
-            yield indices
-            return
-        starts = range(0, len(indices), size)
+    def _pieces(self, source: Drawn, indices: _Indices, chunks: deque[Chunk]) -> Iterator[_Indices]:
+        draw = replace(source[0], size=len(indices))  # another one each time that it is delivered
+        size = self.physical_batch_size or max(1, len(indices))
+        starts = range(0, max(1, len(indices)), size)
         for start in starts:
             part = indices[start : start + size]
-            chunks.append(Chunk(draw, len(part), last=start == starts[-1]))
+            chunks.append(Chunk(draw, len(part), start == starts[-1], start, source, self._users_of(part)))
             yield part
+
+    def _users_of(self, part: _Indices) -> Tensor | None:
+        """Returns the user of each record, where users are drawn."""
+        return None
 
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
         if self.gathers:
@@ -155,8 +156,13 @@ class PrivateLoader:
         log.restart()
         chunks: deque[Chunk] = deque()  # of this iteration only: nothing is left over when it is broken off
         for batch in batches(self._split(chunks)):
-            log.deliver(chunks.popleft())
-            yield batch
+            chunk = chunks.popleft()
+            log.deliver(chunk)
+            if chunk.users is None:
+                yield batch
+            else:
+                parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+                yield [*parts, chunk.users.clone()]
 
 
 def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False) -> Iterator[list[Tensor]]:
@@ -189,9 +195,9 @@ class PhysicalBatches:
         >>> loader = PrivateLoader(TensorDataset(torch.arange(5)), FullSampler(Full(5), steps=1))
         >>> chunks = []
         >>> with PhysicalBatches(loader, 2) as batches:
-        ...     for (x,) in batches:
-        ...         chunks.append((x.tolist(), loader.batch_sampler.log.take().last))  # step() takes it
-        ...         loader.batch_sampler.log.taken = None
+        ...     for (x,) in batches:  # step() takes each
+        ...         chunks.append((x.tolist(), loader.batch_sampler.log.take().last))
+        ...         loader.batch_sampler.log.use_up()
         >>> chunks
         [([0, 1], False), ([2, 3], False), ([4], True)]
     """
@@ -235,7 +241,7 @@ class PhysicalBatches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends nothing: an unfinished draw is dropped by the next iteration, or by `optimizer.discard()`."""
+        """Ends nothing: after `optimizer.discard()` the next iteration delivers an unfinished draw again."""
 
 
 class BoundedLoader:

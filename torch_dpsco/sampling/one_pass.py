@@ -113,7 +113,10 @@ class OnePassSampler(DesignSampler):
         """Yields (part, positions) of all draws."""
 
 
-_EXHAUSTED = "a one-pass loader is exhausted: each record may be used once; make a new optimizer"
+_EXHAUSTED = (
+    "a one-pass loader is exhausted: each record may be used once; go on with optimizer.loader(dataset, resume=True) "
+    "if steps are left, or make a new optimizer"
+)
 
 
 class DisjointSampler(OnePassSampler):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch_dpsco.accounting.designs import Design, Draw, Fixed, Full, Poisson, S
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.rng import sampling_generator
-from torch_dpsco.sampling.draws import Chunk, DrawLog
+from torch_dpsco.sampling.draws import Chunk, DrawLog, Drawn
 
 __all__ = [
     "DesignSampler",
@@ -56,7 +58,7 @@ class DesignSampler(Sampler[list[int]], ABC):
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(steps=design.steps_per_epoch if steps is None else steps)
-        self.log = DrawLog()
+        self.log = DrawLog(self.size)
         self.seeded = seed is not None
         self.rng = sampling_generator(seed)
         if self.size != design.n and not isinstance(design, (Poisson, Full, Assigned)):
@@ -78,17 +80,33 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.rng, self.log, self.seeded = sampling_generator(), DrawLog(), False
+        self.rng, self.log, self.seeded = sampling_generator(), DrawLog(self.size), False
 
     @abstractmethod
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
 
+    def dealt(self) -> Iterator[Drawn]:
+        """Yields the draws of one iteration; one that was given up comes again, in its place."""
+        again = self.log.again
+        if again is None:
+            yield from self.draws()
+        elif self.design.one_pass:  # a partition that goes on: draws have their places
+            for drawn in self.draws():
+                yield again if drawn[0].index == again[0].index else drawn
+        else:
+            yield again
+            yield from islice(self._after(again[0]), self.steps - 1)
+
+    def _after(self, draw: Draw) -> Iterator[Drawn]:
+        """Yields the draws that follow one that comes again."""
+        return self.draws()
+
     def __iter__(self) -> Iterator[list[int]]:
-        self.log.restart(prefetching=self.log.workers)
-        for draw, indices in self.draws():
-            self.log.deliver(Chunk(draw, draw.size, last=True))
-            yield indices.tolist()
+        self.log.restart()
+        for drawn in self.dealt():
+            self.log.deliver(Chunk(replace(drawn[0]), drawn[0].size, last=True, source=drawn))
+            yield drawn[1].tolist()
 
 
 class PoissonSampler(DesignSampler):
@@ -142,13 +160,23 @@ class ShuffledSampler(DesignSampler):
     """Fresh random permutations, one after another, cut into batches; each iteration starts a new one."""
 
     kind = Shuffled
+    _newest: _Indices | None = None
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
         epoch = self.design.steps_per_epoch
         for start in range(0, self.steps, epoch):
             steps = min(epoch, self.steps - start)
-            yield from _parts(self.rng.permutation(self.size), self.design.batch_size, steps)
+            self._newest = self.rng.permutation(self.size)
+            yield from _parts(self._newest, self.design.batch_size, steps)
+
+    def _after(self, draw: Draw) -> Iterator[Drawn]:
+        rest: list[Drawn] = []
+        if self._newest is not None:  # its permutation goes on
+            parts = _parts(self._newest, self.design.batch_size, self.design.steps_per_epoch)
+            rest = [(other, indices) for other, indices in parts if other.partition == draw.partition]
+        yield from rest[int(draw.part) + 1 :]
+        yield from self.draws()
 
 
 def _parts(permutation: _Indices, batch_size: int, steps: int) -> Iterator[tuple[Draw, _Indices]]:

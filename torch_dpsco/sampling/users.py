@@ -7,8 +7,8 @@ optimizers stand for (spec userlevel.md 5; docs/user_level.md).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -30,24 +30,46 @@ _Indices = npt.NDArray[np.int64]
 def user_ids(users: Any, records: int) -> Tensor:
     """Returns the user of each record as (records,) int64.
 
+    Args:
+        users: integers >= 0, which stay as they are; or strings and other things that hash (no numbers, no None),
+            which are numbered in order of appearance. Users are drawn regardless of their numbers.
+        records: how many there are.
+
     Raises:
-        UnitError: not one id >= 0 per record, or none is an integer.
+        UnitError: not one id per record, or of another kind. No id is quoted: it may be a name.
     """
-    try:
-        ids = users.detach().cpu().clone() if isinstance(users, Tensor) else torch.from_numpy(np.array(users))
-    except TypeError as error:
-        raise UnitError(
-            f"users must hold integer ids (got {type(users).__name__}: {error}); number them 0, 1, ..."
-        ) from error
-    if ids.is_complex() or ids.dtype == torch.uint64:
-        raise UnitError(f"users must hold integer ids (got {ids.dtype})")
-    if ids.shape != (records,) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise UnitError(
-            f"users must hold one integer id per record, {records} of them (got shape {tuple(ids.shape)}, {ids.dtype})"
-        )
+    if not isinstance(users, Tensor):
+        users = _numbered(users)
+    ids: Tensor = users.detach().cpu().clone()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
+        raise UnitError(f"users must hold integer ids, or strings (got {ids.dtype})")
+    if ids.shape != (records,):
+        raise UnitError(f"users must hold one id per record, {records} of them (got shape {tuple(ids.shape)})")
     if records and int(ids.min()) < 0:
-        raise UnitError(f"users must be >= 0 (got {int(ids.min())})")
+        raise UnitError("users must be >= 0 (got a negative id)")
     return ids.to(torch.int64)
+
+
+def _numbered(users: Any) -> Tensor:
+    """Returns integers for the ids of a list, an array or a column."""
+    if isinstance(users, np.ndarray) and users.dtype != object and users.dtype.kind not in "USTmM":
+        return torch.from_numpy(users.copy())
+    if isinstance(users, (str, bytes, Mapping)) or not isinstance(users, Iterable):
+        raise UnitError(f"users must hold one id per record (got {type(users).__name__})")
+    things = [thing.item() if isinstance(thing, (np.generic, Tensor)) else thing for thing in users]
+    numbers = sum(isinstance(thing, Number) for thing in things)
+    if numbers == len(things):
+        try:
+            return torch.from_numpy(np.array(things, dtype=None if things else np.int64))
+        except TypeError:  # too large for any integer dtype
+            raise UnitError("users must hold integers below 2**63, or strings (got a larger one)") from None
+    # PRIVACY: records without an id would be one user's, and 1, 1.0 and True are one id
+    # (test_ids_that_cannot_be_are_refused_by_name)
+    if numbers or any(thing is None or not isinstance(thing, Hashable) for thing in things):
+        kinds = sorted({type(thing).__name__ for thing in things})
+        raise UnitError(f"users must hold integers only, or only strings or other ids that hash (got {kinds})")
+    places: dict[Any, int] = {}
+    return torch.tensor([places.setdefault(thing, len(places)) for thing in things], dtype=torch.int64)
 
 
 class UserLoader(PrivateLoader):
@@ -88,7 +110,7 @@ class UserLoader(PrivateLoader):
         ids = users.numpy()
         if len(ids) and int(ids.max()) >= sampler.size:
             # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)
-            raise UnitError(f"users must be < n_users={sampler.size} (got {int(ids.max())})")
+            raise UnitError(f"users must be < n_users={sampler.size} (got a larger id, or more users)")
         self._ids = users
         self._records = np.argsort(ids, kind="stable")
         self._ends = np.cumsum(np.bincount(ids, minlength=sampler.size))
@@ -104,23 +126,8 @@ class UserLoader(PrivateLoader):
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        for draw, drawn in self.batch_sampler.draws():
-            indices = self._of(drawn)
-            whole = replace(draw, size=len(indices))
-            yield from self._pieces(whole, indices, chunks)
+        for drawn in self.batch_sampler.dealt():
+            yield from self._pieces(drawn, self._of(drawn[1]), chunks)
 
-    def __iter__(self) -> Iterator[Any]:
-        log = self.batch_sampler.log
-        log.restart()
-        chunks: deque[Chunk] = deque()
-        ids: deque[Tensor] = deque()
-
-        def noted() -> Iterator[_Indices]:
-            for part in self._split(chunks):
-                ids.append(self._ids[torch.from_numpy(part)])
-                yield part
-
-        for batch in self._batches(noted()):
-            log.deliver(chunks.popleft())
-            parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
-            yield [*parts, ids.popleft()]
+    def _users_of(self, part: _Indices) -> Tensor:
+        return self._ids[torch.from_numpy(part)]

@@ -1,0 +1,248 @@
+"""Row-free runs see it when gradients, iterates or averages are edited, and when a gradient breaks its promise."""
+
+from __future__ import annotations
+
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_dpsco as dp
+from tests.optim.row_free_runs import BATCH, BUDGET, DIM, EPOCH, LOSS, PROBLEM, N, Run, make, records, refused
+from torch_dpsco.optim.bolt_on import BoltOnPSGD
+
+LOGISTIC = dp.losses.Logistic()
+
+
+class BoltOn(Run):
+    def backward(self, batch: Any) -> float:
+        loss = LOGISTIC(self.model(batch[0]), batch[1])
+        loss.backward()
+        return loss.item()
+
+
+def bolt_on(average: str = "uniform") -> Run:
+    model = nn.Linear(DIM, 1, bias=False).double()
+    opt = BoltOnPSGD.calibrated(
+        model.parameters(),
+        problem=LOGISTIC.problem(bound_x=1.0, radius=1.0),
+        n=N,
+        budget=BUDGET,
+        batch_size=BATCH,
+        average=average,
+    )
+    return BoltOn(model, opt)
+
+
+def by_100(gradient: Tensor) -> Tensor:
+    return 100 * gradient
+
+
+def in_place(p: Tensor) -> None:
+    p.grad.data.mul_(100)
+
+
+def outputs_by_100(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(None if g is None else 100 * g for g in grad_input)
+
+
+def first_batch(run: Run) -> Any:
+    return next(iter(run.opt.loader(records())))
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
+    "on the parameter": lambda model, loss: model.weight.register_hook(by_100),
+    "after accumulation": lambda model, loss: model.weight.register_post_accumulate_grad_hook(in_place),
+    "on the layer": lambda model, loss: model.register_full_backward_hook(outputs_by_100),
+    "before the layer": lambda model, loss: model.register_full_backward_pre_hook(lambda m, g: (100 * g[0],)),
+    "on the loss": lambda model, loss: loss.register_full_backward_hook(outputs_by_100),
+}
+
+
+class Loss(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return LOSS(output, target)
+
+
+@pytest.mark.parametrize("where", list(HOOKS))
+def test_a_hook_that_could_change_gradients_is_refused(where: str) -> None:
+    """One of `lambda g: 100 * g` moved the answer by 50 to 100 declared sensitivities."""
+    run, loss = make(), Loss()
+    handle = HOOKS[where](run.model, loss)
+    x, y = first_batch(run)
+    loss(run.model(x), y).backward()
+    with refused(run, dp.SequenceError, "hooks, which could change|hooks of others"):
+        run.opt.step()
+    handle.remove()
+    loss(run.model(x), y).backward()
+    run.opt.step()
+    assert run.opt.steps == 1
+
+
+def test_a_hook_put_there_before_the_optimizer_was_made_is_refused_too() -> None:
+    model = nn.Linear(DIM, 1, bias=False).double()
+    model.weight.register_post_accumulate_grad_hook(in_place)
+    run = make(model)
+    run.backward(first_batch(run))
+    with refused(run, dp.SequenceError, "hooks of others"):
+        run.opt.step()
+
+
+def test_the_hooks_of_a_run_are_gone_with_it() -> None:
+    gc.collect()
+    global_hooks = nn.modules.module._global_forward_pre_hooks
+    before = len(global_hooks)
+    finished, dropped = make(), make()
+    assert len(global_hooks) == before + 2
+    finished.train()
+    finished.opt.finalize()
+    gone = weakref.ref(dropped.opt)
+    weight = dropped.model.weight
+    del dropped
+    gc.collect()
+    assert gone() is None
+    assert len(global_hooks) == before
+    assert not weight._post_accumulate_grad_hooks
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_edited_behind_the_back_of_its_version_is_refused() -> None:
+    run = make()
+    run.backward(first_batch(run))
+    run.model.weight.grad.data.mul_(1.0 + 1e-15)
+    with refused(run, dp.SequenceError, "p.grad must be what backward"):
+        run.opt.step()
+
+
+EDITS: dict[str, Callable[[Run], Any]] = {
+    "iterate": lambda run: run.model.weight.detach().add_(1e-9),
+    "iterate.data": lambda run: run.model.weight.data.mul_(-1.0),
+    "new data": lambda run: setattr(run.model.weight, "data", run.model.weight.data + 1.0),
+    "average": lambda run: run.opt.state[run.model.weight]["average"].mul_(100),
+    "average.data": lambda run: run.opt.state[run.model.weight]["average"].data.add_(1e-9),
+    "no average": lambda run: run.opt.state.clear(),
+    "another average": lambda run: run.opt.state[run.model.weight].update(average=torch.ones(1, DIM).double()),
+}
+
+
+@pytest.mark.parametrize("kind", [make, bolt_on], ids=["HolderOutputSGD", "BoltOnPSGD"])
+@pytest.mark.parametrize("at_the_end", [False, True], ids=["step", "finalize"])
+@pytest.mark.parametrize("edit", list(EDITS))
+def test_iterates_and_averages_that_were_edited_are_refused(
+    edit: str, at_the_end: bool, kind: Callable[[], Run]
+) -> None:
+    run = kind()
+    before = run.opt.accountant.ledger.digest()
+    for batch in run.opt.loader(records()):
+        if run.opt.steps == 2 and not at_the_end:
+            EDITS[edit](run)
+            run.backward(batch)
+            with pytest.raises(dp.SequenceError, match="got edited ones, which were put back"):
+                run.opt.step()
+            assert run.opt.steps == 2
+        run.backward(batch)
+        run.opt.step()
+    if at_the_end:
+        EDITS[edit](run)
+        with pytest.raises(dp.SequenceError, match="got edited ones, which were put back"):
+            run.opt.finalize()
+    assert run.opt.accountant.ledger.digest() == before
+    run.opt.finalize()
+    assert len(run.opt.accountant) == 1
+
+
+def test_an_edit_is_put_back_to_the_last_bit() -> None:
+    run = make()
+    batches = iter(run.opt.loader(records()))
+    for _ in range(2):
+        run.backward(next(batches))
+        run.opt.step()
+    weight, average = run.model.weight.detach().clone(), run.averages()[0]
+    for edit in EDITS.values():
+        edit(run)
+        with pytest.raises(dp.SequenceError, match="put back"):
+            run.opt._kept.require_same()
+        assert torch.equal(run.model.weight.detach(), weight)
+        assert torch.equal(run.averages()[0], average)
+
+
+def test_a_checkpoint_goes_on_only_with_the_iterate_that_it_was_saved_with() -> None:
+    run = make(epochs=2)
+    run.train(steps=EPOCH)
+    file = io.BytesIO()
+    torch.save((run.model.state_dict(), run.opt.state_dict()), file)
+    file.seek(0)
+    model, state = torch.load(file, weights_only=True)
+    other = make(epochs=2)
+    other.opt.load_state_dict(state)  # and not the model's
+    loader = other.opt.loader(records())
+    other.backward(next(iter(loader)))
+    with pytest.raises(dp.SequenceError, match="load the model's state of the same one"):
+        other.opt.step()
+    assert torch.equal(other.model.weight, run.model.weight)  # put back, so that it can go on
+    other.opt.discard()
+    other.model.load_state_dict(model)
+    other.train(loader)
+    other.opt.finalize()
+    assert other.opt.steps == 2 * EPOCH
+
+
+# -- promises ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.01, 100.0, float("nan"), float("inf")])
+def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: float) -> None:
+    run = make()
+    x, y = torch.zeros(BATCH, DIM).double(), torch.ones(BATCH, 1).double()
+    x[:, 0] = 1.0
+    loader = iter(run.opt.loader(records()))
+    next(loader)
+    (scale * LOSS(run.model(x), y)).backward()  # at w = 0 each record has the largest gradient, 1.5
+    with pytest.raises(dp.PrivacyError, match="longer than the problem promises") as caught:
+        run.opt.step()
+    assert not any(sign.isdigit() for sign in str(caught.value).replace("are 0 again", ""))
+    assert len(run.opt.accountant) == 1
+    assert run.opt.accountant.get_epsilon(BUDGET.delta) == pytest.approx(BUDGET.epsilon, rel=1e-3)
+    assert not run.model.weight.any()
+    assert not run.opt.state
+    for call in (run.opt.step, run.opt.finalize, lambda: run.opt.loader(records())):
+        with refused(run, dp.SequenceError, "the run has ended without an answer"):
+            call()
+    twin = make()
+    twin.opt.load_state_dict(run.opt.state_dict())
+    with pytest.raises(dp.SequenceError, match="the run has ended without an answer"):
+        twin.opt.loader(records())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_largest_gradient_that_is_promised_is_admitted(reduction: str) -> None:
+    """An abort of a sound run would spend its budget for nothing."""
+    features = torch.zeros(N, DIM).double()
+    features[:, 0] = 1.0
+    data = torch.utils.data.TensorDataset(features, torch.ones(N, 1).double())
+    model = nn.Linear(DIM, 1, bias=False).double()
+    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=N, budget=BUDGET, batch_size=BATCH, epochs=40, lr=0.1, dim=DIM)
+    opt = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=PROBLEM, loss_reduction=reduction)
+    for x, y in opt.loader(data):
+        LOSS(model(x), y, reduction=reduction).backward()
+        opt.step()
+    opt.finalize()
+
+
+def test_a_sum_that_was_declared_a_mean_breaks_the_promise() -> None:
+    run = make()
+    x, y = torch.zeros(BATCH, DIM).double(), torch.ones(BATCH, 1).double()
+    x[:, 0] = 1.0
+    next(iter(run.opt.loader(records())))
+    LOSS(run.model(x), y, reduction="sum").backward()
+    with pytest.raises(dp.PrivacyError, match="longer than the problem promises"):
+        run.opt.step()

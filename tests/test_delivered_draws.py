@@ -1,0 +1,243 @@
+"""A step uses the draw that was delivered: a loop cannot leave one out, nor exchange it for another one.
+
+Who looks at batches and takes the one that he likes has no sampling that amplifies: the design's event is then wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpsco as dp
+from tests.problems import make_optimizer
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.oracles import Clipped
+from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.sampling import make_sampler
+
+N, STEPS = 40, 30
+DATA = TensorDataset(torch.arange(float(N))[:, None])
+DESIGNS = [dp.Poisson(4, N), dp.Fixed(4, N), dp.Shuffled(4, N), dp.Full(N)]
+
+
+def run(design: Design) -> tuple[nn.Linear, dp.PrivateOptimizer]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return dp.attach(model, loss_reduction="sum"), make_optimizer(model, design, noise=1.0)
+
+
+def step(model: nn.Linear, opt: dp.PrivateOptimizer, x: torch.Tensor) -> list[float]:
+    """Makes a step from a batch, and returns its records."""
+    opt.zero_grad()
+    model(x).sum().backward()
+    opt.step()
+    return x[:, 0].tolist()
+
+
+def bound(opt: dp.PrivateOptimizer) -> Any:
+    """Returns a torch DataLoader over the optimizer's draws."""
+    return opt.bind(DataLoader(DATA, batch_sampler=make_sampler(opt.design, steps=STEPS)))
+
+
+LOADERS: dict[str, Callable[[dp.PrivateOptimizer], Any]] = {
+    "loader": lambda opt: opt.loader(DATA, steps=STEPS),
+    "in parts": lambda opt: opt.loader(DATA, steps=STEPS, physical_batch_size=3),
+    "bound": bound,
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+def test_a_loop_cannot_leave_a_draw_out(design: Design, make: Callable[..., Any]) -> None:
+    """Batches chosen by their size, or by who is in them, are no batches of the design."""
+    _, opt = run(design)
+    loader = make(opt)
+
+    def choose() -> None:
+        x = torch.zeros(0)
+        while len(x) <= N:
+            (x,) = next(iter(loader))
+
+    with pytest.raises(dp.SequenceError, match=r"the previous batch was not used.* optimizer.discard\(\)"):
+        choose()
+    assert opt.steps == len(opt.accountant) == 0
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+def test_a_draw_that_was_given_up_is_the_next_one_again(design: Design, make: Callable[..., Any]) -> None:
+    model, opt = run(design)
+    loader = make(opt)
+    batches = iter(loader)
+    seen = next(batches)[0][:, 0].tolist()
+    opt.discard()
+    with pytest.raises(dp.SequenceError, match="the draw was given up"):
+        next(batches)
+    for _ in range(3):  # as often as one likes
+        assert next(iter(loader))[0][:, 0].tolist() == seen
+        opt.discard()
+    used: list[list[float]] = []
+    for (x,) in loader:
+        used.append(step(model, opt, x))
+    assert used[0] == seen
+    assert opt.steps == len(opt.accountant) == STEPS
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+def test_a_step_that_fails_does_not_exchange_its_draw(design: Design) -> None:
+    model, opt = run(design)
+    loader = opt.loader(DATA, steps=STEPS)
+    for (x,) in loader:
+        if len(x):
+            break
+        step(model, opt, x)
+    made = opt.steps
+    with pytest.raises(dp.SequenceError, match="per-sample gradients are missing"):
+        opt.step()  # without a backward
+    (again,) = next(iter(loader))
+    assert again.tolist() == x.tolist()
+    step(model, opt, again)
+    assert opt.steps == made + 1
+
+
+def test_a_draw_given_up_goes_to_the_next_loader_whole_or_in_parts() -> None:
+    model, opt = run(dp.Fixed(10, N))
+    (x,) = next(iter(opt.loader(DATA)))
+    with pytest.raises(dp.SequenceError, match="the previous batch was not used"):
+        opt.loader(DATA)
+    opt.discard()
+    parts = []
+    for (part,) in opt.loader(DATA, steps=1, physical_batch_size=3):  # it did not fit into memory
+        parts += step(model, opt, part)
+    assert parts == x[:, 0].tolist()
+    assert opt.steps == 1
+
+
+def test_a_draw_given_up_is_refused_on_a_data_set_of_another_size() -> None:
+    model = dp.attach(nn.Linear(1, 1), loss_reduction="sum")
+    opt = make_optimizer(model, dp.Poisson(4, N), noise=1.0, adjacency="add_remove")
+    next(iter(opt.loader(DATA)))
+    opt.discard()
+    with pytest.raises(dp.SequenceError, match="a loader of the same data set"):
+        opt.loader(TensorDataset(torch.zeros(N - 1, 1)))
+
+
+def test_of_several_loaders_only_the_newest_delivers() -> None:
+    _, opt = run(dp.Poisson(4, N))
+    loaders = [opt.loader(DATA) for _ in range(3)]
+    for old in loaders[:-1]:
+        with pytest.raises(dp.SequenceError, match="replaced by a later one"):
+            next(iter(old))
+    next(iter(loaders[-1]))
+    with pytest.raises(dp.SequenceError, match="the previous batch was not used"):
+        opt.bind(loaders[0])
+    opt.discard()
+    opt.bind(loaders[0])
+    next(iter(loaders[0]))
+
+
+def test_an_iteration_that_was_begun_delivers_nothing_after_its_loader_was_replaced() -> None:
+    model, opt = run(dp.Poisson(4, N))
+    older = iter(opt.loader(DATA))
+    step(model, opt, next(older)[0])
+    opt.loader(DATA)
+    with pytest.raises(dp.SequenceError, match="replaced by a later one"):
+        next(older)
+
+
+def test_a_loader_whose_draw_was_seen_is_not_bound() -> None:
+    _, opt = run(dp.Fixed(4, N))
+    loaders = [DataLoader(DATA, batch_sampler=make_sampler(opt.design)) for _ in range(3)]
+    for loader in loaders:
+        next(iter(loader))
+        with pytest.raises(dp.SequenceError, match="must be bound before its first batch is drawn"):
+            opt.bind(loader)
+
+
+def test_a_loader_has_one_optimizer() -> None:
+    """A second one could use up the draws that the first one does not like."""
+    model, opt = run(dp.Fixed(4, N))
+    sink_model, sink = run(dp.Fixed(4, N))
+    loader = opt.loader(DATA)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(dp.SequenceError, match="must be bound before its first batch is drawn"):
+        sink.bind(loader)
+    opt.discard()
+    with pytest.raises(dp.SequenceError, match="must be bound before its first batch is drawn"):
+        sink.bind(loader)
+    step(model, opt, next(iter(loader))[0])
+    sink.bind(loader)  # between two steps it may change hands
+    (x,) = next(iter(loader))
+    model(x).sum().backward()
+    with pytest.raises(dp.SequenceError, match="no batch is outstanding"):
+        opt.step()
+    sink.discard()
+    step(sink_model, sink, next(iter(loader))[0])
+
+
+@pytest.mark.parametrize(
+    "design", [dp.Disjoint(4, N), Parts(((dp.Poisson(4, 30), 8), (dp.Fixed(2, 10), 3)), N)], ids=str
+)
+def test_a_draw_that_was_given_up_is_of_no_other_partition(design: Design) -> None:
+    if isinstance(design, Parts):
+        model = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")
+        phases = [(Clipped(1.0, 1.0, part.batch_size), steps) for part, steps in design.parts]
+        opt = dp.PrivateOptimizer(
+            model.parameters(),
+            0.1,
+            oracle=Phased(phases),
+            rule=dp.rules.SGD(),
+            design=design,
+            schedule=dp.Schedule(tuple(dp.Phase(steps) for _, steps in design.parts)),
+        )
+    else:
+        model, opt = run(design)
+    batches = iter(opt.loader(DATA))
+    for _ in range(2):
+        step(model, opt, next(batches)[0])
+    seen = next(batches)[0].tolist()
+    opt.discard()
+    with pytest.raises(dp.SequenceError, match=r"resume=True|start again"):
+        opt.loader(DATA)
+    for _ in range(2):
+        loader = opt.loader(DATA, resume=True)
+        assert next(iter(loader))[0].tolist() == seen
+        opt.discard()
+    for (x,) in opt.loader(DATA, resume=True):
+        step(model, opt, x)
+    assert opt.steps == design.steps_per_epoch
+
+
+def test_going_back_to_a_checkpoint_does_not_exchange_a_draw() -> None:
+    model, opt = run(dp.Poisson(8, N))
+    loader = opt.loader(DATA)
+    step(model, opt, next(iter(loader))[0])
+    states = model.state_dict(), opt.state_dict()
+    (x,) = next(iter(loader))
+    model.load_state_dict(states[0])
+    opt.load_state_dict(states[1])
+    (again,) = next(iter(loader))
+    assert again.tolist() == x.tolist()
+
+
+def test_fit_goes_on_with_the_draw_that_a_loop_has_left() -> None:
+    data = TensorDataset(torch.randn(N, 3), torch.ones(N, 1))
+    model = nn.Linear(3, 1)
+    optimizer = dp.HolderSGD.calibrated(
+        model.parameters(),
+        problem=dp.losses.Logistic().problem(bound_x=2.0),
+        n=N,
+        budget=dp.Budget(1.0, 1e-3),
+        batch_size=8,
+        epochs=1,
+    )
+    next(iter(optimizer.loader(data)))
+    dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)
+    assert optimizer.steps == len(optimizer.accountant) == 5
