@@ -192,7 +192,7 @@ class Calls(RuleBasedStateMachine):
         if one_pass and s.held is not None:
             self.refused(lambda: s.opt.loader(dataset, steps=steps))
             loader = s.opt.loader(dataset, resume=True, physical_batch_size=2 if kind == "physical" else None)
-            self.truth.watch(loader.batch_sampler, s.held.charge[0])
+            self.truth.watch(loader.batch_sampler)
             self._rebound(s, Source(loader, self.truth, one_pass))
             return
         if kind == "torch":

@@ -142,7 +142,7 @@ class Truth:
         self.setup, self.accountant = setup, accountant
         self.fresh: list[Drawn] = []  # draws since somebody looked
         self.releases: list[Seen] = []
-        self.checked = self.crashes = self.passes = 0
+        self.checked = self.crashes = 0
         self.crashing = False
         self.charged = 0  # events in the ledger when the release in progress began
         self.rng = np.random.default_rng(0)
@@ -152,23 +152,18 @@ class Truth:
     def __deepcopy__(self, memo: Any) -> Truth:
         return self  # copies release about the same records
 
-    def watch(self, sampler: Any, run: int | None = None) -> None:
-        """Notes each draw where it is made, and makes it repeatable: hypothesis replays what has failed.
-
-        `run`: number of the pass that goes on.
-        """
+    def watch(self, sampler: Any) -> None:
+        """Notes each draw where it is dealt, and makes it repeatable: hypothesis replays what has failed."""
         sampler.rng = np.random.Generator(np.random.PCG64DXSM(int(self.rng.integers(2**32))))
-        draws = sampler.draws
+        dealt = sampler.dealt
 
         def noted() -> Iterator[Any]:
-            self.passes += run is None
-            number = self.passes if run is None else run
-            for k, (draw, indices) in enumerate(draws()):
-                charge = (number, k // self.setup.design.steps_per_epoch) if self.setup.charges_passes else None
-                self.fresh.append(Drawn(tuple(np.asarray(indices).tolist()), charge))
-                yield draw, indices
+            for drawn in dealt():
+                charge = drawn[0].partition if self.setup.charges_passes else None
+                self.fresh.append(Drawn(tuple(np.asarray(drawn[1]).tolist()), charge))
+                yield drawn
 
-        sampler.draws = noted
+        sampler.dealt = noted
 
     def charge(self, draw: Drawn | None) -> None:
         self.charges.append(self._charge_of(draw))
