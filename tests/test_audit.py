@@ -17,6 +17,7 @@ from scipy.special import expit
 from scipy.stats import binom
 
 import torch_dpsco as dp
+from tests.streams import picks
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Event, Gaussian, PoissonGaussian, Repeat, WORGaussian
 from torch_dpsco.audit import bound
@@ -373,7 +374,7 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
     ],
 )
 def test_training_passes_and_an_unclipped_canary_is_refuted(monkeypatch, design, adjacency, other):
-    sampling = np.random.default_rng(17)
+    sampling = picks(17)
     monkeypatch.setattr("torch_dpsco.sampling.samplers.sampling_generator", lambda seed=None: sampling)
     make = maker(design, adjacency, 5.0)
     arguments = {"loss": LOSS, "delta": 0.1, "other": other, "trials": 200, "confidence": SURE, "seed": 6}

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import gaussians, seeded
 from torch_dpsco import agreement, distributed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
@@ -648,7 +649,7 @@ def test_noise_is_drawn_once_and_every_rank_gets_the_same(noises: list[dict[str,
     first, second = (rank["noise"] for rank in noises)
     assert torch.equal(first, second)
     check_that_noise_is_of_one_process(first)
-    own = torch.empty(len(first), dtype=torch.float32).normal_(generator=torch.Generator().manual_seed(0))
+    own = gaussians(len(first), seeded(0), dtype=torch.float32)
     torch.testing.assert_close(first, own.double(), rtol=1e-5, atol=1e-5)  # of rank 0's generator alone
 
 
@@ -707,9 +708,9 @@ def test_equal_streams_of_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_streams_differ_by_rank_and_by_each_bit_of_the_key() -> None:
     keys = [bytes(32), *((1 << bit).to_bytes(32, "little") for bit in (0, 127, 128, 255))]
-    first = {tuple(parts.rank_generator(key, rank).integers(2**63, size=2)) for key in keys for rank in range(50)}
+    first = {tuple(parts.rank_generator(key, rank).words(2)) for key in keys for rank in range(50)}
     assert len(first) == 50 * len(keys)
-    again = parts.rank_generator(keys[1], 3).integers(2**63, size=2)
+    again = parts.rank_generator(keys[1], 3).words(2)
     assert tuple(again) in first
     with pytest.raises(ValueError, match="key must have 32 bytes"):
         parts.rank_generator(b"", 0)

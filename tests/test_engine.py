@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import picks, seeded
 from torch_dpsco.attach import is_attached
 from torch_dpsco.engine import make_private
 
@@ -66,8 +66,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epoch
 
 def replay(optimizer: Any, loader: Any) -> None:
     """Makes noise and draws repeatable."""
-    optimizer._noise.manual_seed(5)
-    loader.batch_sampler.rng = np.random.default_rng(5)
+    optimizer._noise = seeded(5)
+    loader.batch_sampler.rng = picks(5)
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:

@@ -1,83 +1,94 @@
 from __future__ import annotations
 
+import copy
+import itertools
+import math
+import os
+import pickle
+import warnings
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.rng import noise_generator, sampling_generator
-from torch_dpsco.sampling import PoissonSampler
+from tests.streams import picks, seeded
+from torch_dpsco.accounting.designs import Fixed, Poisson, Shuffled
+from torch_dpsco.errors import PrivacyError, UtilityWarning
+from torch_dpsco.rng import (
+    KeyedStream,
+    Keystream,
+    Repeatable,
+    Stream,
+    noise_generator,
+    rank_generator,
+    sampling_generator,
+    stream_of,
+)
+from torch_dpsco.sampling import PoissonSampler, make_sampler
 
-pytestmark = pytest.mark.real_entropy
-WORDS, OFFSET = 624, 24  # the generator of the CPU: 624 words in fields of 8 bytes
-
-
-def words_of(generator: torch.Generator) -> np.ndarray:
-    state = generator.get_state().numpy()
-    return state[OFFSET : OFFSET + 8 * WORDS].copy().view(np.uint64)
-
-
-def draw(generator: torch.Generator, size: int = 8) -> list[float]:
-    return torch.empty(size, dtype=torch.float64).normal_(generator=generator).tolist()
-
-
-def batches(sampler: PoissonSampler) -> list[list[int]]:
-    return [indices.tolist() for _, indices in sampler.draws()]
+FALSE_ALARM = 1e-6
+KEY = bytes(range(32))
 
 
-def test_cpu_noise_generator_uses_every_state_word():
-    """The words drawn from the operating system are the state of the Mersenne Twister, and all of them matter."""
-    generator = noise_generator()
-    words = words_of(generator)
-    twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": words.astype(np.uint32), "pos": WORDS}}
-    expected = twister.random_raw(3 * WORDS) % 2**16
-    assert torch.randint(2**16, (3 * WORDS,), generator=generator).tolist() == expected.tolist()
+class Words(Stream):
+    """Gives the words of a list, one after another, and then those of another stream."""
+
+    def __init__(self, words: list[int]) -> None:
+        self.left = list(words)
+
+    def read(self, size: int) -> bytes:
+        given, self.left = self.left[: size // 8], self.left[size // 8 :]
+        return np.array(given, dtype=np.uint64).tobytes() + os.urandom(size - 8 * len(given))
 
 
-def test_every_state_word_is_the_operating_systems(monkeypatch):
-    drawn: list[bytes] = []
-    monkeypatch.setattr(
-        "torch_dpsco.rng._random_bytes", lambda size: drawn.append(np.random.default_rng(size).bytes(size)) or drawn[-1]
-    )
-    generator = noise_generator()
-    [words] = [block for block in drawn if len(block) == 4 * WORDS]
-    assert words_of(generator).tolist() == np.frombuffer(words, dtype=np.uint32).tolist()
+# -- where bits come from ---------------------------------------------------------------------------------------------
 
 
-def test_every_bit_of_the_state_is_drawn_anew():
-    """False alarm 1e-9: each of 19,968 bits stays at one value over 48 draws with probability 2^-47."""
-    drawn = np.stack([words_of(noise_generator()) for _ in range(48)])
-    assert (drawn < 2**32).all()
-    bits = np.unpackbits(drawn.astype(np.uint32).view(np.uint8).reshape(48, -1), axis=1)
-    assert bits.shape[1] == 32 * WORDS == 19_968
-    assert bits.any(axis=0).all()
-    assert not bits.all(axis=0).any()
+@pytest.mark.real_entropy
+def test_a_fork_draws_other_bits_than_its_parent_and_its_siblings():
+    """With the parent's generator in use, and each child asked for the bytes that the parent draws next."""
+    stream, drawn = Keystream(), []
+    stream.read(16)
+    for _ in range(3):
+        receive, send = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(send, stream.read(32))
+            os._exit(0)
+        os.waitpid(child, 0)
+        drawn += [os.read(receive, 32), stream.read(32)]
+        os.close(receive)
+        os.close(send)
+    assert [len(block) for block in drawn] == [32] * 6
+    assert len(set(drawn)) == 6
 
 
-def test_manual_seed_keeps_32_bits_and_noise_generators_keep_more():
-    """Why seeds are not used: s and s + 2^32 give one stream, so that noise could be enumerated."""
-    first, second = (torch.Generator().manual_seed(seed) for seed in (7, 7 + 2**32))
-    assert draw(first) == draw(second)
-    streams = [tuple(draw(noise_generator())) for _ in range(20)]
-    assert len(set(streams)) == 20
-    assert len({noise_generator().initial_seed() for _ in range(20)}) == 20
+@pytest.mark.real_entropy
+def test_copies_of_the_default_stream_draw_bits_of_their_own():
+    stream = noise_generator()
+    others = [copy.copy(stream), copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))]
+    assert len({each.read(32) for each in (stream, *others)}) == 4
+    assert stream.__dict__ == {"device": torch.device("cpu")}  # nothing that could be saved
 
 
-def test_no_seed_reproduces_a_noise_generator():
-    """The words are independent of the seed that the generator reports."""
-    generator = noise_generator()
-    assert draw(torch.Generator().manual_seed(generator.initial_seed())) != draw(generator)
+@pytest.mark.real_entropy
+def test_every_bit_is_drawn_anew():
+    """False alarm 2e-9: each of 19,968 bits stays at one value over 44 draws with probability 2^-43."""
+    drawn = np.unpackbits(np.frombuffer(Keystream().read(44 * 2496), dtype=np.uint8).reshape(44, -1), axis=1)
+    assert drawn.any(axis=0).all()
+    assert not drawn.all(axis=0).any()
 
 
-def test_noise_does_not_follow_global_seeds_nor_disturb_global_streams():
+@pytest.mark.real_entropy
+def test_noise_and_batches_do_not_follow_global_seeds_nor_disturb_global_streams():
     noises, draws = [], []
     for _ in range(2):
         torch.manual_seed(0)
         np.random.seed(0)  # noqa: NPY002
-        noises.append(draw(noise_generator()))
-        draws.append(batches(PoissonSampler(Poisson(50, 1000))))
+        noises.append(noise_generator().read(64))
+        draws.append([indices.tolist() for _, indices in PoissonSampler(Poisson(50, 1000)).draws()])
         after = torch.rand(3).tolist(), np.random.random(3).tolist()  # noqa: NPY002
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -86,12 +97,16 @@ def test_noise_does_not_follow_global_seeds_nor_disturb_global_streams():
     assert after == (torch.rand(3).tolist(), np.random.random(3).tolist())  # noqa: NPY002
 
 
-def test_a_generator_of_the_callers_is_used_as_it_is_and_warns():
-    own = torch.Generator().manual_seed(3)
-    with pytest.warns(UtilityWarning, match="generator= makes the noise repeatable"):
-        used = noise_generator("cpu", own)
-    assert used is own
-    assert draw(used) == draw(torch.Generator().manual_seed(3))
+def test_a_generator_of_the_callers_is_repeatable_and_warns():
+    drawn = []
+    for seed in (3, 3, 4):
+        with pytest.warns(UtilityWarning, match="generator= makes the noise repeatable"):
+            used = noise_generator("cpu", torch.Generator().manual_seed(seed))
+        assert isinstance(used, Repeatable)
+        drawn.append(used.read(100))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert stream_of(torch.Generator().manual_seed(3)).read(100) == drawn[0]
+    assert stream_of(used) is used
 
 
 def test_a_generator_on_another_device_is_refused():
@@ -105,11 +120,118 @@ def test_a_device_may_be_named_or_given():
 
 
 def test_batches_repeat_only_with_a_seed_and_that_warns():
-    fresh = [sampling_generator().integers(2**63, size=4).tolist() for _ in range(2)]
-    assert fresh[0] != fresh[1]
+    assert sampling_generator().read(32) != sampling_generator().read(32)
     seeded = []
     for seed in (5, 5, 5 + 2**32, 5 + 2**64):
         with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
-            seeded.append(sampling_generator(seed).integers(2**63, size=4).tolist())
+            seeded.append(sampling_generator(seed).read(32))
     assert seeded[0] == seeded[1]
-    assert len({tuple(s) for s in seeded}) == 3
+    assert len(set(seeded)) == 3
+
+
+@pytest.mark.parametrize("stream", [Keystream(), KeyedStream(KEY, "a"), seeded(0), picks(0)], ids=str)
+def test_bytes_are_uniform_and_as_many_as_asked_for(stream):
+    """Bits of each place of a byte, and bytes; false-alarm rate 2e-6."""
+    for size in (0, 1, 7, 8, 33):
+        assert len(stream.read(size)) == size
+    drawn = np.frombuffer(stream.read(65_536), dtype=np.uint8)
+    assert stats.chisquare(np.bincount(drawn, minlength=256)).pvalue > FALSE_ALARM
+    pairs = np.bincount(drawn[::2] // 16 * 16 + drawn[1::2] // 16, minlength=256)
+    assert stats.chisquare(pairs).pvalue > FALSE_ALARM
+
+
+# -- keyed streams ----------------------------------------------------------------------------------------------------
+
+
+def test_a_keyed_stream_is_the_same_for_all_who_have_the_key():
+    first, second = (KeyedStream(KEY, "x") for _ in range(2))
+    assert [first.read(n) for n in (5, 5, 100)] == [second.read(n) for n in (5, 5, 100)]
+
+
+def test_no_call_of_a_keyed_stream_repeats_another():
+    """Neither of its own nor of another key or label, whatever the sizes."""
+    keys = [KEY, *(bytes(KEY[k] ^ (1 << k % 8) if k == place else KEY[k] for k in range(32)) for place in range(32))]
+    streams = [KeyedStream(key, label) for key in keys for label in ("", "a", "b")]
+    drawn = [stream.read(size)[:16] for stream in streams for size in (16, 200, 16)]
+    assert len(set(drawn)) == len(drawn) == 3 * 3 * 33
+
+
+def test_a_keyed_stream_is_not_copied():
+    stream = rank_generator(KEY, 3)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrivacyError, match="must not be copied or saved"):
+            copied(stream)
+    with pytest.raises(ValueError, match="key must have 32 bytes"):
+        KeyedStream(b"short", "a")
+
+
+# -- picks ------------------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_fine_near_0_and_never_1():
+    words = [0, 1, 2**63, 2**63 - 1, 2**64 - 1]
+    drawn = Words(words).random(5).tolist()
+    assert drawn == [0.0, 2.0**-63, 1 - 2.0**-53, 1 - 2.0**-53, 2.0**-63]
+    numbers = picks(1).random(100_000)
+    assert stats.kstest(numbers, "uniform").pvalue > FALSE_ALARM
+    assert stats.kstest(numbers[numbers < 0.001] * 1000, "uniform").pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 10, 2**31 + 1, 3 * 2**61, 2**63])
+def test_integers_are_exactly_uniform(limit):
+    drawn = picks(2).integers(limit, 20_000)
+    assert drawn.dtype == np.int64
+    assert len(drawn) == 20_000
+    assert ((drawn >= 0) & (drawn < limit)).all()
+    if limit <= 10:
+        assert limit == 1 or stats.chisquare(np.bincount(drawn, minlength=limit)).pvalue > FALSE_ALARM
+    else:
+        assert stats.kstest(drawn / limit, "uniform").pvalue > FALSE_ALARM
+
+
+def test_words_beyond_the_last_multiple_are_drawn_again():
+    limit = 3 * 2**61  # two of them fit: a quarter of all words is left over
+    source = Words([2 * limit, 2 * limit - 1, 2**64 - 1, limit, 5, 7])
+    assert source.integers(limit, 4).tolist() == [limit - 1, 0, 5, 7]
+
+
+def test_permutations_are_exactly_uniform():
+    """All orders of 4; and keys of which two agree are drawn again."""
+    stream, draws = picks(3), 24_000
+    counts = Counter(tuple(stream.permutation(4).tolist()) for _ in range(draws))
+    assert set(counts) == set(itertools.permutations(range(4)))
+    assert stats.chisquare(list(counts.values())).pvalue > FALSE_ALARM
+    assert Words([7, 9, 7, 3, 1, 2]).permutation(3).tolist() == [1, 2, 0]
+    assert stream.permutation(0).tolist() == []
+    assert sorted(stream.permutation(1000).tolist()) == list(range(1000))
+
+
+@pytest.mark.parametrize(("size", "count"), [(6, 2), (6, 5), (40, 2), (5, 0), (5, 5), (0, 0)])
+def test_subsets_are_exactly_uniform(size, count):
+    stream, most = picks(4), math.comb(size, count)
+    counts = Counter(tuple(stream.subset(size, count).tolist()) for _ in range(40 * most))
+    assert all(list(chosen) == sorted(set(chosen)) and len(chosen) == count for chosen in counts)
+    assert all(0 <= place < size for chosen in counts for place in chosen)
+    if most > 1:
+        observed = list(counts.values()) + [0] * (most - len(counts))
+        assert stats.chisquare(observed).pvalue > FALSE_ALARM
+
+
+def test_positions_drawn_twice_leave_a_subset_of_its_size():
+    class Stuck(Words):
+        def read(self, size: int) -> bytes:
+            return np.full(size // 8, 5, dtype=np.uint64).tobytes() if self.left.pop() else os.urandom(size)
+
+    source = Stuck([0, 1, 1])
+    assert len(set(source.subset(1000, 8).tolist())) == 8
+    assert not source.left
+
+
+def test_seeded_samplers_repeat_their_batches():
+    for design in (Poisson(5, 40), Fixed(5, 40), Shuffled(5, 40)):
+        drawn = []
+        for seed in (1, 1, 2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UtilityWarning)
+                drawn.append([indices.tolist() for _, indices in make_sampler(design, seed=seed).draws()])
+        assert drawn[0] == drawn[1] != drawn[2]

@@ -39,6 +39,7 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
+from torch_dpsco.noise import normal
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, with_grid
 
@@ -309,7 +310,7 @@ def private_moment(
     if gaussian.exact:
         total = float(exact_release(torch.tensor([total], dtype=torch.float64), gaussian))
     else:
-        total += gaussian.sigma * float(torch.randn((), dtype=torch.float64, generator=stream))
+        total += normal(gaussian.sigma, stream)
     warn_at_grid_end(tau, grid)
     mean = total / size
     if mean <= 0:

@@ -37,7 +37,7 @@ from torch_dpsco.agreement import Group, digest, read_bytes, sight, world_size
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.rng import sampling_key
+from torch_dpsco.rng import Source, sampling_key
 from torch_dpsco.sampling import DesignSampler, Partition, RankSampler, make_sampler, require_divisible
 from torch_dpsco.schedule import Schedule
 
@@ -95,7 +95,7 @@ class World(ABC):
         """Makes sure that all ranks have the rows of the same step, before anything is charged."""
 
     @abstractmethod
-    def release(self, oracle: MeanOracle, noise: torch.Generator) -> Release:
+    def release(self, oracle: MeanOracle, noise: Source) -> Release:
         """Returns the noisy mean of the rows of all processes."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Alone(World):
         """Raises SequenceError if there are other processes by now."""
         self._require_alone()
 
-    def release(self, oracle: MeanOracle, noise: torch.Generator) -> Release:
+    def release(self, oracle: MeanOracle, noise: Source) -> Release:
         """Returns the oracle's answer."""
         return oracle.release(noise)
 
@@ -249,7 +249,7 @@ class Ranks(World):
         )
         self._stage = _AGREED
 
-    def release(self, oracle: MeanOracle, noise: torch.Generator) -> Release:
+    def release(self, oracle: MeanOracle, noise: Source) -> Release:
         """Returns the noisy mean; raises SequenceError on all ranks if one could not charge it."""
         assert isinstance(oracle, ClippedMean)
         self._stage = _CALLING
@@ -258,7 +258,7 @@ class Ranks(World):
         self._stage = _COLLECTING
         return Release(answer)
 
-    def _answer(self, oracle: ClippedMean, noise: torch.Generator | None) -> list[Tensor]:
+    def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
         group = self._group
         message = torch.zeros(oracle.dim + 2, dtype=torch.float64, device=group.device)  # sum, rows, ranks ready

@@ -33,11 +33,13 @@ from torch.func import functional_call, grad, vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.gradbatch import has_rows
+from torch_dpsco.noise import normal_, uniform
+from torch_dpsco.rng import Source
 
 __all__ = ["ball_shift", "perturbed_backward", "perturbed_gradients", "perturbed_logits", "shifted"]
 
 
-def ball_shift(params: Sequence[Tensor], radius: float, generator: torch.Generator) -> list[Tensor]:
+def ball_shift(params: Sequence[Tensor], radius: float, generator: Source) -> list[Tensor]:
     """Returns a shift of each parameter; together they are uniform in the ball of the radius (up to rounding).
 
     Args:
@@ -59,7 +61,7 @@ def ball_shift(params: Sequence[Tensor], radius: float, generator: torch.Generat
 
 
 @contextmanager
-def shifted(params: Sequence[Tensor], radius: float, generator: torch.Generator) -> Iterator[None]:
+def shifted(params: Sequence[Tensor], radius: float, generator: Source) -> Iterator[None]:
     """Shifts the parameters within the block, by one draw of `ball_shift`, and puts them back exactly.
 
     Forward and backward pass go inside, the optimizer's step outside.
@@ -134,7 +136,7 @@ def perturbed_gradients(
     targets: Tensor,
     *,
     radius: float,
-    generator: torch.Generator,
+    generator: Source,
     chunk_size: int = 64,
 ) -> list[Tensor]:
     """Returns the gradient of each item's loss, each at parameters shifted anew.
@@ -187,7 +189,7 @@ def perturbed_backward(
     targets: Tensor,
     *,
     radius: float,
-    generator: torch.Generator,
+    generator: Source,
     chunk_size: int = 64,
 ) -> None:
     """Does what a backward pass of the sum of losses does, each item at parameters shifted anew.
@@ -224,14 +226,14 @@ def perturbed_backward(
         p.grad_sample, p.dpsco_mean = part, False  # type: ignore[attr-defined]
 
 
-def _shifts(params: Sequence[Tensor], radius: float, count: int, generator: torch.Generator) -> list[Tensor]:
+def _shifts(params: Sequence[Tensor], radius: float, count: int, generator: Source) -> list[Tensor]:
     """Returns `count` independent shifts of the joint vector: (count, *p.shape) for each parameter."""
     r, dim = check.nonnegative(radius=radius), sum(p.numel() for p in params)
     if not dim:
         raise ValueError("params must hold at least one number (got none)")
     device = params[0].device
-    g = torch.randn(count, dim, generator=generator, dtype=torch.float64, device=device)
-    lengths = r * torch.rand(count, 1, generator=generator, dtype=torch.float64, device=device).pow(1 / dim)
+    g = normal_(torch.empty(count, dim, dtype=torch.float64, device=device), 1.0, generator)
+    lengths = r * uniform((count, 1), generator).to(device).pow(1 / dim)
     joint = g * (lengths / g.norm(dim=1, keepdim=True))
     parts = joint.split([p.numel() for p in params], dim=1)
     return [part.reshape(count, *p.shape).to(p) for part, p in zip(parts, params, strict=True)]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Repeat, clipped_gaussian
 from torch_dpsco.oracles import Clipped
@@ -154,7 +155,7 @@ class Truth:
 
     def watch(self, sampler: Any) -> None:
         """Notes each draw where it is dealt, and makes it repeatable: hypothesis replays what has failed."""
-        sampler.rng = np.random.Generator(np.random.PCG64DXSM(int(self.rng.integers(2**32))))
+        sampler.rng = picks(int(self.rng.integers(2**32)))
         dealt = sampler.dealt
 
         def noted() -> Iterator[Any]:

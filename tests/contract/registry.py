@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import seeded
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
@@ -110,7 +111,7 @@ class Run:
     def train(self, steps: int = STEPS, seed: int = 1, noise_seed: int | None = 5, **loader: Any) -> Run:
         """Makes steps on repeatable batches with repeatable noise (with noise of its own if `noise_seed` is None)."""
         if noise_seed is not None:
-            self.opt._noise.manual_seed(noise_seed)
+            self.opt._noise = seeded(noise_seed)
         for batch in self.loader(seed, steps, **loader):
             self.opt.zero_grad()
             self.backward(batch)

@@ -15,6 +15,7 @@ import torch_dpsco as dp
 from tests.doctor import scripts
 from tests.doctor.diagnoses import diagnose
 from tests.doctor.scripts import BROKEN, DIM, SOUND, FirstOnly, Parts, mlp, private, with_opacus
+from tests.streams import Counted, count_noise
 
 EVERY = [*BROKEN, *SOUND]
 
@@ -78,7 +79,9 @@ def state(parts: Parts) -> dict[str, Any]:
     found["optimizer"] = attributes(optimizer)
     if isinstance(optimizer, dp.PrivateOptimizer):
         found["ledger"], found["log"] = len(optimizer.accountant), attributes(parts.loader.batch_sampler.log)
-        found["noise"] = optimizer._noise.get_state().tolist()
+        if not isinstance(optimizer._noise, Counted):
+            count_noise(optimizer)
+        found["noise"] = optimizer._noise.drawn
     criterion = getattr(parts.loss, "criterion", None)
     found["loss"] = None if criterion is None else attributes(criterion)
     return found

@@ -50,7 +50,7 @@ def test_answers_have_the_probabilities_of_the_exact_integrals(first, last, k, b
 
 
 def test_halved_noise_of_the_test_is_caught():
-    generator, number, scores = torch.Generator().manual_seed(7), 1500, [13.0, 13.0, 6.0]
+    generator, number, scores = torch.Generator().manual_seed(7), 5000, [13.0, 13.0, 6.0]
     for b1, b2, fits in ((2.0, 4.0, True), (1.0, 4.0, False), (2.0, 2.0, False)):
         hits = sum(passes_before_the_halt(scores, generator, b1=b1, b2=b2) == 2 for _ in range(number))
         assert is_likely(hits, number, sequence_probability(3.0, -4.0, 2, 2.0, 4.0)) is fits, (b1, b2)

@@ -23,6 +23,7 @@ from torch_dpsco.mechanisms.exponential import (
     quantile_probabilities,
     score_law,
 )
+from torch_dpsco.rng import Repeatable
 
 GRID = geometric_grid(1e-4, 1e4)
 ODD = [math.nan, math.inf, -math.inf, 0.0, 5e-324, 1e308, 1.0]
@@ -188,13 +189,13 @@ def test_each_point_has_as_many_draws_as_its_law_says(monkeypatch):
     law = score_law([0, 1, 5], 1, 1.0)
     first, second, _ = map(int, law)
     for number, index in ((0, 0), (first - 1, 0), (first, 1), (first + second - 1, 1), (first + second, 2)):
-        monkeypatch.setattr(torch, "randint", lambda *args, number=number, **kwargs: torch.tensor(number))
+        monkeypatch.setattr(Repeatable, "integer", lambda self, bits, number=number: number)
         assert draw(law, torch.Generator()) == index
 
 
 def test_the_first_and_the_last_draw_choose_the_ends(monkeypatch):
     for number, point in ((0, 1.0), (2**53 - 1, 3.0)):
-        monkeypatch.setattr(torch, "randint", lambda *args, number=number, **kwargs: torch.tensor(number))
+        monkeypatch.setattr(Repeatable, "integer", lambda self, bits, number=number: number)
         assert draw_quantile([2.0], [1.0, 2.0, 3.0], 0.5, 1.0, 1, torch.Generator()) == point
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import gaussians, seeded
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rules import AVERAGES as AVERAGE_POWERS
 from torch_dpsco.sampling import PrivateLoader, make_sampler
@@ -111,10 +112,9 @@ def ours(name: str, **kind) -> Iterator[tuple[list[int], Vector, float, Vector, 
     def flat() -> Vector:
         return nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy()
 
-    for features, targets, positions in loader:
-        replay = torch.Generator()
-        replay.set_state(opt._noise.get_state())
-        normal = torch.empty(DIM + 1, dtype=torch.float64).normal_(generator=replay).numpy()
+    for k, (features, targets, positions) in enumerate(loader):
+        normal = gaussians(DIM + 1, seeded(k)).numpy()
+        opt._noise = seeded(k)
         opt.zero_grad()
         CASES[name].loss(model(features), targets).backward()
         opt.step()

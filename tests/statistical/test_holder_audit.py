@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import picks
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.theory import holder_plan
 
@@ -98,7 +98,7 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
         sampling=sampling,
     )
     assert plan.steps == 2  # the first of them counts
-    noise, draws, runs = torch.Generator().manual_seed(5), np.random.default_rng(6), []
+    noise, draws, runs = torch.Generator().manual_seed(5), picks(6), []
 
     def train(data: TensorDataset) -> float:
         model = nn.Linear(1, 1, bias=False).double()

@@ -16,11 +16,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from tests.streams import gaussians
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles.clipped import Clipped
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.rng import Source, noise_generator
 
 FALSE_ALARM = 1e-6
 SHAPES = [(100, 300), (20_000,), (1,), (7, 3, 2)]
@@ -45,7 +46,7 @@ def are_uncorrelated(first: Tensor, second: Tensor) -> bool:
 
 
 def releases(
-    generator: torch.Generator, number: int = 1, dtype: torch.dtype = torch.float64, noise: float = NOISE
+    generator: Source, number: int = 1, dtype: torch.dtype = torch.float64, noise: float = NOISE
 ) -> list[list[Tensor]]:
     """Noise-only releases of a clipped oracle: those of empty batches."""
     oracle = Clipped(clip=CLIP, noise_multiplier=noise, batch_size=BATCH)
@@ -72,7 +73,7 @@ STD = declared_std()
 
 def test_fresh_noise_has_the_std_and_law_asked_for():
     """False-alarm rate 3e-6 a run."""
-    values = torch.empty(200_000, dtype=torch.float64).normal_(generator=noise_generator())
+    values = gaussians(200_000, noise_generator())
     assert has_std(values, 1.0)
     assert is_gaussian(values, 1.0)
     assert abs(float(values.mean())) < stats.norm.isf(FALSE_ALARM / 2) / math.sqrt(len(values))
@@ -80,7 +81,7 @@ def test_fresh_noise_has_the_std_and_law_asked_for():
 
 def test_fresh_generators_are_independent_of_each_other():
     """All pairs of eight streams; false-alarm rate 28e-6 a run."""
-    streams = [torch.empty(10_000, dtype=torch.float64).normal_(generator=noise_generator()) for _ in range(8)]
+    streams = [gaussians(10_000, noise_generator()) for _ in range(8)]
     assert all(are_uncorrelated(a, b) for k, a in enumerate(streams) for b in streams[:k])
 
 

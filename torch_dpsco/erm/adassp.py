@@ -27,6 +27,7 @@ from torch_dpsco.losses import Squared
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.objectives.records import Records
+from torch_dpsco.rng import Source
 from torch_dpsco.solvers.certificates import project
 from torch_dpsco.theory.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
@@ -102,7 +103,7 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     return AdaSSPPlan(constants=constants, event=event, ridge=task.reg or 0.0, radius=task.radius)
 
 
-def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, generator: torch.Generator) -> Tensor:
+def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, generator: Source) -> Tensor:
     """Charges, adds noise to the three statistics, solves: returns the private vector (dim,) float64.
 
     Args:
@@ -133,7 +134,7 @@ def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, g
     return project(vectors @ ((vectors.T @ moment) / values), plan.radius)
 
 
-def _symmetric(dim: int, given: AdaSSPConstants, generator: torch.Generator) -> Tensor:
+def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:
     """Returns a symmetric matrix of noise, with stds of their own on and off the diagonal."""
     noise = gaussian_vector(dim * dim, given.std_xtx_offdiag, generator).view(dim, dim).triu(1)
     return noise + noise.T + torch.diag(gaussian_vector(dim, given.std_xtx_diag, generator))

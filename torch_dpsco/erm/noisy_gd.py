@@ -28,6 +28,7 @@ from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.objectives.base import Objective
+from torch_dpsco.rng import Source
 from torch_dpsco.solvers.certificates import project
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.objective_perturbation import objpert_reg
@@ -119,9 +120,7 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
     )
 
 
-def release_noisy_gd(
-    objective: Objective, plan: NoisyGDPlan, accountant: Accountant, generator: torch.Generator
-) -> Tensor:
+def release_noisy_gd(objective: Objective, plan: NoisyGDPlan, accountant: Accountant, generator: Source) -> Tensor:
     """Charges, and makes the steps from 0: returns the private last iterate (dim,) float64.
 
     Raises:

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
@@ -31,6 +30,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.softmax import SoftmaxCrossEntropy
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.objectives.base import Objective
+from torch_dpsco.rng import Source
 from torch_dpsco.solvers import solve
 from torch_dpsco.solvers.certificates import project
 from torch_dpsco.theory.objective_perturbation import (
@@ -216,7 +216,7 @@ def release_objective(
     plan: ObjectivePlan,
     dim: int,
     accountant: Accountant,
-    generator: torch.Generator,
+    generator: Source,
     *,
     solver: str = "auto",
 ) -> Tensor:

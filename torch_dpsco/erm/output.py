@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
@@ -35,6 +34,7 @@ from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.records import gamma
+from torch_dpsco.rng import Source
 from torch_dpsco.solvers import solve
 from torch_dpsco.solvers.certificates import BoxDual, project
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
@@ -272,7 +272,7 @@ def solve_output(objective: Objective, plan: OutputPlan, solver: str = "auto", s
     return solve(objective, plan.distance, radius=ball, solver=solver, start=start).w
 
 
-def draw_output(point: Tensor, plan: OutputPlan, accountant: Accountant, generator: torch.Generator) -> Tensor:
+def draw_output(point: Tensor, plan: OutputPlan, accountant: Accountant, generator: Source) -> Tensor:
     """Charges, draws the noise and returns the private vector.
 
     Args:

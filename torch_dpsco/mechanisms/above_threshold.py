@@ -26,14 +26,13 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-import torch
-
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms.laplace import draw_laplace
+from torch_dpsco.rng import Source
 
 __all__ = ["AboveThreshold"]
 
@@ -111,7 +110,7 @@ class AboveThreshold:
         margin = float(self.threshold - Fraction(score) - 8 * self._step)
         return bad_pass_probability(margin, self.steps, self.threshold_scale, self.query_scale)
 
-    def passes(self, score: float | Fraction, generator: torch.Generator) -> bool:
+    def passes(self, score: float | Fraction, generator: Source) -> bool:
         """Answers a query; the first False is the last answer.
 
         Args:

@@ -48,10 +48,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco.rng import Source, stream_of
 
 __all__ = ["draw", "draw_quantile", "geometric_grid", "quantile_law", "quantile_probabilities", "score_law"]
 
@@ -155,7 +155,7 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
     return np.diff(ends, prepend=0)
 
 
-def draw(law: IntArray, generator: torch.Generator) -> int:
+def draw(law: IntArray, generator: Source) -> int:
     """Returns an index drawn by a law of `score_law`. Charges nothing.
 
     Args:
@@ -168,9 +168,7 @@ def draw(law: IntArray, generator: torch.Generator) -> int:
     ends = np.cumsum(law)
     if ends[-1] != _DRAWS:
         raise ValueError("law must add up to 2^53")
-    # 2^53 divides 2^64: the draw has no modulo bias
-    number = int(torch.randint(_DRAWS, (), generator=generator, device=generator.device))
-    return int(np.searchsorted(ends, number, side="right"))
+    return int(np.searchsorted(ends, stream_of(generator).integer(53), side="right"))
 
 
 def quantile_law(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int) -> IntArray:
@@ -208,7 +206,7 @@ def quantile_law(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: f
 
 
 def draw_quantile(
-    values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int, generator: torch.Generator
+    values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int, generator: Source
 ) -> float:
     """Returns a grid point near the quantile of the values, drawn by the exponential mechanism. Charges nothing.
 

@@ -28,28 +28,24 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import torch
-
 from torch_dpsco import _validate as check
+from torch_dpsco.rng import Source, stream_of
 
 __all__ = ["draw_laplace"]
 
-_WORD, _WORDS = 62, 16  # bits of a word; words that are drawn at once
+_BLOCK = 1024  # bits that are drawn at once
 
 
 class _Bits:
-    """Uniform bits of a generator; those that are left over are thrown away with the object."""
+    """Uniform bits of a source; those that are left over are thrown away with the object."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator, self._pool, self._left = generator, 0, 0
+    def __init__(self, source: Source) -> None:
+        self._stream, self._pool, self._left = stream_of(source), 0, 0
 
     def take(self, bits: int) -> int:
         while self._left < bits:
-            # 2^62 divides 2^64: no modulo bias
-            words = torch.randint(1 << _WORD, (_WORDS,), generator=self._generator, device=self._generator.device)
-            for word in words.tolist():
-                self._pool = (self._pool << _WORD) | word
-            self._left += _WORD * _WORDS
+            self._pool = (self._pool << _BLOCK) | self._stream.integer(_BLOCK)
+            self._left += _BLOCK
         self._left -= bits
         taken = self._pool >> self._left
         self._pool &= (1 << self._left) - 1
@@ -77,7 +73,7 @@ def _exp_coin(numerator: int, denominator: int, bits: _Bits) -> bool:
     return place % 2 == 1
 
 
-def draw_laplace(scale: float | Fraction, step: float | Fraction, generator: torch.Generator) -> Fraction:
+def draw_laplace(scale: float | Fraction, step: float | Fraction, generator: Source) -> Fraction:
     """Returns one draw of the discrete Laplace law, exactly.
 
     Args:

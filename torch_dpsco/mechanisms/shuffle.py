@@ -35,6 +35,8 @@ from torch_dpsco.mechanisms.shuffle_sizing import (
     vector_parameters,
     vector_parameters_paper,
 )
+from torch_dpsco.noise import uniform
+from torch_dpsco.rng import Source
 
 __all__ = [
     "ShuffleParameters",
@@ -61,18 +63,18 @@ def grid_values(values: Tensor, upper: float, grid: int) -> Tensor:
     return (values.double() / upper).nan_to_num_(nan=0.0).clamp_(0.0, 1.0) * float(grid)
 
 
-def round_randomly(places: Tensor, generator: torch.Generator) -> Tensor:
+def round_randomly(places: Tensor, generator: Source) -> Tensor:
     """Returns floor(v) + Ber(v - floor(v)) for places v on the grid: int64, unbiased.
 
     With one uniform u for two values it is ceil(v - u): they come out less than |v - v'| + 1 apart.
     """
     whole = places.floor()
-    # v - floor(v) is exact; the uniform has 53 bits
-    uniform = torch.empty_like(places).uniform_(generator=generator)
-    return whole.to(torch.int64) + (uniform < places - whole).to(torch.int64)
+    # v - floor(v) is exact; the uniform number has 53 bits
+    drawn = uniform(places.shape, generator).to(places.device)
+    return whole.to(torch.int64) + (drawn < places - whole).to(torch.int64)
 
 
-def randomize_scalar(values: Tensor, upper: float, parameters: ShuffleParameters, generator: torch.Generator) -> Tensor:
+def randomize_scalar(values: Tensor, upper: float, parameters: ShuffleParameters, generator: Source) -> Tensor:
     """Returns the bits of each user (Algorithm 14, randomizer), in the order in which they were made: not shuffled.
 
     Args:
@@ -87,8 +89,8 @@ def randomize_scalar(values: Tensor, upper: float, parameters: ShuffleParameters
     upper, grid = check.positive(upper=upper), parameters.grid
     ones = round_randomly(grid_values(values, upper, grid), generator)
     value_bits = torch.arange(grid, device=values.device) < ones[..., None]
-    noise = torch.empty(*values.shape, parameters.noise_bits, dtype=torch.float64, device=values.device)
-    noise_bits = noise.uniform_(generator=generator) < parameters.noise_probability
+    drawn = uniform((*values.shape, parameters.noise_bits), generator).to(values.device)
+    noise_bits = drawn < parameters.noise_probability
     return torch.cat([value_bits, noise_bits], dim=-1)
 
 
@@ -139,7 +141,7 @@ def scalar_sum(
     values: Tensor,
     upper: float,
     parameters: ShuffleParameters,
-    generator: torch.Generator,
+    generator: Source,
     *,
     messages: bool = False,
 ) -> Tensor:
@@ -174,7 +176,7 @@ def vector_sum(
     vectors: Tensor,
     bound: float,
     parameters: ShuffleParameters,
-    generator: torch.Generator,
+    generator: Source,
     *,
     messages: bool = False,
 ) -> Tensor:

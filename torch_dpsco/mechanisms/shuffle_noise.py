@@ -1,4 +1,4 @@
-"""Binomial noise from a torch generator, by integers alone.
+"""Binomial noise from uniform bits, by integers alone.
 
 The bits that users add to a shuffled sum are many, and only their number counts. It is drawn by inversion: a table
 holds the binomial distribution function in units of 2^-124, computed in integers, and a uniform integer of 124 bits is
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import InfeasibleError
+from torch_dpsco.noise import words
+from torch_dpsco.rng import Source
 
 __all__ = ["BinomialNoise"]
 
@@ -49,21 +51,19 @@ class BinomialNoise:
             raise InfeasibleError(f"trials must be at most {_LARGEST} to be drawn (got {trials})")
         self._first, self._high, self._low = _table(self.trials, self.noise_probability)
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def draw(self, shape: tuple[int, ...], generator: Source) -> Tensor:
         """Returns independent draws: int64, on the generator's device."""
         if not self.trials:
             return torch.zeros(shape, dtype=torch.int64, device=generator.device)
         high = self._high.to(generator.device)
-        top = torch.empty(shape, dtype=torch.int64, device=generator.device)
-        top.random_(0, 1 << _WORD, generator=generator)
+        top = words(shape, _WORD, generator)
         # the number drawn is that of entries <= the uniform integer; most are decided by its upper half
         index = torch.searchsorted(high, top)
         undecided = (index < len(high)) & (high[index.clamp(max=len(high) - 1)] == top)
         for place in undecided.nonzero():
             where = tuple(place.tolist())
             # PRIVACY: the lower half decides ties (test_the_noise_is_binomial_to_all_its_bits)
-            bottom = torch.empty((), dtype=torch.int64, device=generator.device)
-            bottom.random_(0, 1 << _WORD, generator=generator)
+            bottom = words((), _WORD, generator)
             tied = self._low[self._high.numpy() == int(top[where])]
             index[where] += int(np.searchsorted(tied, int(bottom), side="right"))
         return index + self._first

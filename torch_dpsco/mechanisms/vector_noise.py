@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.noise import exponential_sum, normal_
+from torch_dpsco.rng import Source
 
 __all__ = ["gaussian_vector", "knorm_vector"]
 
 
-def gaussian_vector(dim: int, std: float, generator: torch.Generator) -> Tensor:
+def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
     """Returns (dim,) float64 numbers N(0, std^2), on the generator's device.
 
     Args:
@@ -25,11 +27,11 @@ def gaussian_vector(dim: int, std: float, generator: torch.Generator) -> Tensor:
         std: >= 0.
         generator: from `rng.noise_generator`.
     """
-    zero = torch.zeros(check.positive_count(dim=dim), dtype=torch.float64, device=generator.device)
-    return zero.normal_(generator=generator).mul_(check.nonnegative(std=std))
+    empty = torch.empty(check.positive_count(dim=dim), dtype=torch.float64, device=generator.device)
+    return normal_(empty, 1.0, generator).mul_(check.nonnegative(std=std))
 
 
-def knorm_vector(dim: int, scale: float, generator: torch.Generator) -> Tensor:
+def knorm_vector(dim: int, scale: float, generator: Source) -> Tensor:
     """Returns (dim,) float64 numbers of density proportional to exp(-|z|_2 / scale), on the generator's device.
 
     Args:
@@ -47,8 +49,7 @@ def knorm_vector(dim: int, scale: float, generator: torch.Generator) -> Tensor:
         torch.Size([3])
     """
     count, scale = check.positive_count(dim=dim), check.positive(scale=scale)
-    shape = torch.full((1,), float(count), dtype=torch.float64, device=generator.device)
-    radius = torch._standard_gamma(shape, generator=generator)
+    radius = exponential_sum(count, generator)
     direction = gaussian_vector(count, 1.0, generator)
     length = torch.linalg.vector_norm(direction)
     while not float(length):  # of probability 0, but floats are discrete

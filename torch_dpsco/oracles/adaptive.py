@@ -45,8 +45,10 @@ from torch_dpsco.clip_selection import adaptive_clip_update
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.mechanisms.exact_noise import release_on_grid
+from torch_dpsco.noise import normal
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.clipped import ClippedMean, clip_weights
+from torch_dpsco.rng import Source
 from torch_dpsco.theory.exact_noise import exact_grid, with_grid
 
 __all__ = ["AdaptiveClipped", "votes"]
@@ -199,7 +201,7 @@ class AdaptiveClipped(ClippedMean):
         super().discard()
         self._sum = 0.0
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Releases the mean, and moves the threshold of the next batch by a noisy count."""
         total = self._sum
         answer = super().release(generator)  # ends the batch
@@ -209,7 +211,7 @@ class AdaptiveClipped(ClippedMean):
             votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
             total = float(release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid))
         else:
-            total += std * float(torch.randn((), dtype=torch.float64, generator=generator, device=generator.device))
+            total += normal(std, generator)
         fraction = self.target + total / self.batch_size
         moved = adaptive_clip_update(self.clip, fraction, self.target, self.lr)
         self._current = min(max(moved, _LEAST), _LARGEST)

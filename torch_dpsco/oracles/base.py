@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows
+from torch_dpsco.rng import Source
 
 __all__ = ["MeanOracle", "Release"]
 
@@ -100,7 +100,7 @@ class MeanOracle(ABC):
         """Returns the accounting event of a release of the open batch (before the first: of one at 0), unsampled."""
 
     @abstractmethod
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Adds noise to the mean, ends the logical batch, and returns the private answer."""
 
     def use_exact_noise(self) -> None:

@@ -39,6 +39,7 @@ from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
+from torch_dpsco.rng import Source
 
 __all__ = ["Centered", "centered_clip_mean"]
 
@@ -150,7 +151,7 @@ class Centered(MeanOracle):
         """Returns the event of the clipped mean."""
         return self._clipping.event()
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Clips the users' means, adds noise and the center."""
         means, items = self._users.take()
         if self._center is not None:

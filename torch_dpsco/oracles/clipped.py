@@ -34,14 +34,15 @@ from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPr
 from torch_dpsco.errors import ConditionError, SequenceError
 from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
 from torch_dpsco.mechanisms.exact_noise import release_on_grid
+from torch_dpsco.noise import add_normal_, normal_
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.weights import Cut, clip_weights, clipped_slopes, cuts, in_float32, views
+from torch_dpsco.rng import Source
 from torch_dpsco.theory.exact_noise import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
 
-_LARGE = 2**15  # numbers; larger sums take the noise in place ...
-_PIECE = 2**16  # ... that many numbers at a time
+_LARGE = 2**15  # numbers; larger sums take the noise in place
 
 
 class ClippedMean(MeanOracle):
@@ -139,8 +140,8 @@ class ClippedMean(MeanOracle):
             self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
         return self._flat
 
-    def _draw(self, out: Tensor, noise_std: float, generator: torch.Generator) -> Tensor:
-        return out.normal_(std=noise_std, generator=generator) if self._multiplier > 0 else out.zero_()
+    def _draw(self, out: Tensor, noise_std: float, generator: Source) -> Tensor:
+        return normal_(out, noise_std, generator) if self._multiplier > 0 else out.zero_()
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
@@ -278,7 +279,7 @@ class ClippedMean(MeanOracle):
         """Returns the Gaussian event in clip units."""
         return self._event
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
         if self._exact:
@@ -307,7 +308,7 @@ class ClippedMean(MeanOracle):
         fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means or ()]
         return [i for i, large in enumerate(fits) if large]
 
-    def _release_in_place(self, large: list[int], noise_std: float, generator: torch.Generator) -> list[Tensor]:
+    def _release_in_place(self, large: list[int], noise_std: float, generator: Source) -> list[Tensor]:
         """Returns the release, of which large sums are the memory; their noise stays in cache.
 
         Sum and noise are of one precision and rounded once, together, as in a flat release. The sums are fresh, so that
@@ -321,9 +322,7 @@ class ClippedMean(MeanOracle):
             if i not in large:
                 answer[i].add_(mean)
                 continue
-            answer[i] = mean
-            for piece in mean.view(-1).split(_PIECE if mean.device.type == "cpu" else mean.numel()):
-                piece.add_(self._draw(torch.empty_like(piece), noise_std, generator))
+            answer[i] = add_normal_(mean, noise_std, generator) if self._multiplier > 0 else mean
         return answer
 
     def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:

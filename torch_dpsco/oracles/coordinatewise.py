@@ -33,7 +33,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, Gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.noise import normal_
 from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.rng import Source
 
 __all__ = ["Coordinatewise", "GroupSums", "check_clip", "clipped_rows", "flat_rows", "median_of_means", "medians"]
 
@@ -213,7 +215,7 @@ class Coordinatewise(MeanOracle):
         """Returns the Gaussian event in units of the move of a zeroed record."""
         return self._event
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Adds the noise, takes medians, and ends the batch."""
         means = self._rows_so_far().sums / self.group_size
         if self.noise == "before_median":
@@ -224,11 +226,10 @@ class Coordinatewise(MeanOracle):
         parts = flat.to(self._dtype).split([shape.numel() for shape in self._shapes])
         return Release([part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
 
-    def _noisy(self, values: Tensor, generator: torch.Generator) -> Tensor:
+    def _noisy(self, values: Tensor, generator: Source) -> Tensor:
         if not self.noise_multiplier:
             return values
-        noise = torch.empty_like(values).normal_(std=self.noise_std, generator=generator)
-        return values + noise
+        return values + normal_(torch.empty_like(values), self.noise_std, generator)
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""

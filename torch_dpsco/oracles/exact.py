@@ -13,6 +13,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import Adjacency, NonPrivate
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.rng import Source
 
 __all__ = ["Exact"]
 
@@ -51,7 +52,7 @@ class Exact(MeanOracle):
         """Returns the event without privacy."""
         return NonPrivate()
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Returns the exact mean."""
         means, self._means = self._means, []
         return Release(means)

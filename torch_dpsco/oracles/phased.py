@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
@@ -14,6 +13,7 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.rng import Source
 
 __all__ = ["Phased"]
 
@@ -136,7 +136,7 @@ class Phased(MeanOracle):
         """Returns the event of the open, or else the last, logical batch."""
         return self._active.event()
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Returns the answer of the oracle of this phase."""
         return self._active.release(generator)
 

@@ -28,6 +28,7 @@ from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
+from torch_dpsco.rng import Source
 
 __all__ = ["PilotClipped", "QuantilePilot"]
 
@@ -123,7 +124,7 @@ class QuantilePilot(MeanOracle):
     def use_exact_noise(self) -> None:
         """Changes nothing: the law of a threshold is a list of integers anyhow, and its draw a uniform one."""
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Draws the threshold and ends the batch; the mean is 0 and `still`: nothing is to move.
 
         Warns if the threshold is an end of the grid: a function of the private answer only.

@@ -46,6 +46,7 @@ from torch_dpsco.mechanisms.shuffle_sizing import FAILURE, failure_of, shuffle_e
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import clip_weights
 from torch_dpsco.oracles.coordinatewise import check_clip, clipped_rows, flat_rows, medians
+from torch_dpsco.rng import Source
 
 __all__ = ["ShuffledClipped", "ShuffledMedian"]
 
@@ -139,7 +140,7 @@ class _Shuffled(MeanOracle):
         """Returns the event of a release: `ApproxZCDP` for replace_one and zero_out, or `NonPrivate` without bits."""
         return self._event
 
-    def counts(self, generator: torch.Generator) -> Tensor:
+    def counts(self, generator: Source) -> Tensor:
         """Returns the numbers of ones that a shuffler would deliver, (groups, dim) int64, and ends the batch."""
         places, self._places = self._places or [], [] if self._shapes else None
         n_rows = sum(map(len, places))
@@ -154,7 +155,7 @@ class _Shuffled(MeanOracle):
         noise = self._noise.draw((self.groups, self.dim), generator)
         return ones.view(self.groups, self.group_size, self.dim).sum(dim=1) + noise
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Draws the counts, and returns the median over groups of the means that they estimate."""
         counts = self.counts(generator)
         means = centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size

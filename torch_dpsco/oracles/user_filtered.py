@@ -40,8 +40,10 @@ from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Failure, Gauss
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, Points, neighbor_counts
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
+from torch_dpsco.noise import add_normal_, uniform
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
+from torch_dpsco.rng import Source
 from torch_dpsco.theory.user_sensitivity import (
     bernoulli_sensitivity,
     filter_coefficient,
@@ -174,13 +176,12 @@ class Filter:
         # the uniform numbers have 53 bits
         return self.coupling_failure + self.n_users * 2.0**-52 if self.coupling_failure else 0.0
 
-    def weights(self, counts: Tensor, generator: torch.Generator) -> Tensor:
+    def weights(self, counts: Tensor, generator: Source) -> Tensor:
         """Returns the weights of users with these numbers of neighbors."""
         weights = ramp_weights(counts, ramp_start(self.n_users), self.ramp_end)
         if self.kind != "paper_corrected":
             return weights
-        draws = torch.rand(len(weights), dtype=torch.float64, generator=generator, device=weights.device)
-        return (draws < weights).double()
+        return (uniform((len(weights),), generator).to(weights.device) < weights).double()
 
 
 class UserFiltered(MeanOracle):
@@ -332,7 +333,7 @@ class UserFiltered(MeanOracle):
         """Forgets the logical batch."""
         self._users.discard()
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Tests the score; returns the noisy filtered mean, or halts."""
         means, items = self._users.take()
         if self.halted:
@@ -350,7 +351,7 @@ class UserFiltered(MeanOracle):
         weights = torch.where(joined, self.filter.weights(counts[-1], generator), 0.0)
         answer = weighted_mean(points, weights)
         if self.noise_multiplier:
-            answer += torch.empty_like(answer).normal_(std=self.noise_std, generator=generator)
+            add_normal_(answer, self.noise_std, generator)
         if self._center is not None:
             answer += self._center
         return Release(split_like(answer.to(self._users.dtype), self._users.shapes))

@@ -49,9 +49,11 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, Points, neighbor_counts
+from torch_dpsco.noise import add_normal_, normal
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.user_filtered import mean_rounding, ramp_weights, weighted_mean
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
+from torch_dpsco.rng import Source
 from torch_dpsco.theory.user_sensitivity import poisson_filter_coefficient
 
 __all__ = ["AdaptiveRadius", "PoissonTest", "UserPoissonFiltered"]
@@ -243,7 +245,7 @@ class UserPoissonFiltered(MeanOracle):
         """Forgets the logical batch."""
         self._users.discard()
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Tests the batch; returns its noisy filtered mean, or a release that moves nothing."""
         means, counts = self._users.take()
         size = len(means)
@@ -254,9 +256,8 @@ class UserPoissonFiltered(MeanOracle):
         points = Points(means, self._center)
         joined = (counts >= self.min_items) & points.within(self.reach * self._tau)
         missing = size - neighbor_counts(points, [self._tau], joined)[0]
-        draw = torch.randn((), dtype=torch.float64, generator=generator, device=generator.device)
         # |v - v'| < 2 by more than the rounding of v, for fewer than 2^25 users
-        noisy = int(missing.sum()) / size + self.test.noise_std * float(draw)
+        noisy = int(missing.sum()) / size + normal(self.test.noise_std, generator)
         answer = self._mean(points, joined, missing, generator) if noisy <= self.test.threshold else None
         if self.adapt is not None:
             # PRIVACY: by the noisy number (test_the_radius_follows_the_noisy_deficiency)
@@ -266,12 +267,12 @@ class UserPoissonFiltered(MeanOracle):
         self._answered += 1
         return Release(split_like(answer.to(self._users.dtype), self._users.shapes))
 
-    def _mean(self, points: Points, joined: Tensor, missing: Tensor, generator: torch.Generator) -> Tensor:
+    def _mean(self, points: Points, joined: Tensor, missing: Tensor, generator: Source) -> Tensor:
         # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
         weights = torch.where(joined, ramp_weights(missing, self.test.ramp_start, self.test.ramp_end), 0.0)
         mean = weighted_mean(points, weights)
         if self.noise_multiplier:
-            mean += torch.empty_like(mean).normal_(std=self.noise_std, generator=generator)
+            add_normal_(mean, self.noise_std, generator)
         return mean if self._center is None else mean.add_(self._center)
 
     def _nothing(self) -> Release:

@@ -44,6 +44,7 @@ from torch_dpsco.gradbatch import Points, neighbor_counts
 from torch_dpsco.mechanisms.exponential import draw, score_law
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
+from torch_dpsco.rng import Source
 from torch_dpsco.theory.user_radius import PairRadiusSearch
 
 __all__ = ["UserSearched", "search_law"]
@@ -166,7 +167,7 @@ class UserSearched(UserFiltered):
         # PRIVACY: not "no test was drawn yet", which is so after the search too (test_a_run_is_charged_once)
         return not (self.searched or self.halted)
 
-    def release(self, generator: torch.Generator) -> Release:
+    def release(self, generator: Source) -> Release:
         """Chooses tau, with a mean of 0 that is `still`; later returns the noisy filtered mean, or halts.
 
         Warns if the choice is an end of the grid: a function of the private choice only.

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
 __all__ = [
@@ -32,7 +33,8 @@ __all__ = [
     "partition_name",
 ]
 
-_Indices = npt.NDArray[np.int64]
+_Indices = npt.NDArray[Any]
+_KEY = 32  # bytes of the cut of an `Assigned` design
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Partition:
     """Who is in which part, and how many draws were used up.
 
     Args:
-        cut: what fixes the parts: a permutation of the positions, or the seed of the keys of an `Assigned` design.
+        cut: what fixes the parts: a permutation of the positions, or the secret key of an `Assigned` design (uint8).
         made: draws used so far.
         size: number of records it is about; default len(cut).
     """
@@ -139,13 +141,13 @@ class AssignedSampler(OnePassSampler):
     """One pass over batches to which each record was assigned independently and uniformly.
 
     Under add_remove the keys must stay secret: they go with positions, so that with known keys a record less would move
-    all records after it to other batches. Its cut is the seed of the keys.
+    all records after it to other batches. Its cut is a secret key of 256 bits, from which they are drawn.
     """
 
     kind = Assigned
 
     def _new_cut(self) -> _Indices:
-        return self.rng.integers(2**63, size=4)
+        return np.frombuffer(self.rng.read(_KEY), dtype=np.uint8).copy()
 
     @staticmethod
     def cut_name(design: Any, digest: str) -> str:
@@ -153,7 +155,10 @@ class AssignedSampler(OnePassSampler):
         return f"assigned/{digest}/{design.steps_per_epoch}"
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        keys = np.random.default_rng(cut).integers(self.design.steps_per_epoch, size=self.size)
+        if cut.dtype != np.uint8 or len(cut) != _KEY:
+            # PRIVACY: other keys would be drawn from it (test_a_cut_of_an_older_version_is_refused)
+            raise SequenceError("resume must be of this version: an older one drew other parts from a partition")
+        keys = KeyedStream(cut.tobytes(), "assigned").integers(self.design.steps_per_epoch, self.size)
         by_part = np.argsort(keys, kind="stable")
         ends = np.cumsum(np.bincount(keys, minlength=self.design.steps_per_epoch))
         for k, end in enumerate(ends):

@@ -18,7 +18,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import UnitError, UnknownSamplerError
-from torch_dpsco.rng import sampling_generator
+from torch_dpsco.rng import Stream, sampling_generator
 from torch_dpsco.sampling.draws import Chunk, DrawLog, Drawn
 
 __all__ = [
@@ -122,11 +122,12 @@ class PoissonSampler(DesignSampler):
             yield Draw(len(indices)), indices
 
 
-def poisson_positions(size: int, rate: float, rng: np.random.Generator) -> _Indices:
+def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     """Returns the sorted positions of a Poisson sample: each of 0..size-1 independently with probability rate.
 
-    The gap before the next success is geometric: P(gap >= k) = (1 - rate)^k, drawn by inversion in float64 (float32
-    uniforms would round the rate up to a multiple of 2^-24).
+    The gap before the next success is geometric: P(gap >= k) = (1 - rate)^k, drawn by inversion of uniform numbers U of
+    63 bits, fine where U is small: log(1 - U) has the precision of float64 (that of float32 would round the rate up to
+    a multiple of 2^-24).
     """
     if rate >= 1.0:
         return np.arange(size, dtype=np.int64)
@@ -135,7 +136,7 @@ def poisson_positions(size: int, rate: float, rng: np.random.Generator) -> _Indi
     chunk = int(mean + 6.0 * math.sqrt(mean) + 16.0)
     last, found = -1, []
     while last < size:
-        # 1 - U is in (0, 1]; a gap of size + 1 already leads outside, larger ones only risk an overflow
+        # U is below 1; a gap of size + 1 already leads outside, larger ones only risk an overflow
         gaps = np.minimum(np.floor(np.log1p(-rng.random(chunk)) / log_miss), size + 1)
         positions = last + np.cumsum(gaps.astype(np.int64) + 1)
         found.append(positions)
@@ -152,7 +153,7 @@ class FixedSampler(DesignSampler):
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
         for _ in range(self.steps):
-            indices = np.sort(self.rng.choice(self.size, self.design.batch_size, replace=False, shuffle=False))
+            indices = self.rng.subset(self.size, self.design.batch_size)
             yield Draw(len(indices)), indices
 
 

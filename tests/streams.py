@@ -1,0 +1,54 @@
+"""Streams of noise and batches for tests: repeatable ones, and such that count what is drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_dpsco.noise import normal_
+from torch_dpsco.rng import Repeatable, Source, Stream
+
+
+class Counted(Stream):
+    """Notes how many bytes are drawn from another stream."""
+
+    def __init__(self, inner: Stream) -> None:
+        self.inner, self.device, self.drawn = inner, inner.device, 0
+
+    def read(self, size: int) -> bytes:
+        self.drawn += size
+        return self.inner.read(size)
+
+
+class Bytes(Stream):
+    """Gives the same byte for ever."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def read(self, size: int) -> bytes:
+        return bytes([self.value]) * size
+
+
+def seeded(seed: int) -> Repeatable:
+    """Returns a repeatable stream of noise."""
+    return Repeatable(torch.Generator().manual_seed(seed))
+
+
+def picks(seed: int) -> Repeatable:
+    """Returns a repeatable stream of batches."""
+    return Repeatable(np.random.default_rng(seed))
+
+
+def count_noise(opt: Any) -> Counted:
+    """Counts what the optimizer's noise is made of, from now on."""
+    opt._noise = Counted(opt._noise)
+    return opt._noise
+
+
+def gaussians(size: int, source: Source, std: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Returns (size,) Gaussians."""
+    return normal_(torch.empty(size, dtype=dtype), std, source)

@@ -1,0 +1,158 @@
+"""Numbers of a stated law from streams of bits: Gaussian, exponential, uniform.
+
+Gaussians come in pairs, by Box and Muller, from an exponential number E = -log V and an angle:
+
+    R = sqrt(2 E),    X = R cos A,  Y = R sin A
+
+V has 63 bits and, where it is within 2^-20 of 0 or 1, 192 bits more; the angle has 64 bits (32 for float32). So
+
+* distance: except with probability 2^-200 per number, the number is an ideal Gaussian Z up to an error in arithmetic of
+
+      |X - Z| <= (2^-42 + 2^-49 R) std    in float64,        2^-20 R std    in float32;
+
+  2^80 numbers, more than anybody draws, have another law with probability 2^-120: below a thousandth of any delta
+  above 1e-33, and below what the keystream itself promises, so that nothing is added to delta;
+* support: +- 18.8 std, with no gap (64 bits alone would end at 9.4, 32 bits at 6.7).
+
+Proof: docs/proofs/noise.md. The error in arithmetic is what remains of floating point: see docs/guarantees.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torch_dpsco.rng import Source, Stream, stream_of
+
+__all__ = ["add_normal_", "exponential_sum", "normal", "normal_", "uniform", "words"]
+
+_PAIRS = 2**15  # of numbers at a time, that stay in cache
+_SMALL = 2**8  # numbers for which a call of torch is dear
+_EDGE = 2.0**-20  # V is refined that close to 0 or 1
+_LOW, _HIGH = math.log(_EDGE), -_EDGE  # of log V, where it is not
+_MORE = 192  # bits
+_SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
+
+_Floats = npt.NDArray[np.float64]
+_Any = npt.NDArray[Any]
+_DOUBLE = np.dtype(np.float64)
+
+
+def normal_(out: Tensor, std: float, source: Source) -> Tensor:
+    """Fills a tensor with independent numbers N(0, std^2), and returns it.
+
+    Args:
+        out: float32 or float64, on any device.
+        std: >= 0, finite; rounded up where the tensor's precision cannot hold it.
+        source: of the bits.
+    """
+    if out.device.type != "cpu" or not out.is_contiguous():
+        return out.copy_(add_normal_(torch.zeros_like(out), std, source))
+    flat = out.detach().numpy().reshape(-1)
+    pairs = _Pairs(len(flat), flat.dtype, std, source)
+    for start in range(0, len(flat), 2 * _PAIRS):
+        pairs.write(flat[start : start + 2 * _PAIRS])
+    return out
+
+
+def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
+    """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
+    flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
+    piece = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
+    noise = piece.numpy()
+    pairs = _Pairs(len(flat), noise.dtype, std, source)
+    for part in flat.split(2 * _PAIRS):
+        pairs.write(noise[: len(part)])
+        part.add_(piece[: len(part)].to(out.device))
+    return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
+
+
+def normal(std: float, source: Source) -> float:
+    """Returns one number N(0, std^2)."""
+    return float(normal_(torch.empty(1, dtype=torch.float64), std, source))
+
+
+def exponential_sum(count: int, source: Source) -> float:
+    """Returns the sum of `count` exponential numbers of mean 1: a Gamma(count, 1) number."""
+    stream = stream_of(source)
+    sizes = [min(_PAIRS, count - start) for start in range(0, count, _PAIRS)]
+    return -math.fsum(float(_logarithms(stream.words(size), stream, np.empty(size)).sum()) for size in sizes)
+
+
+def uniform(shape: Sequence[int], source: Source) -> Tensor:
+    """Returns uniform multiples of 2^-53 in [0, 1): float64, on the source's device."""
+    return words(shape, 53, source).double().mul_(2.0**-53)
+
+
+def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
+    """Returns uniform integers of `bits` bits, at most 63: int64, on the source's device."""
+    drawn = stream_of(source).words(math.prod(shape)).view(np.uint64) >> np.uint64(64 - bits)
+    return torch.from_numpy(drawn.view(np.int64)).view(tuple(shape)).to(source.device)
+
+
+class _Pairs:
+    """Writes pairs of Gaussians, always in the same memory: fresh memory costs as much as the arithmetic."""
+
+    def __init__(self, numbers: int, real: np.dtype[Any], std: float, source: Source) -> None:
+        count, self._stream = min(_PAIRS, (numbers + 1) // 2), stream_of(source)
+        wide = real == np.float64 or not _SCALES[0] < std < _SCALES[1]
+        # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
+        self._scale = std if wide else std * (1.0 + 2.0**-22)
+        size = 8 if wide else 4
+        self._turn: Any = np.int64 if wide else np.int32  # of an angle
+        self._values, angles = np.empty(count), np.empty((2, count), _DOUBLE if wide else real)
+        self._radius, self._angle, self._size = angles[0], angles[1], size
+
+    def write(self, part: _Any) -> None:
+        """Fills an array of at most 2 `_PAIRS` numbers."""
+        if part.dtype != self._angle.dtype:  # a scale that float32 does not hold
+            self.write(wide := np.empty(len(part)))
+            torch.from_numpy(part).copy_(torch.from_numpy(wide))
+            return
+        count, size = (len(part) + 1) // 2, self._size
+        radius, angle, bits = self._radius[:count], self._angle[:count], self._stream.read(count * (8 + size))
+        radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, self._values[:count])
+        radius *= -2.0
+        np.sqrt(radius, out=radius)
+        radius *= self._scale
+        angle[:] = np.frombuffer(bits, self._turn, count, 8 * count)
+        angle *= math.pi * 2.0 ** (1 - 8 * size)
+        for name, half in (("cos", part[:count]), ("sin", part[count:])):
+            _turned(name, angle[: len(half)], half)
+            half *= radius[: len(half)]
+
+
+def _turned(name: str, angle: _Any, out: _Any) -> None:
+    if len(angle) < _SMALL:
+        getattr(np, name)(angle, out=out)
+    else:  # numpy's are ten times as slow in float64
+        getattr(torch, name)(torch.from_numpy(angle), out=torch.from_numpy(out))
+
+
+def _logarithms(drawn: npt.NDArray[np.int64], stream: Stream, values: _Floats) -> _Floats:
+    """Returns log V, V uniform in (0, 1), for each word; within `_EDGE` of 0 or 1 V has further bits of the stream."""
+    values[:] = drawn
+    values += 0.5
+    values *= 2.0**-63
+    np.abs(values, out=values)
+    np.log(values, out=values)
+    # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_the_tail_is_reached_in_small_steps)
+    if len(values) and not (np.minimum.reduce(values) > _LOW and np.maximum.reduce(values) < _HIGH):
+        for place in np.flatnonzero(~((values > _LOW) & (values < _HIGH))):
+            values[place] = _refined(int(drawn[place]), stream.integer(_MORE))
+    return values
+
+
+def _refined(word: int, more: int) -> float:
+    """Returns log V for V = (2 k + 1) / 2^256 with the integer k of 63 bits of the word and the further ones."""
+    k = ((word if word >= 0 else ~word) << _MORE) + more
+    whole = 1 << (64 + _MORE)
+    if 2 * k < whole // 2:
+        return math.log((2 * k + 1) / whole)  # integers, so that the quotient is rounded once
+    return math.log1p(-(whole - 2 * k - 1) / whole)
