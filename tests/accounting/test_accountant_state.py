@@ -39,7 +39,10 @@ def test_copies_share_the_ledger_and_pickling_raises():
 
 def test_the_state_survives_torch_save_with_weights_only_and_json():
     accountant = Accountant(Budget(8.0, DELTA))
-    for event in (STEP, FIXED, WHOLE, part("0"), part("1"), Gaussian(math.pi, {REPLACE_ONE: 0.1}, 1e-9)):
+    events = (STEP, FIXED, WHOLE, part("0"), part("1"), Gaussian(math.pi, {REPLACE_ONE: 0.1}, 1e-9))
+    for event in events:
+        accountant.declare(event, 3)
+    for event in events:
         accountant.authorize(event, 3)
     buffer = io.BytesIO()
     torch.save(accountant.state_dict(), buffer)

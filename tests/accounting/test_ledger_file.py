@@ -81,7 +81,8 @@ def test_every_authorize_is_one_line_and_a_request_for_nothing_none(path):
     assert [(row["at"], row["count"]) for row in lines(path)[1:]] == [(0, 5), (5, 1)]
     before = path.read_bytes()
     for refuse, error in (
-        (lambda: accountant.authorize(Gaussian(0.01, {"replace_one": 1.0})), BudgetExceeded),
+        (lambda: accountant.authorize(STEP, 10**7), BudgetExceeded),
+        (lambda: accountant.authorize(Gaussian(0.01, {"replace_one": 1.0})), PrivacyError),
         (lambda: accountant.authorize("step"), ValueError),
         (lambda: accountant.authorize(STEP, -1), ValueError),
         (lambda: accountant.record("step"), ValueError),

@@ -272,7 +272,7 @@ def test_two_optimizers_charge_one_accountant_also_if_it_is_empty() -> None:
     accountant = dp.Accountant(dp.Budget(3.0, 1e-4))
     assert not accountant  # an empty ledger is false
     made = []
-    for sampling in ("poisson", "fixed"):
+    for sampling in ("poisson", "fixed"):  # both are planned before either has released anything
         model = linear()
         opt = dp.HolderSGD(
             model.parameters(),
@@ -281,15 +281,17 @@ def test_two_optimizers_charge_one_accountant_also_if_it_is_empty() -> None:
             noise_multiplier=3.0,
             batch_size=16,
             design={"poisson": dp.Poisson, "fixed": dp.Fixed}[sampling](16, 64),
+            steps=3,
             accountant=accountant,
         )
         assert opt.accountant is accountant
+        made.append((model, opt))
+    for model, opt in made:
         train(model, opt, opt.loader(records(64), steps=3), dp.losses.Logistic())
-        made.append(opt)
     assert len(accountant) == 6
     events = {event: times for _, _, event, times in accountant.ledger.entries()}
     assert events == {PoissonGaussian(3.0, 0.25): 3, WORGaussian(3.0, 16, 64): 3}
-    assert made[0].privacy_spent().epsilon == made[1].privacy_spent().epsilon
+    assert made[0][1].privacy_spent().epsilon == made[1][1].privacy_spent().epsilon
     calibrated = dp.HolderSGD.calibrated(
         linear().parameters(), problem=SMOOTH, n=64, budget=BUDGET, accountant=(empty := dp.Accountant(BUDGET))
     )

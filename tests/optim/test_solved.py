@@ -236,7 +236,7 @@ def test_a_refused_release_leaves_the_parameters_and_spends_nothing() -> None:
         ledger = dp.Accountant(BUDGET)
         model, optimizer = make(kind, accountant=ledger)
         optimizer.solve(DATA)
-        ledger.authorize(dp.accounting.events.Pure(0.9))
+        ledger.record(dp.accounting.events.Pure(0.9))
         before = model.weight.detach().clone()
         with pytest.raises(dp.BudgetExceeded):
             optimizer.finalize()
@@ -367,9 +367,13 @@ def test_another_adjacency_unit_or_budget_of_the_accountant_is_refused(kind: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spent_budget_is_noticed_at_construction(kind: str) -> None:
     ledger = dp.Accountant(BUDGET)
-    ledger.authorize(dp.accounting.events.Pure(0.9))
+    ledger.record(make(kind)[1].event, 20)
     with pytest.raises(dp.InfeasibleError, match="epsilon"):
         make(kind, accountant=ledger)
+    other = dp.Accountant(BUDGET)
+    other.record(dp.accounting.events.Pure(0.1))
+    with pytest.raises(dp.PrivacyError, match="planned before the first release"):
+        make(kind, accountant=other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,9 +52,9 @@ class Accountant(Spending):
 
     Guarantee:
         The epsilon reported at delta bounds the composition of all authorized events under the adjacency asked for,
-        if their parameters were fixed in advance, or the budget's mode is adaptive (see `filters`). Steps of Opacus
-        optimizers count as sampled the way that Opacus says until `bind` has seen the loader. Source: spec
-        accounting.md 2, 3, 5, 7.
+        if their parameters were fixed in advance (under a planned budget that is enforced, see `planning`), or the
+        budget's mode is adaptive (see `filters`). Steps of Opacus optimizers count as sampled the way that Opacus says
+        until `bind` has seen the loader. Source: spec accounting.md 2, 3, 5, 7.
 
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian
@@ -81,8 +81,9 @@ class Accountant(Spending):
         elif adjacency is not None:
             check_adjacency(adjacency)
         check.choice(("example", "user"), unit=unit)
-        chosen = None if budget is None else make_filter(budget)  # may raise, and must before a file is opened
-        super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget, chosen)
+        if budget is not None:
+            make_filter(budget)  # may raise, and must before a file is opened
+        super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
         self._answers: dict[
             tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
         ] = {}  # with the events they are of
@@ -156,7 +157,7 @@ class Accountant(Spending):
 
     def _epsilon(self, delta: float, adjacency: Adjacency, method: str) -> float:
         if self.adaptive and method == "best":
-            return adaptive_epsilon(self.ledger, delta, adjacency, self._budget)
+            return adaptive_epsilon(self.ledger, delta, adjacency, self._rule)
         epsilon = self.ledger.epsilon(delta, adjacency, method)
         return epsilon if self._budget is None else self._budget.quoted(epsilon, delta)
 
@@ -233,7 +234,7 @@ class Accountant(Spending):
             if self._budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
             delta = self._budget.delta
-        report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._budget, ahead)
+        report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._rule, ahead)
         if self.adaptive:
             report = self._adaptive_report(report)
         return replace(report, assumptions=(*report.assumptions, *self._doubts()), ledger_id=self.ledger_id)
@@ -287,7 +288,7 @@ class Accountant(Spending):
         self._forget_answers()
 
     def _forget_answers(self) -> None:
-        self._allowance = None
+        self._reread()
         self._answers.clear()
 
     @locked

@@ -107,7 +107,7 @@ class Filter(ABC):
 
 
 class PlannedFilter(Filter):
-    """Parameters fixed in advance, as the caller promises: the composed epsilon stays within the target."""
+    """Parameters fixed in advance, as the accountant sees to: the composed epsilon stays within the target."""
 
     def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
         """Returns epsilon."""

@@ -2,11 +2,12 @@
 
 Parameters are either fixed in advance or chosen while the run goes on, and the two need different arithmetic:
 
-* "planned": noise, rates and numbers of steps are fixed in advance. An event is admitted while the composed epsilon
-  stays within the target. Stopping early because of what was released is post-processing of the planned run, so that
-  the target (not the smaller epsilon of the steps made) is then the guarantee. A stop decided by private data in any
-  other way (a validation loss) is a release of its own. With a `schedule` only declared events are admitted. At
-  delta = 0 the composed epsilon is the sum of pure epsilons; nothing without one is admitted (no Gaussian noise).
+* "planned": noise, rates and numbers of steps are fixed in advance: the accountant refuses what was not planned before
+  the first release (see `plans`). An event is admitted while the composed epsilon stays within the target. Stopping
+  early because of what was released is post-processing of the planned run, so that the target (not the smaller epsilon
+  of the steps made) is then the guarantee. A stop decided by private data in any other way (a validation loss) is a
+  release of its own. With a `schedule` only declared events are admitted. At delta = 0 the composed epsilon is the sum
+  of pure epsilons; nothing without one is admitted (no Gaussian noise).
 * "gdp", "zcdp", "rdp", "rdp-mixture", and "pure" at delta = 0: adaptive. Every parameter may be chosen from everything
   released before, and so may the stop; the target holds all the same, because the budget was fixed in advance. See
   `filter_modes`.
@@ -61,9 +62,10 @@ class Budget:
         weights: of the orders of "rdp-mixture", > 0, with sum 1; None for equal ones.
         failure: adaptive modes: part of delta set aside, in advance, for failure probabilities of events; the noise
             is judged at delta - failure. In [0, delta).
-        schedule: (event, steps) pairs. "planned": None trusts that parameters are fixed in advance; otherwise only
-            declared events are admitted, in any order, each at most as often as declared (() admits nothing until
-            something is declared, see `declaring`). "rdp": the plan for which the order is chosen; no restriction.
+        schedule: (event, steps) pairs. "planned": None takes the plans of optimizers and of `Accountant.declare`;
+            otherwise only declared events are admitted, in any order, each at most as often as declared (() admits
+            nothing until something is declared, see `declaring`). "rdp": the plan for which the order is chosen; no
+            restriction.
 
     Raises:
         ValueError: a field is out of range, not used by the mode, or leaves no budget.
@@ -177,7 +179,7 @@ class Budget:
         """Returns a budget whose schedule holds `steps` more of the event.
 
         Raises:
-            ValueError: there is no schedule to add to: parameters are trusted to be fixed, or the mode is adaptive.
+            ValueError: there is no schedule to add to, or the mode is adaptive.
         """
         if self.mode != "planned" or self.schedule is None:
             raise ValueError("schedule must be given, as () at least, for a planned budget to take declarations")

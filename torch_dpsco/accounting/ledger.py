@@ -97,6 +97,7 @@ class Ledger:
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._length = 0
         self._latest: Event | None = None  # event that touches all records
+        self.distinct: set[SimpleEvent] = set()  # wherever they were charged
         self._counts: dict[_Place, _Counts] = {}
         self._kinds: _Kinds = {}
         self._parts: dict[str, list[_Place]] = {}
@@ -145,6 +146,7 @@ class Ledger:
                 self._parts.setdefault(place[0], []).append(place)
             counts = self._counts[place]
             counts[simple] = counts.get(simple, 0) + times
+            self.distinct.add(simple)
             self._length += times
             self._update(totals, place, simple)
         self._totals = totals

@@ -8,21 +8,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.events import Event, Parallel
-from torch_dpsco.accounting.filter_base import Filter
 from torch_dpsco.accounting.filter_modes import make_filter
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.lock import LOCK, locked
 from torch_dpsco.accounting.opacus_face import OpacusFace
+from torch_dpsco.accounting.planning import Planning
+from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
 __all__ = ["Spending"]
+
+_MOST = 2**40
 
 
 class _Phase(threading.local):
@@ -32,7 +33,7 @@ class _Phase(threading.local):
     place: tuple[str, str, str, bool] | None = None
 
 
-class Spending(OpacusFace):
+class Spending(Planning, OpacusFace):
     """Charges events before their noise is drawn, and refuses those that would pass the budget.
 
     Threads may share it: each decision is one operation with its charge.
@@ -40,31 +41,14 @@ class Spending(OpacusFace):
     Args:
         journal: what is charged so far.
         budget: refuse what would pass it; None records without limit.
-        chosen: the budget's filter.
     """
 
-    def __init__(self, journal: Journal, budget: Budget | None, chosen: Filter | None) -> None:
-        super().__init__()
-        self._journal = journal
+    def __init__(self, journal: Journal, budget: Budget | None) -> None:
+        OpacusFace.__init__(self)
+        Planning.__init__(self, journal, budget)
         self._phase = _Phase()
-        # (event, budget and events charged so far), and how many more of the event are then known to fit
-        self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
-        self._budget, self._filter = budget, chosen
-
-    def __len__(self) -> int:
-        """Number of events charged."""
-        return len(self._journal.book.ledger)
 
     # -- settings -----------------------------------------------------------------------------------------------------
-
-    @property
-    def ledger(self) -> Ledger:
-        """What was charged."""
-        return self._journal.book.ledger
-
-    @property
-    def _config(self) -> dict[str, Any]:
-        return self._journal.book.config
 
     @property
     def unit(self) -> str:
@@ -75,11 +59,6 @@ class Spending(OpacusFace):
     def adjacency(self) -> Adjacency:
         """Default of queries."""
         return self._config["adjacency"] or REPLACE_ONE
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether some parameter was, or may be, chosen from what was released before."""
-        return bool(self._config.get("adaptive")) or (self._budget is not None and self._budget.adaptive)
 
     @property
     def suspicious_sampling(self) -> bool:
@@ -94,17 +73,18 @@ class Spending(OpacusFace):
     @budget.setter
     @locked
     def budget(self, budget: Budget | None) -> None:
-        for known in (self._budget, budget):
+        for known in (self._rule, budget):
             if len(self) and budget != self._budget and known is not None and (known.adaptive or known.schedule):
                 # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
                 raise PrivacyError(f"budget must be fixed before the first event in this mode (got {budget})")
         fixed = self._config["adjacency"]
         if budget is not None and (fixed not in (None, budget.adjacency) or budget.unit != self.unit):
             raise PrivacyError(f"budget must be for {self.adjacency!r} and {self.unit!r}, the accountant's")
-        self._filter = None if budget is None else make_filter(budget)
         if budget is not None:
+            make_filter(budget)  # may raise
             self._config["adjacency"] = budget.adjacency
         self._budget = budget
+        self._reread()
 
     @locked
     def require_unit(self, unit: str) -> None:
@@ -113,31 +93,6 @@ class Spending(OpacusFace):
             raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
         # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
         self._config["adjacency"] = self.adjacency
-
-    @locked
-    def require_adaptive(self) -> None:
-        """Signs an optimizer up whose events depend on what was released; raises PrivacyError for a planned budget."""
-        if self._budget is not None and not self._budget.adaptive:
-            # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
-            modes = "'rdp' or 'rdp-mixture'; full batches: 'gdp'" if self._budget.delta > 0 else "'pure'"
-            raise PrivacyError(
-                f"budget must be adaptive for events that depend on what was released before (got mode "
-                f"{self._budget.mode!r}): Budget(..., mode={modes}), or no budget, where get_epsilon is an odometer"
-            )
-
-    @locked
-    def declare(self, event: Event, steps: int) -> None:
-        """Adds steps to the schedule of a budget that has one; without a schedule parameters are trusted to be fixed.
-
-        Raises:
-            SequenceError: something was released already.
-            BudgetExceeded: the schedule would pass the budget.
-        """
-        if self._budget is None or self._budget.schedule is None or self._budget.mode != "planned":
-            return
-        if len(self):
-            raise SequenceError(f"steps must be declared before the first event ({len(self)} were charged)")
-        self.budget = self._budget.declaring(event, steps)
 
     @contextmanager
     def phase(
@@ -181,7 +136,9 @@ class Spending(OpacusFace):
             count: how often, >= 0.
             adaptive: whether its parameters were chosen from what was released before.
         """
-        self._charge(self._placed(event), check.count(count=count), ("adaptive",) if adaptive else ())
+        event, count = self._placed(event), check.count(count=count)
+        with self._planning(event, count, count, refuse=False):
+            self._charge(event, count, ("adaptive",) if adaptive else ())
 
     def authorize(self, event: Event, count: int = 1, *, planned: int = 1, adaptive: bool = False) -> None:
         """Charges an event that is about to happen, or refuses it.
@@ -227,15 +184,20 @@ class Spending(OpacusFace):
     ) -> None:
         if type(count) is not int or count < 0:
             count = check.count(count=count)
-        if self._budget is None:
+        if self._rule is None:
             self._charge(event, count, marks, adjacency)
             return
         if self._ended:
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
             self.require_adaptive()
-        left = self._room(self._budget, event, count, planned)
-        self._charge(event, count, marks, adjacency)
-        self._allowance = (event, self._budget, len(self)), left - count
+        known, left = self._allowance or (None, 0)
+        if known == (event, self._rule, len(self)) and count <= left:  # equal events are decided once
+            self._charge(event, count, marks, adjacency)
+        else:
+            with self._planning(event, count, planned, refuse=True):
+                left = self._room(self._rule, event, count, planned)
+                self._charge(event, count, marks, adjacency)
+        self._allowance = (event, self._rule, len(self)), left - count
 
     def _charge(
         self, event: Event, count: int, marks: Collection[str] = (), adjacency: Adjacency = REPLACE_ONE
@@ -251,18 +213,20 @@ class Spending(OpacusFace):
                 self._config["adjacency"] = None
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
-        # Runs of equal events are decided once: then authorizing is one comparison.
-        known, left = self._allowance or (None, 0)
-        if known == (event, budget, len(self)) and count <= left:
-            return left
+        known, _ = self._allowance or (None, 0)
         decided = known is not None and known[1:] == (budget, len(self))  # the ledger as it is was within the budget
-        if decided and budget.mode == "planned" and budget.schedule is None and self.ledger.adds_nothing(event, count):
+        alike = budget.mode == "planned" and budget.schedule is None and len(self.ledger.distinct) == 1
+        if decided and alike and self.ledger.adds_nothing(event, count):
             return count
         if planned > count and self._admits(event, planned):
             return planned
         if not self._admits(event, count):
             assert self._filter is not None
-            raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
+            if self._is_planned(event, count):
+                raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
+            raise BudgetExceeded(
+                f"{count} x {event}: the plan that was declared before the first release holds no more of it"
+            )
         return self._most(event) if known is not None and known[0] == event else count
 
     @locked
@@ -271,7 +235,9 @@ class Spending(OpacusFace):
         return self._admits(self._placed(event), count)
 
     def _admits(self, event: Event, count: int) -> bool:
-        return self._filter is None or (not self._ended and self._filter.admits(self.ledger, event, count))
+        if self._filter is None:
+            return True
+        return not self._ended and self._deciding(event, count).admits(self.ledger, event, count)
 
     @locked
     def max_steps(self, event: Event) -> int:
@@ -281,7 +247,9 @@ class Spending(OpacusFace):
     def _most(self, event: Event) -> int:
         if self._filter is None:
             raise ValueError("budget must be set to count the steps left (got None)")
-        return 0 if self._ended else self._filter.max_steps(self.ledger, event)
+        if self._keeps_plan and len(self) and not self._plan().is_plain:
+            return largest(lambda count: -1.0 if self._admits(event, count) else 1.0, _MOST)
+        return 0 if self._ended else self._deciding(event, 1).max_steps(self.ledger, event)
 
     @property
     def _ended(self) -> bool:

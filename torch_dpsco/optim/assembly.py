@@ -99,6 +99,8 @@ class Assembly(CommonOptimizer):
         forget_wrappers(self._all_params())
         self._world = join(device)
         self._world.begin(self)
+        if not oracle.adaptive:
+            self.accountant.expect(*((self.ahead(1), None) if self._planned is None else (self.ahead(), 1)))
         with torch.no_grad():
             self._place()
 

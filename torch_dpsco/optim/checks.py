@@ -96,9 +96,11 @@ def require_one_step(
     """Checks that a step (or `what` is said) has a guarantee and fits the budget.
 
     Raises:
+        PrivacyError: something was released under a planned budget, and the step was not planned before.
         AdjacencyError: the step has no guarantee under this adjacency.
         InfeasibleError: it does not fit; names the smallest epsilon that would admit it.
     """
+    accountant.require_planned(step)
     try:
         accountant.ledger.cost(adjacency, extra=step)
     except AdjacencyError as error:

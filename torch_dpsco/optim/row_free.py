@@ -118,6 +118,7 @@ class RowFreeOptimizer(CommonOptimizer):
             p.detach().zero_()
         self._promises, self._given_up, self._backwards = promises, False, Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
+        self.accountant.expect(event, 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowFreeOptimizer:
         # PRIVACY: two answers of one secret run would be two releases (test_a_run_cannot_be_copied)

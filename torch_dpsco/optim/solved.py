@@ -94,6 +94,7 @@ class SolvedOptimizer(CommonOptimizer):
         ledger.require_unit("example")
         checks.agreed_adjacency(task.adjacency, ledger)
         checks.require_one_step(ledger, task.adjacency, event)
+        ledger.expect(event, 1)
         self.accountant = ledger
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SolvedOptimizer:
