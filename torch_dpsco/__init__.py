@@ -49,6 +49,7 @@ from torch_dpsco.optim.pilot import Pilot
 from torch_dpsco.optim.user_clipped import UserClippedSGD
 from torch_dpsco.optim.user_filtered import UserFilteredSGD
 from torch_dpsco.optim.user_localized import LocalizedUserSGD
+from torch_dpsco.per_record import per_record
 from torch_dpsco.problem import Problem
 from torch_dpsco.sampling import (
     DisjointSampler,
@@ -126,6 +127,7 @@ __all__ = [
     "losses",
     "make_private",
     "oracles",
+    "per_record",
     "prox",
     "rules",
     "NoisyGD",

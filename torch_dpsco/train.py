@@ -29,6 +29,7 @@ from torch_dpsco.optim.closed_form import closed_form
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.optim.user_base import UserOptimizer
+from torch_dpsco.per_record import PerRecord
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 
 __all__ = ["fit", "to_device"]
@@ -68,7 +69,8 @@ def fit(
         users: for optimizers that protect users: the id of the user of each record.
         steps: number of steps; default all that are left of the plan.
         delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
-        loss_reduction: "mean" or "sum": how loss_fn reduces; default as the model was attached, or "mean".
+        loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
+            or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
         progress: whether to show the bar (that of rank 0, in several processes).
@@ -110,7 +112,7 @@ def fit(
     progress = progress and is_first()
     goal = _steps_to_make(optimizer, steps) + optimizer.steps
     require_same_parameters(model, optimizer)
-    reduction = _agreed_reduction(model, loss_reduction)
+    reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
     if delta is None and optimizer.accountant.budget is not None:
         delta = optimizer.accountant.budget.delta
@@ -255,8 +257,12 @@ def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     return wanted
 
 
-def _agreed_reduction(model: nn.Module, asked: str | None) -> str:
+def _agreed_reduction(model: nn.Module, asked: str | None, loss_fn: _LossFn) -> str:
     """Returns the loss reduction by which rows are scaled: that of `attach`, if it was called."""
+    if isinstance(loss_fn, PerRecord):
+        if asked not in (None, loss_fn.reduction):
+            raise ValueError(f"loss_reduction must be {loss_fn.reduction!r}, that of loss_fn (got {asked!r})")
+        asked = loss_fn.reduction
     if not is_attached(model):
         return check.choice(("mean", "sum"), loss_reduction=asked or "mean")
     attached = "mean" if model._dpsco.mean else "sum"
