@@ -86,17 +86,16 @@ def _accepted(count: int, bits: int, source: Source) -> IntArray:
     tables, b = _tables(), bits - 4
     words = np.frombuffer(source(8 * count), dtype=np.uint64)
     uniform = np.frombuffer(source(4 * count), dtype=np.uint32)
-    cell = tables.cell[(words & np.uint64(0xFFFF)).view(np.int64)]
+    cell = tables.cell.take((words & np.uint64(0xFFFF)).view(np.int64))
     inside = (words >> np.uint64(64 - b)).view(np.int64) if b else np.zeros(count, dtype=np.int64)
     x = (cell.astype(np.int64) << b) | inside
-    kept = uniform < tables.surely[cell]
+    kept = uniform < tables.surely.take(cell)
     unsure = np.flatnonzero(~kept & (cell != _AGAIN))
     _decide(unsure, cell[unsure], inside[unsure], uniform[unsure], x, kept, bits, source)
-    sign = (words & np.uint64(1 << 16)) != 0
+    sign = -((words >> np.uint64(16)).view(np.int64) & 1)  # 0 or -1, for which x ^ -1 = -x - 1
     # PRIVACY: 0 must not be drawn by both signs (test_small_draws_have_exactly_the_law)
-    kept &= ~sign | (x != 0)
-    np.negative(x, out=x, where=sign)
-    return x[kept]
+    kept &= (sign == 0) | (x != 0)
+    return ((x ^ sign) - sign)[kept]
 
 
 def _decide(
