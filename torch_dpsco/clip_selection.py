@@ -308,7 +308,7 @@ def private_moment(
     summands = np.nan_to_num(np.clip(values / tau, 0.0, 1.0), nan=1.0) ** order
     total = math.fsum(summands.tolist())
     if gaussian.exact:
-        total = float(exact_release(torch.tensor([total], dtype=torch.float64), gaussian))
+        total = float(exact_release(torch.tensor([total], dtype=torch.float64), gaussian, stream))
     else:
         total += normal(gaussian.sigma, stream)
     warn_at_grid_end(tau, grid)

@@ -127,7 +127,7 @@ def test_a_shared_ledger_keeps_the_sentence_of_its_other_release():
 
 def test_exact_answers_are_the_noiseless_ones_but_for_integer_noise(monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.mechanisms.exact_noise.discrete_gaussian", lambda size, bits, source: np.zeros(size, np.int64)
+        "torch_dpsco.mechanisms.exact_noise.discrete_gaussian", lambda size, bits, read: np.zeros(size, np.int64)
     )
     monkeypatch.setattr(output_module, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64))
     optimizer = output("exact")
@@ -140,7 +140,7 @@ def test_exact_answers_are_the_noiseless_ones_but_for_integer_noise(monkeypatch)
 def test_row_free_answers_pass_through_the_grid_as_one_vector(monkeypatch):
     seen = []
 
-    def released(value, event):
+    def released(value, event, source):
         seen.append((value.clone(), event))
         return value + torch.arange(len(value), dtype=torch.float64)
 
@@ -177,7 +177,7 @@ def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monke
     """Returns what `release_adassp` puts on the grid, in steps of the grid."""
     plan, seen = plan_adassp(given, secure="exact"), []
 
-    def released(value, event):
+    def released(value, event, source):
         seen.append(on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), len(value))))
         return value
 
@@ -231,11 +231,11 @@ def test_a_ridge_in_exact_noise_finds_the_slope_and_says_so():
 
 
 def test_matrices_that_go_through_the_grid_come_back_as_they_were(monkeypatch):
-    monkeypatch.setattr(adassp_module, "exact_release", lambda value, event: value)
+    monkeypatch.setattr(adassp_module, "exact_release", lambda value, event, source: value)
     gram = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, -2.0], [0.5, -2.0, 5.0]], dtype=torch.float64)
     moment = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     given = plan_adassp(squares(), secure="exact").constants
-    least, noisy, back = adassp_module._exact(0.7, gram, moment, given, None)
+    least, noisy, back = adassp_module._exact(0.7, gram, moment, given, None, None)
     assert least == pytest.approx(0.7, rel=1e-15)
     assert torch.allclose(noisy, gram, rtol=1e-15)
     assert torch.allclose(back, moment, rtol=1e-15)

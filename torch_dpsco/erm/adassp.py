@@ -122,7 +122,7 @@ def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, g
     given, dim = plan.constants, records.dim
     least = float(torch.linalg.eigvalsh(gram)[0])
     if is_exact(plan.event):
-        least, noisy, moment = _exact(least, gram, moment, given, plan.event)
+        least, noisy, moment = _exact(least, gram, moment, given, plan.event, generator)
     else:
         least += float(gaussian_vector(1, given.std_lmin, generator))
         noisy = gram + _symmetric(dim, given, generator)
@@ -141,7 +141,7 @@ def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:
 
 
 def _exact(
-    least: float, gram: Tensor, moment: Tensor, given: AdaSSPConstants, event: Gaussian
+    least: float, gram: Tensor, moment: Tensor, given: AdaSSPConstants, event: Gaussian, generator: Source
 ) -> tuple[float, Tensor, Tensor]:
     """Returns eigenvalue, matrix and moments, released as one vector in which each has noise of std 1."""
     dim = len(moment)
@@ -149,7 +149,7 @@ def _exact(
     # squares off the diagonal count once here and twice in the Frobenius norm, for noise of 1/sqrt(2) of the std
     stds = torch.where(row == column, given.std_xtx_diag, given.std_xtx_offdiag).to(gram)
     first = moment.new_tensor([least / given.std_lmin])
-    released = exact_release(torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event)
+    released = exact_release(torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event, generator)
     noisy = torch.zeros_like(gram)
     noisy[row, column] = noisy[column, row] = released[1:-dim] * stds
     return float(released[0]) * given.std_lmin, noisy, released[-dim:] * given.std_xty

@@ -289,6 +289,6 @@ def draw_output(point: Tensor, plan: OutputPlan, accountant: Accountant, generat
     accountant.authorize(plan.event)
     released = plan.event.events[0] if isinstance(plan.event, Sequential) else plan.event
     if is_exact(released):
-        return project(exact_release(point, released), plan.radius)
+        return project(exact_release(point, released, generator), plan.radius)
     draw = knorm_vector if isinstance(plan.event, KNorm) else gaussian_vector
     return project(point + draw(len(point), plan.noise_scale, generator), plan.radius)

@@ -41,7 +41,7 @@ from torch_dpsco.rng import random_bytes
 __all__ = ["MOST_BITS", "discrete_gaussian", "exp_bounds"]
 
 IntArray = NDArray[np.int64]
-Source = Callable[[int], bytes]
+Read = Callable[[int], bytes]
 
 LEAST_BITS, MOST_BITS = 4, 40
 _CELLS, _N = 192, 3180  # cells of the table; N of the proof, the largest with sum c_k < 2^16
@@ -50,13 +50,13 @@ _FIXED = 160  # bits after the point of the table's exponentials
 _BLOCK = 2**15  # proposals at a time, which stay in cache
 
 
-def discrete_gaussian(size: int, bits: int, source: Source = random_bytes) -> IntArray:
+def discrete_gaussian(size: int, bits: int, read: Read = random_bytes) -> IntArray:
     """Returns (size,) independent integers of law proportional to exp(-x^2 / (2 m^2)), m = 2^bits, exactly.
 
     Args:
         size: >= 0.
         bits: log2 of m, 4 to 40.
-        source: gives that many uniform independent bytes.
+        read: returns that many uniform independent bytes, as `rng.Stream.read`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -75,23 +75,23 @@ def discrete_gaussian(size: int, bits: int, source: Source = random_bytes) -> In
     filled = 0
     while filled < size:
         proposals = min(_BLOCK, (size - filled) * 33 // 32 + 16)
-        found = _accepted(proposals, bits, source)[: size - filled]
+        found = _accepted(proposals, bits, read)[: size - filled]
         out[filled : filled + len(found)] = found
         filled += len(found)
     return out
 
 
-def _accepted(count: int, bits: int, source: Source) -> IntArray:
+def _accepted(count: int, bits: int, read: Read) -> IntArray:
     """Returns the numbers that are left of so many proposals, in their order."""
     tables, b = _tables(), bits - 4
-    words = np.frombuffer(source(8 * count), dtype=np.uint64)
-    uniform = np.frombuffer(source(4 * count), dtype=np.uint32)
+    words = np.frombuffer(read(8 * count), dtype=np.uint64)
+    uniform = np.frombuffer(read(4 * count), dtype=np.uint32)
     cell = tables.cell.take((words & np.uint64(0xFFFF)).view(np.int64))
     inside = (words >> np.uint64(64 - b)).view(np.int64) if b else np.zeros(count, dtype=np.int64)
     x = (cell.astype(np.int64) << b) | inside
     kept = uniform < tables.surely.take(cell)
     unsure = np.flatnonzero(~kept & (cell != _AGAIN))
-    _decide(unsure, cell[unsure], inside[unsure], uniform[unsure], x, kept, bits, source)
+    _decide(unsure, cell[unsure], inside[unsure], uniform[unsure], x, kept, bits, read)
     sign = -((words >> np.uint64(16)).view(np.int64) & 1)  # 0 or -1, for which x ^ -1 = -x - 1
     # PRIVACY: 0 must not be drawn by both signs (test_small_draws_have_exactly_the_law)
     kept &= (sign == 0) | (x != 0)
@@ -106,7 +106,7 @@ def _decide(
     x: IntArray,
     kept: NDArray[np.bool_],
     bits: int,
-    source: Source,
+    read: Read,
 ) -> None:
     """Decides the proposals at some places that are not surely kept: writes `kept`, and `x` of the tail."""
     tables, b = _tables(), bits - 4
@@ -118,22 +118,22 @@ def _decide(
     for i in np.flatnonzero((u >= chord - margin) & (u < chord + margin)).tolist():
         number, place = int(cell[i]), int(places[i])
         if number == _TAIL:
-            number, extra = _tail(source)
+            number, extra = _tail(read)
             x[place] = number << b | int(inside[i])
-            kept[place] = _coin(int(u[i]), _N << extra, 1, int(x[place]), bits, source)
+            kept[place] = _coin(int(u[i]), _N << extra, 1, int(x[place]), bits, read)
         else:
-            kept[place] = _coin(int(u[i]), _N, int(tables.counts[number]), int(x[place]), bits, source)
+            kept[place] = _coin(int(u[i]), _N, int(tables.counts[number]), int(x[place]), bits, read)
 
 
-def _tail(source: Source) -> tuple[int, int]:
+def _tail(read: Read) -> tuple[int, int]:
     """Returns a cell 192 + i and i + 1, with probability 2^-(i+1)."""
     extra = 1
-    while source(1)[0] & 1:
+    while read(1)[0] & 1:
         extra += 1
     return _CELLS + extra - 1, extra
 
 
-def _coin(u: int, numerator: int, denominator: int, x: int, bits: int, source: Source) -> bool:
+def _coin(u: int, numerator: int, denominator: int, x: int, bits: int, read: Read) -> bool:
     """Returns whether U < (numerator / denominator) exp(-x^2 / 2^(2 bits + 1)); U begins with the 32 bits of u."""
     width = 32
     while True:
@@ -144,7 +144,7 @@ def _coin(u: int, numerator: int, denominator: int, x: int, bits: int, source: S
             return True
         if u * denominator << precision >= numerator * high << width:
             return False
-        u, width = u << 32 | int.from_bytes(source(4), "little"), width + 32
+        u, width = u << 32 | int.from_bytes(read(4), "little"), width + 32
 
 
 def exp_bounds(numerator: int, shift: int, bits: int) -> tuple[int, int]:

@@ -6,14 +6,12 @@ What numbers can occur does not depend on the data, and no law rests on the roun
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.mechanisms.discrete_gaussian import discrete_gaussian
-from torch_dpsco.rng import random_bytes
+from torch_dpsco.rng import Source, stream_of
 from torch_dpsco.theory.exact_noise import Grid, exact_grid
 
 __all__ = ["exact_release", "on_grid", "release_on_grid"]
@@ -28,26 +26,27 @@ def on_grid(value: Tensor, grid: Grid) -> Tensor:
     return scaled.round_().long()
 
 
-def release_on_grid(value: Tensor, grid: Grid, source: Callable[[int], bytes] = random_bytes) -> Tensor:
+def release_on_grid(value: Tensor, grid: Grid, source: Source) -> Tensor:
     """Returns the vector, rounded to the grid, with exact noise: float64 of its shape on its device.
 
     Args:
         value: what is released, computed from data; only here it is rounded to the grid.
         grid: of what the caller has charged, see `exact_grid`.
-        source: of uniform random bytes.
+        source: of the bits.
     """
-    noise = torch.from_numpy(discrete_gaussian(value.numel(), grid.bits, source)).view(value.shape)
+    noise = torch.from_numpy(discrete_gaussian(value.numel(), grid.bits, stream_of(source).read)).view(value.shape)
     total = on_grid(value, grid) + noise  # below 2^52: exact as a float64
     return total.double().mul_(grid.spacing).to(value.device)
 
 
-def exact_release(value: Tensor, event: Gaussian) -> Tensor:
+def exact_release(value: Tensor, event: Gaussian, source: Source) -> Tensor:
     """Returns the vector with the exact noise of the event that the caller has charged for it; see `release_on_grid`.
 
     Args:
         value: what is released.
         event: with `exact=True` and the grid in its sensitivities (`theory.exact_noise.with_grid`).
+        source: of the bits.
 
     Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.
     """
-    return release_on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()))
+    return release_on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()), source)

@@ -311,7 +311,7 @@ class RowFreeOptimizer(CommonOptimizer):
         flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
         if is_exact(self.event):
-            flat = exact_release(flat, self.event)
+            flat = exact_release(flat, self.event, self._noise)
         else:
             flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
         answers = list(map(Tensor.view_as, flat.split([p.numel() for p in self._params]), self._params))

@@ -209,7 +209,7 @@ class AdaptiveClipped(ClippedMean):
         std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
         if self._exact:
             votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
-            total = float(release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid))
+            total = float(release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid, generator))
         else:
             total += normal(std, generator)
         fraction = self.target + total / self.batch_size

@@ -283,7 +283,7 @@ class ClippedMean(MeanOracle):
         """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
         if self._exact:
-            return self._release_exact()
+            return self._release_exact(generator)
         large = self._large_sums() if self._dim > _LARGE else []
         if large:
             answer = self._release_in_place(large, noise_std, generator)
@@ -296,12 +296,12 @@ class ClippedMean(MeanOracle):
         self.discard()
         return Release(answer)
 
-    def _release_exact(self) -> Release:
+    def _release_exact(self, generator: Source) -> Release:
         """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
         vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
         self._add_to(vector, self.views(vector))
         self.discard()
-        return Release(self.views(self._memory(self._dim).copy_(release_on_grid(vector, self._grid))))
+        return Release(self.views(self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))))
 
     def _large_sums(self) -> list[int]:
         means = self._means if self._vector is None else None
