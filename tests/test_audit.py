@@ -460,7 +460,7 @@ def test_wrong_arguments_are_refused_before_the_first_run(change, message):
         (lambda x: "text", None, "outputs must be numbers"),
         (lambda x: None, None, "outputs must be"),
         (lambda x: {"a": 1}, None, "outputs must be numbers"),
-        (lambda x: [0.0] * int(x), None, "outputs must agree"),
+        (lambda x: [0.0] * int(x), None, "first and second must agree"),
         (Growing(), None, "of one size"),
         (Draws(15, 1e300), None, "overflow"),
         (lambda x: x, lambda x: math.nan, "score must not be NaN"),
@@ -474,9 +474,9 @@ def test_wrong_outputs_and_scores_are_named(run, score, message):
 
 
 def test_sides_of_different_size_are_refused():
-    with pytest.raises(ValueError, match="outputs must agree"):
+    with pytest.raises(ValueError, match="first and second must agree"):
         dp.audit_outputs(np.zeros(10), np.zeros(11), delta=0.1)
-    with pytest.raises(ValueError, match="outputs must agree"):
+    with pytest.raises(ValueError, match="first and second must agree"):
         dp.audit_outputs(np.zeros((10, 2)), np.zeros((10, 3)), delta=0.1)
     with pytest.raises(ValueError, match="trials must be an integer >= 1"):
         dp.audit_outputs([], [], delta=0.1)

@@ -323,7 +323,7 @@ def test_what_is_private_already_is_refused() -> None:
     model, optimizer, loader = private(linear())
     with pytest.raises(dp.SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"):
         private(model, optimizer)
-    with pytest.raises(ValueError, match=r"fixed batch_size \(got None\)"):
+    with pytest.raises(ValueError, match=r"data_loader must be a DataLoader \(got PrivateLoader\)"):
         private(linear(), loader=loader)
     with pytest.raises(dp.SequenceError, match=r"attached already: call dp.detach\(model\) first"):
         private(model)

@@ -1,7 +1,8 @@
 """Argument checks with one message format: name, allowed range, value.
 
 Each function takes exactly one keyword argument, whose name is that of the field, and returns the checked value as a
-plain Python number, so that numpy scalars and zero-dimensional tensors never reach a ledger or a state dict.
+plain Python number, so that numpy scalars and zero-dimensional tensors never reach a ledger or a state dict. Whatever
+is wrong with an argument, its type included, is a ValueError.
 
     >>> positive(clip=2)
     2.0
@@ -16,19 +17,28 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from numbers import Number
+from typing import Any, NoReturn, TypeVar
 
 __all__ = [
+    "article",
     "between",
     "choice",
     "count",
     "finite",
+    "flag",
+    "made",
     "nonnegative",
     "open_interval",
     "order",
     "positive",
     "positive_count",
+    "required",
+    "shown",
 ]
+
+LARGEST_COUNT = 2**62  # what a ledger can count to
+_SHOWN = 60  # characters of a value in a message
 
 _T = TypeVar("_T")
 
@@ -39,13 +49,55 @@ def _unpack(field: dict[str, Any]) -> tuple[str, Any]:
     return field.popitem()
 
 
+def shown(value: object) -> str:
+    """Returns how a message shows a value: numbers, words and lists of them as they are, of all else the type.
+
+    Example:
+        >>> shown((1.0, "a")), shown([[1.0]]), shown(int)
+        ("(1.0, 'a')", 'list', 'class int')
+    """
+    if isinstance(value, type):
+        return f"class {value.__name__}"
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    if not all(part is None or isinstance(part, (bool, int, float, complex, str)) for part in parts):
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def article(noun: str) -> str:
+    """Returns a class name with its article."""
+    return f"{'an' if noun[0] in 'AEIO' else 'a'} {noun}"
+
+
+def flag(**field: Any) -> bool:
+    """Returns the field; raises ValueError unless it is True or False."""
+    name, value = _unpack(field)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False (got {shown(value)})")
+    return value
+
+
+def made(**field: Any) -> None:
+    """Raises ValueError if the field is a class, where an instance of it is meant."""
+    name, value = _unpack(field)
+    if isinstance(value, type):
+        raise ValueError(f"{name} must be made first, as {value.__name__}() (got {shown(value)})")
+
+
+def required(by: str = "", **fields: Any) -> NoReturn:
+    """Raises ValueError that names all fields which are None; `by` goes on with the sentence."""
+    missing = [name for name, value in fields.items() if value is None]
+    raise ValueError(f"{', '.join(missing)} must be given{by} (got None)")
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, str, bytes)) or value is None:
-        raise ValueError(f"{name} must be a number (got {value!r})")
+        raise ValueError(f"{name} must be a number (got {shown(value)})")
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name} must be a number (got {value!r})") from error
+        raise ValueError(f"{name} must be a number (got {shown(value)})") from error
 
 
 def finite(**field: Any) -> float:
@@ -112,9 +164,11 @@ def count(**field: Any) -> int:
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise ValueError(f"{name} must be an integer (got {value!r})") from error
+        raise ValueError(f"{name} must be an integer (got {shown(value)})") from error
     if isinstance(value, bool) or number < 0:
-        raise ValueError(f"{name} must be an integer >= 0 (got {value!r})")
+        raise ValueError(f"{name} must be an integer >= 0 (got {shown(value)})")
+    if number > LARGEST_COUNT:
+        raise ValueError(f"{name} must be an integer <= 2^62 (got {shown(value)})")
     return number
 
 
@@ -132,6 +186,6 @@ def choice(allowed: Iterable[_T], **field: Any) -> _T:
     name, value = _unpack(field)
     options = list(allowed)
     for option in options:
-        if option == value:
+        if isinstance(value, (str, Number, type(None))) and option == value:
             return option
-    raise ValueError(f"{name} must be one of {', '.join(map(str, options))} (got {value!r})")
+    raise ValueError(f"{name} must be one of {', '.join(map(str, options))} (got {shown(value)})")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
 from torch_dpsco.gradbatch.ghost import GhostHooks
@@ -269,6 +270,7 @@ def _is_part_of_attached(model: nn.Module) -> bool:
     return traces or any(hasattr(p, "dpsco_reset") for p in model.parameters())
 
 
+@typed
 def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", batch_first: bool = True) -> _Model:
     """Makes the model record per-sample gradients in every training backward, and returns the model itself.
 
@@ -320,6 +322,7 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
     return model
 
 
+@typed
 def detach(model: _Model) -> _Model:
     """Undoes `attach` and drops all recorded rows; returns the model."""
     if not is_attached(model):

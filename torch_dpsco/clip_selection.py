@@ -25,6 +25,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -61,6 +62,7 @@ LEAST_PILOT = 200  # records
 RULES = ("theory", "balanced", "median")
 
 
+@typed
 def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float = 0.2) -> float:
     """Returns the next threshold, clip exp(-lr (fraction - target)): post-processing of a private fraction.
 
@@ -85,6 +87,7 @@ def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float 
     return check.positive(clip=clip) * math.exp(min(-check.positive(lr=lr) * off, 709.0))  # exp(710) would raise
 
 
+@typed
 def pilot_size(n: int) -> int:
     """Returns how many of n records a pilot should have: 5 %, at least 200.
 
@@ -97,6 +100,7 @@ def pilot_size(n: int) -> int:
     return size
 
 
+@typed
 def rank_error(epsilon: float, grid_size: int, failure: float = 0.05) -> float:
     """Returns (2/epsilon) log(K/failure): a private quantile's rank is that near but for this probability.
 
@@ -109,6 +113,7 @@ def rank_error(epsilon: float, grid_size: int, failure: float = 0.05) -> float:
     return 2.0 / check.positive(epsilon=epsilon) * math.log(size / check.open_interval(0.0, 1.0, failure=failure))
 
 
+@typed
 def target_quantile(
     rule: str,
     exchange_rate: float | None = None,
@@ -185,6 +190,7 @@ def warn_at_grid_end(threshold: float, grid: Sequence[float] | NDArray[np.float6
         )
 
 
+@typed
 def private_quantile(
     norms: ArrayLike,
     *,
@@ -247,6 +253,7 @@ def private_quantile(
     return threshold
 
 
+@typed
 def private_moment(
     norms: ArrayLike,
     order: float,
@@ -330,7 +337,10 @@ def _moment_event(rho: float, adjacencies: tuple[Adjacency, ...], exact: bool) -
 
 def _records(norms: ArrayLike, n: int | None) -> tuple[NDArray[np.float64], int, tuple[Adjacency, ...]]:
     """Returns the norms, their public number, and the adjacencies under which that is public."""
-    values = np.asarray(norms, dtype=np.float64)
+    try:
+        values = np.asarray(norms, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"norms must hold one number per record (got {type(norms).__name__})") from error
     if values.ndim != 1:
         raise ValueError(f"norms must hold one number per record (got shape {values.shape})")
     if n is not None:

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.attach import is_attached
 from torch_dpsco.doctor.evidence import Refused, attempt
@@ -50,6 +51,7 @@ _CHANGED = (
 )
 
 
+@typed
 class CompiledRows:
     """Makes the steps of a private optimizer from per-sample gradients that a compiled function computes.
 

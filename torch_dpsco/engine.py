@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.attach import attach, detach
 from torch_dpsco.doctor import Diagnosis, doctor
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import DpscoError, SequenceError
 from torch_dpsco.gradbatch.ghost import is_ghost
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.common import CommonOptimizer
@@ -24,11 +27,12 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 
-__all__ = ["attach_sound", "make_private", "require_same_parameters", "require_sound"]
+__all__ = ["attach_sound", "loss_of", "make_private", "require_same_parameters", "require_sound"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
+@typed
 def make_private(
     model: _Model,
     optimizer: Optimizer,
@@ -157,6 +161,31 @@ def require_sound(
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
         found = doctor(model, loss, loader, optimizer).findings
         Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already
+
+
+def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:
+    """Returns loss_fn(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
+    try:
+        loss = loss_fn(model(inputs), targets)
+    except (DpscoError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        # PRIVACY: shapes of a record: the size of a batch is private (test_records_that_do_not_fit_are_described)
+        raise ValueError(
+            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and targets "
+            f"{_kinds_of(targets)}, where parameters are {_kinds_of(next(model.parameters()).detach()[None])}): match "
+            f"dtypes by x.to(dtype) in the data set, or model.to(dtype), and shapes with what model and loss take"
+        ) from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a scalar tensor (got {type(loss).__name__})")
+    return loss
+
+
+def _kinds_of(batch: Any) -> str:
+    """Returns shapes and dtypes of a batch's records."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    shown = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}" for leaf in leaves]
+    return ", ".join(shown) or type(batch).__name__
 
 
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from torch_dpsco._doors import check_fields
 from torch_dpsco._validate import between, choice, nonnegative, order, positive
 from torch_dpsco.errors import MissingConstantError
 
@@ -116,6 +117,7 @@ class Problem:
     exact_grad_bound: Callable[[float], float] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, check in _CHECKS.items():
             value = getattr(self, name)
             if value is not None or name == "radius":

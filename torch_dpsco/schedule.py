@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 
 __all__ = ["Phase", "Schedule"]
 
@@ -33,6 +34,7 @@ class Phase:
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.steps is not None:
             object.__setattr__(self, "steps", check.positive_count(steps=self.steps))
         if self.lr is not None:
@@ -56,6 +58,7 @@ class Schedule:
     phases: tuple[Phase, ...] = (Phase(),)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "phases", tuple(self.phases))
         if not self.phases:
             raise ValueError("phases must hold at least one phase (got none)")

@@ -17,11 +17,12 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import attach, detach, is_attached
 from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
-from torch_dpsco.engine import attach_sound, require_same_parameters, require_sound
+from torch_dpsco.engine import attach_sound, loss_of, require_same_parameters, require_sound
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.micro_batches import micro_batch_size
 from torch_dpsco.optim.base import PrivateOptimizer
@@ -39,6 +40,7 @@ _LossFn = Callable[[Any, Any], Any]
 _SHOW_EVERY = 0.5  # seconds
 
 
+@typed
 def fit(
     model: _Model,
     optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer,
@@ -98,12 +100,20 @@ def fit(
         >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
         (False, 10)
     """
+    check.made(loss_fn=loss_fn)
+    if delta is not None:
+        check.open_interval(0.0, 1.0, delta=delta)
     if isinstance(optimizer, RowFreeOptimizer):
-        wrong = {"steps": steps, "loss_reduction": loss_reduction, "physical_batch_size": physical_batch_size}
+        wrong = {
+            "users": users,
+            "steps": steps,
+            "loss_reduction": loss_reduction,
+            "physical_batch_size": physical_batch_size,
+        }
         wrong["compile"] = compile or None
         given = [name for name, value in wrong.items() if value is not None]
         if given:
-            raise ValueError(f"{given[0]} must not be given: it is fixed in the plan of {type(optimizer).__name__}")
+            raise ValueError(f"{given[0]} must not be given: the plan of {type(optimizer).__name__} fixes the run")
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
@@ -116,8 +126,6 @@ def fit(
     _require_pairs(dataset)
     if delta is None and optimizer.accountant.budget is not None:
         delta = optimizer.accountant.budget.delta
-    elif delta is not None:
-        check.open_interval(0.0, 1.0, delta=delta)
     left = goal - optimizer.steps
     protects_users = isinstance(optimizer, UserOptimizer)
     if protects_users != (users is not None):
@@ -181,7 +189,7 @@ def _steps_on(
             yield partial(compiled.step, optimizer, inputs, targets, users=users)
             continue
         _require_all_counted(loss_fn, targets)
-        loss_fn(model(inputs), targets).backward()
+        loss_of(model, loss_fn, inputs, targets).backward()
         yield partial(optimizer.step, users=users)
 
 
@@ -225,7 +233,7 @@ def _fit_row_free(
         for batch in loader:
             optimizer.zero_grad()
             inputs, targets = to_device(batch, device)
-            loss_fn(model(inputs), targets).backward()
+            loss_of(model, loss_fn, inputs, targets).backward()
             optimizer.step()
             bar.update()
     return model.eval()

@@ -161,7 +161,7 @@ CHARGES = [
     *[(lambda a, c=c: a.record(STEP, c), ValueError, "count must be") for c in (-1, 1.0, None)],
     *[(lambda a, e=e: a.authorize(e), ValueError, "event must be") for e in ("step", None, 3, STEP.__class__, [STEP])],
     *[
-        (lambda a, q=q: a.step(noise_multiplier=1.0, sample_rate=q), ValueError, "q must be")
+        (lambda a, q=q: a.step(noise_multiplier=1.0, sample_rate=q), ValueError, "(q|sample_rate) must be")
         for q in (1.0001, -0.1, math.nan, None, "x")
     ],
     *[

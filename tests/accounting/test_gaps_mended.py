@@ -176,7 +176,7 @@ def test_a_ledger_never_holds_more_events_than_can_be_counted():
     accountant.authorize(STEP, 2**62)
     before = image(accountant)
     for count in (2**62, 2**63, 2**70, 10**400):
-        with pytest.raises(ValueError, match="count must leave at most"):
+        with pytest.raises(ValueError, match=r"count must (be an integer <=|leave at most)"):
             accountant.authorize(STEP, count)
     assert image(accountant) == before
 

@@ -108,11 +108,20 @@ def test_partitions_cannot_be_nested_and_nothing_is_recorded():
     assert ledger.digest() == before
 
 
-@pytest.mark.parametrize("junk", ["step", None, 1.0, Repeat("step", 2), Parallel({"0": [Gaussian]}, "p")])
-def test_what_is_no_event_is_refused_before_it_is_recorded(junk):
+@pytest.mark.parametrize("junk", ["step", None, 1.0, Gaussian])
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda junk: junk,
+        lambda junk: Sequential((gauss(0.1), junk)),
+        lambda junk: Repeat(junk, 2),
+        lambda junk: Parallel({"0": [junk]}, "p"),
+    ],
+)
+def test_what_is_no_event_is_refused_before_it_is_recorded(wrapped, junk):
     ledger = Ledger()
     with pytest.raises(ValueError, match="event must be a value of torch_dpsco"):
-        ledger.add(Sequential((gauss(0.1), junk)))
+        ledger.add(wrapped(junk))
     assert (len(ledger), ledger.to_json()) == (0, [])
 
 

@@ -147,9 +147,9 @@ def test_a_rate_above_one_is_named():
             theirs.get_epsilon(DELTA)
     assert 9.0 < after(GaussianAccountant, (1.0, 1.5, 1)).get_epsilon(DELTA) < 10.0
     ours = Accountant()
-    with pytest.raises(ValueError, match=r"q must be in \[0, 1\] \(got 1.5\)"):
+    with pytest.raises(ValueError, match=r"(q|sample_rate) must be in \[0, 1\] \(got 1.5\)"):
         ours.step(noise_multiplier=1.0, sample_rate=1.5)
-    with pytest.raises(ValueError, match=r"q must be in \[0, 1\] \(got 1.5\)"):
+    with pytest.raises(ValueError, match=r"(q|sample_rate) must be in \[0, 1\] \(got 1.5\)"):
         ours.history = [(1.0, 1.5, 1)]
     assert len(ours) == 0
 

@@ -213,8 +213,12 @@ PARAMETERS: dict[str, Misuse] = {
         ValueError,
         r"params must hold a parameter that requires a gradient \(got none\)",
     ),
-    "none": (lambda a: holder(a, []), ValueError, r"empty parameter list"),
-    "no parameter": (lambda a: holder(a, [None]), TypeError, r"NoneType"),
+    "none": (lambda a: holder(a, []), ValueError, r"params must hold a parameter .*\(got none\)"),
+    "no parameter": (
+        lambda a: holder(a, [None]),
+        ValueError,
+        r"params must hold tensors, as model.parameters\(\) does \(got None\)",
+    ),
     "0 not feasible": (
         lambda a: holder(a, prox=dp.prox.Box(1.0, 2.0)),
         ValueError,

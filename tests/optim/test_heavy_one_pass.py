@@ -508,7 +508,7 @@ def test_weight_decay_in_the_loss_or_in_the_arguments_is_refused(cls: Any) -> No
         ({"n": 2.5}, "n must be an integer"),
         ({"steps": 0}, "steps must be"),
         ({"reg": -1.0}, "reg must be >= 0"),
-        ({"oracle": dp.oracles.Clipped(1.0, 1.0, 6)}, "clip must not be given beside an oracle"),
+        ({"oracle": dp.oracles.Clipped(1.0, 1.0, 6)}, "batch_size must not be given beside an oracle"),
         ({"oracle": "clip", "clip": None, "noise": None, "batch": None}, "oracle must be a MeanOracle"),
         ({"prox": dp.prox.L1(0.1)}, "prox must be a projection.*ProximalSGD"),
         ({"design": dp.Disjoint(6, 25)}, "n must be 25, that of the design"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
 from torch_dpsco.accounting.events import Event
@@ -65,6 +66,7 @@ class Accountant(Spending):
         (True, 10)
     """
 
+    @typed
     def __init__(
         self,
         budget: Budget | None = None,
@@ -74,13 +76,11 @@ class Accountant(Spending):
         ledger_path: str | os.PathLike[str] | None = None,
         must_exist: bool = False,
     ) -> None:
+        check.choice(("example", "user"), unit=unit)
         if budget is not None:
-            if not isinstance(budget, Budget):
-                raise ValueError(f"budget must be a Budget, as Budget(1.0, 1e-5) (got {budget!r})")
             adjacency, unit = budget.adjacency, budget.unit
         elif adjacency is not None:
             check_adjacency(adjacency)
-        check.choice(("example", "user"), unit=unit)
         if budget is not None:
             make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
@@ -96,6 +96,7 @@ class Accountant(Spending):
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
+    @typed
     @locked
     def get_epsilon(
         self,
@@ -133,6 +134,10 @@ class Accountant(Spending):
                 "poisson must be True (got False): call accountant.bind(loader) on a loader that shuffles, or record "
                 "events that say how batches were drawn"
             )
+        if eps_error is not None:
+            check.positive(eps_error=eps_error)
+        if delta_error is not None:
+            check.positive(delta_error=delta_error)
         adjacency = check_adjacency(adjacency or self.adjacency)
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
@@ -161,6 +166,7 @@ class Accountant(Spending):
         epsilon = self.ledger.epsilon(delta, adjacency, method)
         return epsilon if self._budget is None else self._budget.quoted(epsilon, delta)
 
+    @typed
     @locked
     def get_delta(self, epsilon: float, *, adjacency: Adjacency | None = None) -> float:
         """Returns the delta spent at epsilon, for parameters fixed in advance.
@@ -177,6 +183,7 @@ class Accountant(Spending):
             # (test_an_adaptive_run_has_no_delta_mu_or_rho)
             raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
 
+    @typed
     @locked
     def get_mu(self, *, adjacency: Adjacency | None = None, delta_min: float | None = None) -> float:
         """Returns mu of Gaussian differential privacy, exact for unsampled Gaussian noise.
@@ -191,6 +198,8 @@ class Accountant(Spending):
                 parameters that may depend on what was released.
         """
         self._require_fixed_parameters()
+        if delta_min is not None:
+            check.open_interval(0.0, 1.0, delta_min=delta_min)
         adjacency = check_adjacency(adjacency or self.adjacency)
         cost = self.ledger.cost(adjacency)
         failing = bool(cost.failure or cost.transcript or cost.per_side)
@@ -206,6 +215,7 @@ class Accountant(Spending):
             raise ValueError("mu must come from loss distributions, and some event has none: ask get_epsilon instead")
         return found
 
+    @typed
     @locked
     def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
         """Returns rho of zero-concentrated differential privacy.
@@ -219,6 +229,7 @@ class Accountant(Spending):
             raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
         return cost.zcdp[1]
 
+    @typed
     @locked
     def report(self, delta: float | None = None, *, ahead: Event | None = None) -> PrivacyReport:
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
@@ -291,8 +302,9 @@ class Accountant(Spending):
         self._reread()
         self._answers.clear()
 
+    @typed
     @locked
-    def state_dict(self, destination: Any = None) -> Any:
+    def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> Any:
         """Returns primitives only: ledger (bit exact), settings and a digest.
 
         Args:
@@ -317,9 +329,9 @@ class Accountant(Spending):
             PrivacyError: the two states are of different histories, so that neither knows all charges; equal counts are
                 no proof of a common history.
         """
-        state = state_dict or {}
-        mine = self._config
-        if import_foreign and state.get("mechanism") in FOREIGN:
+        state, mine = cast(Any, state_dict), self._config
+        known = isinstance(state, Mapping) and state.get("mechanism")
+        if check.flag(import_foreign=import_foreign) and known in FOREIGN:
             if "history" not in state:
                 raise ValueError("history must be in the state of an Opacus accountant")
             book = foreign_book(state["history"], secrets.token_hex(16), mine["adjacency"], self.unit)

@@ -190,16 +190,16 @@ def write_state(book: Book) -> Row:
     return facts | book.to_row() | {"digest": book.digest()}
 
 
-def read_state(state: Mapping[str, Any]) -> Book:
+def read_state(state: Mapping[str, Any] | None) -> Book:
     """Returns the book of a state dict, sharing nothing with it; reads versions 1 and 2 too.
 
     Raises:
         ValueError: empty, of another accountant or version, malformed, altered or damaged.
     """
+    if state is not None and not isinstance(state, Mapping):
+        raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
     if not state:
-        raise ValueError("state_dict must not be empty")
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state_dict must be a mapping (got {state!r})")
+        raise ValueError(f"state_dict must not be empty (got {state!r})")
     version, mechanism = state.get("version"), state.get("mechanism")
     if mechanism in FOREIGN:
         raise ValueError(

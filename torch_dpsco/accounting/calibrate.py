@@ -11,6 +11,7 @@ from collections.abc import Callable
 from scipy.optimize import brentq
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
@@ -59,6 +60,7 @@ def epoch_steps(design: Design, epochs: float) -> int:
     return math.ceil(epochs * design.n / design.batch_size - 1e-9)
 
 
+@typed
 def noise_multiplier(
     epsilon: float,
     delta: float,
@@ -129,6 +131,7 @@ def _least(epsilon_at: Callable[[float], float], epsilon: float, low: float, hig
     return min(noise, high)
 
 
+@typed
 def max_steps(
     epsilon: float,
     delta: float,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias, cast
+from typing import TypeAlias, cast, get_args
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import (
@@ -226,6 +226,7 @@ class Repeat:
     n: int
 
     def __post_init__(self) -> None:
+        _require_event(self.event)
         assign(self, n=check.count(n=self.n))
 
 
@@ -264,6 +265,8 @@ class Parallel:
         if not isinstance(self.parts, (Mapping, tuple)):
             raise ValueError(f"parts must map names to events (got {self.parts!r})")
         pairs = tuple(self.parts.items()) if isinstance(self.parts, Mapping) else self.parts
+        if any(type(pair) is not tuple or len(pair) != 2 for pair in pairs):
+            raise ValueError(f"parts must be pairs of a name and its events (got {check.shown(self.parts)})")
         parts = {str(name): _members("parts", events) for name, events in pairs}
         if len(parts) < len(pairs):
             # PRIVACY: 1 and "1" are one name in a ledger file (test_two_parts_of_one_name_are_refused)
@@ -301,6 +304,7 @@ SimpleEvent: TypeAlias = (
     | NonPrivate
 )
 Event: TypeAlias = SimpleEvent | Repeat | Sequential | Parallel
+_EVENTS = (*get_args(SimpleEvent), Repeat, Sequential, Parallel)
 
 
 def _require_flag(event: Gaussian | PoissonGaussian | WORGaussian) -> None:
@@ -311,8 +315,17 @@ def _require_flag(event: Gaussian | PoissonGaussian | WORGaussian) -> None:
 
 def _members(field: str, events: object) -> tuple[Event, ...]:
     if isinstance(events, str) or not isinstance(events, Iterable):
-        raise ValueError(f"{field} must hold lists of events (got {events!r})")
-    return tuple(events)  # each is checked where it is charged
+        raise ValueError(f"{field} must hold lists of events (got {check.shown(events)})")
+    members = tuple(events)
+    for event in members:
+        _require_event(event)
+    return members
+
+
+def _require_event(event: object) -> None:
+    """Raises ValueError for what is no event; its numbers are checked by the event itself, subclasses by the ledger."""
+    if not isinstance(event, _EVENTS):
+        raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})")
 
 
 def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
@@ -320,4 +333,4 @@ def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
 
     In clip units an adaptive clip does not split ledger keys: the guarantee depends on the ratio alone.
     """
-    return Gaussian(noise_multiplier, CLIP_UNITS, exact=exact)
+    return Gaussian(check.nonnegative(noise_multiplier=noise_multiplier), CLIP_UNITS, exact=exact)

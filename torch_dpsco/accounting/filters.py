@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS, odometer_epsilon
@@ -88,6 +89,7 @@ class Budget:
     schedule: Iterable[tuple[Event, int]] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self._set(epsilon=check.positive(epsilon=self.epsilon))
         self._set(delta=below_one(delta=self.delta))
         check_adjacency(self.adjacency)

@@ -128,7 +128,7 @@ class OpacusFace(IAccountant):  # type: ignore[misc]
         known = self._step_event
         plain = type(noise_multiplier) is float and type(sample_rate) is float  # a tensor could change its value
         if known is None or not plain or known[0] != noise_multiplier or known[1] != sample_rate:
-            event = self._event_of(noise_multiplier, sample_rate, 1)
+            event = self._event_of(noise_multiplier, check.between(0.0, 1.0, sample_rate=sample_rate), 1)
             known = (noise_multiplier, sample_rate, event)
             self._step_event = known if plain else None
         self._spend_step(known[2], happened=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.designs import (
     BaseEvent,
     Design,
@@ -48,6 +49,7 @@ class Assigned(Design):
     one_pass = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         set_sizes(self)
         if self.parts is not None:
             object.__setattr__(self, "parts", check.positive_count(parts=self.parts))
@@ -93,6 +95,7 @@ class Parts(Design):
     positional = one_pass = ordered = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "n", check.positive_count(n=self.n))
         object.__setattr__(self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts))
         if not self.parts or not all(isinstance(design, (Full, Poisson, Fixed, Disjoint)) for design, _ in self.parts):

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.events import Event, Repeat, Sequential
 from torch_dpsco.accounting.filter_base import Filter
 from torch_dpsco.accounting.filter_modes import make_filter
@@ -82,6 +83,7 @@ class Planning:
                 f"{self._rule.mode!r}): Budget(..., {modes}), or no budget, where get_epsilon is an odometer"
             )
 
+    @typed
     @locked
     def declare(self, event: Event, steps: int | None) -> None:
         """Says before the first release what will be charged under a planned budget, as optimizers do when built.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.filter_modes import make_filter
@@ -86,6 +87,7 @@ class Spending(Planning, OpacusFace):
         self._budget = budget
         self._reread()
 
+    @typed
     @locked
     def require_unit(self, unit: str) -> None:
         """Signs an optimizer up: raises UnitError for another privacy unit, and fixes the default adjacency."""
@@ -95,6 +97,7 @@ class Spending(Planning, OpacusFace):
         self._config["adjacency"] = self.adjacency
 
     @contextmanager
+    @typed
     def phase(
         self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
     ) -> Iterator[None]:
@@ -127,6 +130,7 @@ class Spending(Planning, OpacusFace):
 
     # -- charging -----------------------------------------------------------------------------------------------------
 
+    @typed
     @locked
     def record(self, event: Event, count: int = 1, *, adaptive: bool = False) -> None:
         """Charges an event that has happened already, even past the budget (truth wins over wishes).
@@ -155,6 +159,9 @@ class Spending(Planning, OpacusFace):
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
             PrivacyError: the ledger file could not be written; nothing may be released.
         """
+        if type(planned) is not int or not 0 < planned <= check.LARGEST_COUNT:
+            planned = check.positive_count(planned=planned)
+        adaptive = check.flag(adaptive=adaptive)
         # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
         with LOCK:
             if adaptive:
@@ -182,7 +189,7 @@ class Spending(Planning, OpacusFace):
         adjacency: Adjacency = REPLACE_ONE,
         planned: int = 1,
     ) -> None:
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
         if self._rule is None:
             self._charge(event, count, marks, adjacency)
@@ -229,16 +236,18 @@ class Spending(Planning, OpacusFace):
             )
         return self._most(event) if known is not None and known[0] == event else count
 
+    @typed
     @locked
     def admits(self, event: Event, count: int = 1) -> bool:
         """Returns whether the budget (always, without one) would admit the event; charges nothing."""
-        return self._admits(self._placed(event), count)
+        return self._admits(self._placed(event), check.count(count=count))
 
     def _admits(self, event: Event, count: int) -> bool:
         if self._filter is None:
             return True
         return not self._ended and self._deciding(event, count).admits(self.ledger, event, count)
 
+    @typed
     @locked
     def max_steps(self, event: Event) -> int:
         """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""

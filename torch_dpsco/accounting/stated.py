@@ -104,7 +104,7 @@ class KNorm(Stated):
     def __post_init__(self) -> None:
         super().__post_init__()
         assign(self, dim=check.positive_count(dim=self.dim))
-        if self.p != 2:
+        if check.positive_count(p=self.p) != 2:
             raise ValueError(f"p must be 2 (got {self.p}); Laplace is the one for p = 1")
         assign(self, p=2)  # plain: it enters JSON
 

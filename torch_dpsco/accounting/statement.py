@@ -13,6 +13,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.event_json import event_to_json
 from torch_dpsco.accounting.report import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
@@ -88,6 +89,7 @@ class Statement:
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
         return "\n".join(lines) + "\n"
 
+    @typed
     def json(self, indent: int | None = 2) -> str:
         """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
         return json.dumps(_finite(_facts(self)), indent=indent, allow_nan=False)

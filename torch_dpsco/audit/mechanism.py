@@ -11,6 +11,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.events import Adjacency, check_adjacency
 from torch_dpsco.audit.bound import Array, Audit, judge, require_arguments
 from torch_dpsco.audit.scores import fitted_scores
@@ -20,6 +22,7 @@ __all__ = ["audit", "audit_outputs", "flat"]
 _Input = TypeVar("_Input")
 
 
+@typed
 def audit(
     mechanism: Callable[[_Input], Any],
     pair: Sequence[_Input],
@@ -73,6 +76,8 @@ def audit(
         (False, True)
     """
     require_arguments(delta, trials, confidence)
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed must be >= 0 (got {seed})")
     if len(pair) != 2:
         raise ValueError(f"pair must hold two inputs (got {len(pair)})")
     if adjacency is not None:
@@ -88,6 +93,7 @@ def audit(
     return replace(result, adjacency=adjacency)
 
 
+@typed
 def audit_outputs(first: Any, second: Any, *, delta: float, confidence: float = 0.95) -> Audit:
     """Bounds epsilon from below by outputs on two neighboring inputs that have been drawn already; see `audit`.
 
@@ -106,25 +112,25 @@ def audit_outputs(first: Any, second: Any, *, delta: float, confidence: float = 
         >>> print(audit_outputs(noise[0], noise[1] + 1.0, delta=1e-5))  # doctest: +ELLIPSIS
         With 95 % confidence epsilon is at least 2... at delta=1e-05 for this pair: ...
     """
-    sides = _matrix(first), _matrix(second)
+    sides = _matrix("first", first), _matrix("second", second)
     if sides[0].shape != sides[1].shape:
-        raise ValueError(f"outputs must agree in number and size (got {sides[0].shape} and {sides[1].shape})")
+        raise ValueError(f"first and second must agree in number and size (got {sides[0].shape} and {sides[1].shape})")
     trials = len(sides[0])
     require_arguments(delta, trials, confidence)
     quarter = trials // 4
     return judge(fitted_scores(sides[0], sides[1], quarter), quarter, delta, confidence)
 
 
-def _matrix(outputs: Any) -> Array:
+def _matrix(name: str, outputs: Any) -> Array:
     """Returns outputs as (trials, size); raises ValueError unless they are finite numbers of one size."""
     if isinstance(outputs, Tensor):
         outputs = outputs.detach().cpu().double()
     try:
         matrix = np.asarray(outputs, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError("outputs must be numbers of one size; give audit a score= instead") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must hold numbers of one size (got {check.shown(outputs)})") from error
     if matrix.ndim == 0:
-        raise ValueError("outputs must be one for each trial (got a single number)")
+        raise ValueError(f"{name} must hold one output for each trial (got a single number)")
     if not np.isfinite(matrix).all():
         raise ValueError("outputs must be finite; give audit a score= that says what the others are worth")
     return matrix.reshape(len(matrix), math.prod(matrix.shape[1:]))

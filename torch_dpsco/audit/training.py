@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency
 from torch_dpsco.attach import attach, is_attached
 from torch_dpsco.audit.bound import Audit, require_arguments
@@ -24,6 +25,7 @@ from torch_dpsco.train import to_device
 __all__ = ["audit_training"]
 
 
+@typed
 def audit_training(
     make: Callable[[], tuple[nn.Module, PrivateOptimizer]],
     dataset: Dataset[Any],

@@ -5,11 +5,16 @@ Works on the objects of torch_dpsco and on plain Opacus ones. Each mistake has a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.doctor.findings import Diagnosis, Finding
 from torch_dpsco.doctor.loop_checks import LOOP_CHECKS
 from torch_dpsco.doctor.model_checks import MODEL_CHECKS
@@ -21,8 +26,15 @@ from torch_dpsco.optim.solved import SolvedOptimizer
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
 
+@typed
 def doctor(
-    model: nn.Module, loss: Any, loader: Any, optimizer: Any, *, scaler: Any = None, record: Any = NO_RECORD
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    loader: Any,
+    optimizer: Optimizer | None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    record: Any = NO_RECORD,
 ) -> Diagnosis:
     """Returns what is wrong with a training script, spending and changing nothing.
 
@@ -55,6 +67,9 @@ def doctor(
         >>> print(dp.doctor(model, dp.losses.Logistic(), loader, optimizer))
         healthy: nothing found
     """
+    check.made(loss=loss)
+    if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__enter__"):
+        raise ValueError(f"loader must be what the loop iterates over, or None (got {check.shown(loader)})")
     if isinstance(optimizer, SolvedOptimizer):
         return Diagnosis.of(())  # it reads records by itself: no model, loss or loader of the script is in its release
     script = Script(model, loss, loader, optimizer, scaler, record)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill, indent
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.errors import PrivacyError
 
 __all__ = ["SEVERITIES", "Diagnosis", "Finding"]
@@ -39,6 +40,7 @@ class Finding:
     fix: str
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check.choice(SEVERITIES, severity=self.severity)
 
     @property
@@ -71,6 +73,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
 
     @classmethod
+    @typed
     def of(cls, findings: Iterable[Finding]) -> Diagnosis:
         """Returns the diagnosis of findings in any order; equal ones are kept once."""
         return cls(tuple(sorted(dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity))))
@@ -92,6 +95,7 @@ class Diagnosis:
         title = ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
         return "\n\n".join([title, *map(str, self.findings)])
 
+    @typed
     def raise_if(self, severities: Iterable[str] = ("critical", "error")) -> None:
         """Raises for the worst finding of the given severities, naming evidence, fix and how many more there are.
 

@@ -120,7 +120,7 @@ def build_objective(task: LinearTask, reg: float, records: Records, linear_term:
         return Tilted(task.loss, records, tilt=task.tilt, reg=reg / task.n, bound_x=task.preparation.bound)
     if task.attack_radius:
         return Adversarial(
-            task.loss,  # type: ignore[arg-type]  # checked there
+            task.loss,  # checked there
             records,
             attack_radius=task.attack_radius,
             reg=reg,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.accounting.filters import Budget
@@ -57,6 +58,7 @@ class Preparation:
     intercept: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check.positive(bound_x=self.bound_x), check.nonnegative(intercept=self.intercept)
         for value in self.center or ():
             check.finite(feature_center=value)
@@ -136,6 +138,7 @@ class LinearTask:
     adjacency: Adjacency = field(init=False)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check.positive_count(dim=self.dim), check.positive_count(n=self.n)
         object.__setattr__(self, "adjacency", check_adjacency(self.budget.adjacency))
         object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
@@ -148,6 +151,8 @@ class LinearTask:
             raise ValueError(f"bound_y must be given for real targets, and for them only (got {self.bound_y})")
         if self.bound_y is not None:
             check.positive(bound_y=self.bound_y)
+        if self.n_min is not None:
+            check.positive_count(n_min=self.n_min)
         check.finite(tilt=self.tilt), check.nonnegative(attack_radius=self.attack_radius)
         if self.attack_norm not in (2.0, math.inf):
             raise ValueError(f"attack_norm must be 2 or inf (got {self.attack_norm})")

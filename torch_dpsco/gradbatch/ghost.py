@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco._doors import typed
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock
@@ -293,6 +294,7 @@ def is_ghost(model: nn.Module) -> bool:
     return isinstance(getattr(getattr(model, "_dpsco", None), "hooks", None), GhostHooks)
 
 
+@typed
 def ghost_backward(model: nn.Module, losses: Tensor) -> None:
     """Runs the norm pass of a model that was attached with rows="ghost"; `optimizer.step()` runs the second one.
 

@@ -7,6 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco.losses.base import record_bounds
 
 __all__ = ["clip_rows", "enforce_bounds"]
@@ -15,6 +16,7 @@ _BLOCK_ROWS = 4096
 
 
 @overload
+@typed
 def enforce_bounds(features: Tensor, targets: None = None, *, bound_x: float, bound_y: None = None) -> Tensor: ...
 
 
@@ -99,6 +101,7 @@ def _into_interval(targets: Tensor, bound: float) -> Tensor:
     return torch.where(targets.isnan(), 0, targets).clamp(-limit, limit)
 
 
+@typed
 def clip_rows(features: Tensor, bound_x: float) -> Tensor:
     """Maps the features of every record into the ball of radius bound_x: `enforce_bounds` without targets.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive_count
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.losses.base import Loss, record_bounds
@@ -22,6 +23,7 @@ _CLIMBS = 60
 _CHECKED = ("holder_constant", "grad_at_zero", "loss_at_zero", "lipschitz", "smoothness", "exact_grad_bound")
 
 
+@typed
 def check_holder(
     loss: Loss,
     problem: Problem,

@@ -15,8 +15,10 @@ import math
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, nonnegative, positive
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.margin import Logistic, SmoothedHinge
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.linear import EVALUATION, norm_up
@@ -25,6 +27,7 @@ from torch_dpsco.objectives.records import PairwiseSum, Records, as_records, gam
 __all__ = ["Adversarial"]
 
 
+@typed
 class Adversarial(Objective):
     """(1/N) sum_i c_i phi(y_i <w, x_i> - rho ||w||_*) + (reg/2) ||w||^2.
 
@@ -55,7 +58,7 @@ class Adversarial(Objective):
 
     def __init__(
         self,
-        loss: Logistic | SmoothedHinge,
+        loss: TableLoss,
         features: Tensor | Records,
         targets: Tensor | None = None,
         *,

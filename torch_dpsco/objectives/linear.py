@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import nonnegative, positive
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
@@ -79,6 +80,7 @@ class RowConstants:
         return float(self.records.total(self.records.weights * terms)) * (1 + gamma(self.records.depth + 8))
 
 
+@typed
 class LinearObjective(Objective):
     """(1/N) sum_i c_i l(<w, x_i>; y_i) + (reg/2) ||w||^2 + <q, w>, over in-memory data.
 

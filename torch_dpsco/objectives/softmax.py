@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import nonnegative, positive
 from torch_dpsco.losses.softmax import SoftmaxCrossEntropy
 from torch_dpsco.objectives.base import Objective
@@ -16,6 +17,7 @@ from torch_dpsco.objectives.records import Records, as_records, gamma
 __all__ = ["SoftmaxObjective"]
 
 
+@typed
 class SoftmaxObjective(Objective):
     """Cross-entropy of a linear model with K classes; w is W, shape (K, d), flattened row by row.
 

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import finite, nonnegative, positive
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.losses.base import TableLoss
@@ -26,6 +27,7 @@ from torch_dpsco.objectives.records import Records, as_records, gamma
 __all__ = ["Tilted"]
 
 
+@typed
 class Tilted(Objective):
     """(1/tau) log((1/n) sum_i exp(tau l(<w, x_i>; y_i))) + (reg/2) ||w||^2.
 

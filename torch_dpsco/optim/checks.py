@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset, IterableDataset
 
+from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
@@ -26,6 +27,7 @@ __all__ = [
     "agreed_adjacency",
     "declared",
     "is_watched",
+    "listed",
     "number_of_records",
     "one_device",
     "require_budget",
@@ -36,6 +38,23 @@ __all__ = [
     "step_sizes",
     "warn_of_other_lrs",
 ]
+
+
+def listed(params: Any) -> list[Any]:
+    """Returns parameters, or groups of them, as a list; raises ValueError for anything else, a model for instance."""
+    if isinstance(params, (Tensor, str, Mapping)) or not isinstance(params, Iterable):
+        raise ValueError(f"params must be parameters or groups of them, as model.parameters() (got {shown(params)})")
+    items = list(params)
+    for item in items:
+        inner = item.get("params") if isinstance(item, dict) else [item]
+        if isinstance(inner, Iterator):
+            item["params"] = inner = list(inner)
+        for p in [inner] if isinstance(inner, Tensor) or not isinstance(inner, Iterable) else inner:
+            if not isinstance(p[-1] if isinstance(p, tuple) and p else p, Tensor):
+                raise ValueError(f"params must hold tensors, as model.parameters() does (got {shown(p)})")
+    if not items:
+        raise ValueError("params must hold a parameter that requires a gradient (got none)")
+    return items
 
 
 def number_of_records(dataset: Dataset[Any]) -> int:

@@ -193,7 +193,10 @@ class ClippedSGD(HeavyTailed):
         """
         if check.choice(_SAMPLINGS, sampling=sampling) == "one-pass":
             if epochs is not None or batch_size is not None:
-                raise ValueError("epochs and batch_size must not be given for one pass: give steps=, the batches of it")
+                raise ValueError(
+                    "epochs and batch_size must not be given for one pass: give steps=, the batches of it "
+                    f"(got {epochs} and {batch_size})"
+                )
             return super().plan(
                 problem=problem,
                 n=n,

@@ -182,4 +182,7 @@ def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:
 def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
     slopes = torch.softmax(scores, dim=1)
     index = targets[:, None]
-    return slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
+    try:
+        return slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
+    except RuntimeError as error:
+        raise ValueError(f"targets must be classes 0 to {slopes.shape[1] - 1}, one for each score") from error

@@ -11,12 +11,17 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch.optim.optimizer import Optimizer
 
+from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.agreement import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.optim.checks import listed
 
 __all__ = ["CommonOptimizer", "in_turn", "require_one_process"]
+
+_LARGEST = 1e100  # of what a plan is computed from
+_TYPED = ("__init__", "accumulate", "ahead", "calibrated", "load_state_dict", "loader", "plan", "privacy_spent")
 
 _Self = TypeVar("_Self", bound="CommonOptimizer")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -65,9 +70,15 @@ class CommonOptimizer(Optimizer):
     _finalized: bool
     _seeded: bool
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_members(
+            cls, *_TYPED, "report", "signal_skip_step", "solve", "certify", "step", "step_on", largest=_LARGEST
+        )
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._turn = _Turn()
-        super().__init__(params, defaults)
+        super().__init__(listed(params), defaults)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)

@@ -96,6 +96,8 @@ class HeavyTailed(PrivateOptimizer):
             if steps is None and design.one_pass:
                 steps = design.steps_per_epoch
             schedule = Schedule((Phase(steps),))
+        if design.one_pass and schedule.steps is not None and schedule.steps > design.steps_per_epoch:
+            raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass of {design} (got {schedule.steps})")
         super().__init__(
             params,
             lr,
@@ -259,11 +261,8 @@ def _oracle(
     if oracle is not None:
         given = [name for name, value in numbers.items() if value is not None]
         if given:
-            raise ValueError(f"{given[0]} must not be given beside an oracle, which has its own")
-        if not isinstance(oracle, MeanOracle):
-            raise ValueError(f"oracle must be a MeanOracle of torch_dpsco.oracles (got {type(oracle).__name__})")
+            raise ValueError(f"{', '.join(given)} must not be given beside an oracle, which has its own (got both)")
         return oracle
     if clip is None or noise_multiplier is None or batch_size is None:
-        missing = next(name for name, value in numbers.items() if value is None)
-        raise ValueError(f"{missing} must be given, or an oracle= (got None); `.calibrated` computes all of them")
+        check.required(", or an oracle=; `.calibrated` computes all of them", **numbers)
     return Clipped(clip, noise_multiplier, batch_size)

@@ -13,6 +13,7 @@ from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import MissingConstantError
+from torch_dpsco.optim.checks import listed
 from torch_dpsco.optim.pilot import PilotPlan
 from torch_dpsco.problem import Problem
 
@@ -113,8 +114,8 @@ def zcdp_of(noise_multiplier: float, adjacency: Adjacency) -> float:
 
 def dimension(params: Any) -> tuple[list[Any], int]:
     """Returns the parameters or groups as a list, and the number of scalars in them."""
-    items = list(params)
-    tensors = [p for g in items for p in (list(g["params"]) if isinstance(g, dict) else [g])]
+    items = listed(params)
+    tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
     return items, max(1, sum((p[1] if isinstance(p, tuple) else p).numel() for p in tensors))
 
 

@@ -32,11 +32,13 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.heavy_plan import dimension
 from torch_dpsco.oracles.absolute import HolderAbsolute
-from torch_dpsco.oracles.holder import HolderClipped
+from torch_dpsco.oracles.holder import NOISES, HolderClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule
+from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.holder import HolderPlan, average_risk_bound, balanced_lr
 from torch_dpsco.theory.holder_paper import search_split_paper
@@ -187,6 +189,9 @@ class HolderSGD(PrivateOptimizer):
             AdjacencyError: sampling, mode and adjacency do not go together.
         """
         check.choice(("tight", "paper"), mode=mode)
+        check.choice((*AVERAGES, None), average=average), check.choice((*NOISES, None), noise=noise)
+        if dim is not None:
+            dim = check.positive_count(dim=dim)
         paper = mode == "paper"
         sampling = check.choice(_DESIGNS, sampling=sampling or ("fixed" if paper else "poisson"))
         noise = noise or ("paper" if paper else "adaptive")
@@ -265,8 +270,7 @@ class HolderSGD(PrivateOptimizer):
             AdjacencyError: the given accountant has another budget, or another adjacency, than `budget`.
             ValueError: both `rule` and `average` are given.
         """
-        params = list(params)
-        dim = sum(p.numel() for g in params for p in (g["params"] if isinstance(g, dict) else [g]))
+        params, dim = dimension(params)
         plan = cls.plan(
             problem=problem,
             n=n,

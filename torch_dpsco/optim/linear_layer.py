@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
+from torch_dpsco.optim.checks import listed
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.holder_promises import LossPromises
 
@@ -63,7 +64,7 @@ def loss_promises(
 
 def parameters_of(params: Any, lr: float | Sequence[float] | None) -> list[nn.Parameter]:
     """Returns parameters, given as such, as (name, parameter), or as one group without a step size of its own."""
-    items = list(params)
+    items = listed(params)
     if items and isinstance(items[0], dict):
         if len(items) > 1:
             raise ValueError(f"params must be one group: the plan has one step size (got {len(items)} groups)")

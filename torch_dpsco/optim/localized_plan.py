@@ -60,6 +60,7 @@ def plan_localized(
     if method is None:
         method = "boosted" if copies > 1 or order < 4 else "localized"
     check.choice(METHODS, method=method)
+    check.positive_count(min_phase=min_phase)
     common: dict[str, Any] = {
         "n": check.positive_count(n=n),
         "dim": dim,

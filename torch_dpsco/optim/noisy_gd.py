@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.erm.fit import build_objective, require_exact_form
@@ -16,7 +17,7 @@ from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
-from torch_dpsco.optim.checks import require_budget
+from torch_dpsco.optim.checks import listed, require_budget
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_shape
 
 __all__ = ["NoisyGD"]
@@ -99,7 +100,7 @@ class NoisyGD(SolvedOptimizer):
             generator: see the class.
         """
         require_exact_form("noisy_gd", secure)
-        given = list(params)
+        given = listed(params)
         _, features, bias = linear_shape(given)
         task = LinearTask(
             loss=loss,
@@ -111,7 +112,7 @@ class NoisyGD(SolvedOptimizer):
             reg=reg,
             radius=radius,
             residual_clip=residual_clip,
-            n_max=n_max or 0,
+            n_max=0 if n_max is None else check.positive_count(n_max=n_max),
         )
         if accountant is not None:
             require_budget(accountant, budget)

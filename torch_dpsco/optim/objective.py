@@ -18,7 +18,7 @@ from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
-from torch_dpsco.optim.checks import require_budget
+from torch_dpsco.optim.checks import listed, require_budget
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_shape
 from torch_dpsco.solvers import SOLVERS
 
@@ -110,7 +110,7 @@ class ObjectivePerturbation(SolvedOptimizer):
             generator: see the class.
         """
         require_exact_form("objective", secure)
-        given = list(params)
+        given = listed(params)
         _, features, bias = linear_shape(given)
         task = LinearTask(
             loss=loss,
@@ -122,7 +122,7 @@ class ObjectivePerturbation(SolvedOptimizer):
             reg=reg,
             radius=radius,
             residual_clip=residual_clip,
-            n_max=n_max or 0,
+            n_max=0 if n_max is None else check.positive_count(n_max=n_max),
         )
         if accountant is not None and charge == "approx":
             require_budget(accountant, budget)

@@ -17,7 +17,7 @@ from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
-from torch_dpsco.optim.checks import require_budget
+from torch_dpsco.optim.checks import listed, require_budget
 from torch_dpsco.optim.solved import Inner, SolvedOptimizer, linear_shape
 from torch_dpsco.solvers import SOLVERS
 
@@ -124,7 +124,7 @@ class OutputPerturbation(SolvedOptimizer):
             accountant: see the class.
             generator: see the class.
         """
-        given = list(params)
+        given = listed(params)
         _, features, bias = linear_shape(given)
         task = LinearTask(
             loss=loss,
@@ -138,7 +138,7 @@ class OutputPerturbation(SolvedOptimizer):
             tilt=tilt,
             attack_radius=attack_radius,
             attack_norm=attack_norm,
-            n_max=n_max or 0,
+            n_max=0 if n_max is None else check.positive_count(n_max=n_max),
             n_min=n_min,
         )
         if accountant is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE
@@ -43,9 +44,11 @@ class Pilot:
     c_max: float = C_MAX
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check.choice(RULES, rule=self.rule)
         if self.size is not None:
             check.positive_count(size=self.size)
+        geometric_grid(self.c_min, self.c_max)  # its checks
 
     def plan(self, n: int, budget: Budget, exchange_rate: float) -> PilotPlan:
         """Returns the public numbers of a pilot.

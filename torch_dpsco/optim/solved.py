@@ -77,7 +77,7 @@ class SolvedOptimizer(CommonOptimizer):
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        given = list(params)
+        given = checks.listed(params)
         scores, features, bias = linear_shape(given)
         wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
         if (scores, features, bias) != wanted:

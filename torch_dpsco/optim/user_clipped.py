@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import below_one
 from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
@@ -108,9 +109,13 @@ class UserClippedSGD(UserOptimizer):
                 )
             clipping = Clipped(clip, noise_multiplier, batch_size)
         elif not (clip is None and noise_multiplier is None and batch_size is None):
-            raise ValueError("clip, noise_multiplier and batch_size must not be given beside clipping")
+            raise ValueError(
+                f"clip, noise_multiplier and batch_size must not be given beside clipping (got {clipping!r})"
+            )
         if not isinstance(clipping, ClippedMean):
             raise ValueError(f"clipping must be an oracle that clips, as oracles.Clipped (got {clipping!r})")
+        if center_decay is not None:
+            below_one(center_decay=center_decay)
         super().__init__(
             params,
             lr,
@@ -174,6 +179,7 @@ class UserClippedSGD(UserOptimizer):
             secure: see the class.
         """
         require_user(budget)
+        n_users = check.positive_count(n_users=n_users)
         if steps is not None and epochs is not None:
             raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
         design = _users(n_users if batch_size is None else batch_size, n_users, sampling)

@@ -58,6 +58,9 @@ def plan_filtered(
 ) -> FilteredSchedule:
     """Returns the plan of `UserFilteredSGD`, whose `plan` has the arguments."""
     require_user(budget)
+    check.positive_count(dim=dim), check.positive_count(max_steps=max_steps)
+    if distance is not None:
+        check.positive(distance=distance)
     items, r = check.positive_count(min_items=min_items), check.nonnegative(smoothing=smoothing)
     epsilon = budget.epsilon
     if isinstance(pair_radius, PairRadiusSearch):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
@@ -51,6 +52,10 @@ class MeanOracle(ABC):
     assumptions: tuple[str, ...] = ()  # what it takes for granted beside what all oracles do, in sentences
     ordered = False  # whether it looks at the places of rows in their batch, see `Design.ordered`
     _taken = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_members(cls, "__init__", "calibrated")
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size

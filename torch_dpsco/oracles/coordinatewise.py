@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, Gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch
@@ -70,6 +71,7 @@ def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
     return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
 
 
+@typed
 def median_of_means(rows: Any, groups: int, clip: float) -> Tensor:
     """Returns coordinate-wise medians of the means of m consecutive groups of clipped rows. Without noise: NOT private.
 

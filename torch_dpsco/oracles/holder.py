@@ -14,7 +14,9 @@ from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.weights import joint_norm
 from torch_dpsco.problem import Problem
 
-__all__ = ["HolderClipped"]
+__all__ = ["NOISES", "HolderClipped"]
+
+NOISES = ("adaptive", "constant", "paper")
 
 
 class HolderClipped(ClippedMean):
@@ -47,7 +49,7 @@ class HolderClipped(ClippedMean):
         radius: float = math.inf,
     ) -> None:
         super().__init__(noise_multiplier, batch_size)
-        self.noise = check.choice(("adaptive", "constant", "paper"), noise=noise)
+        self.noise = check.choice(NOISES, noise=noise)
         self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
         if noise == "paper" and math.isinf(self.radius):
             raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")

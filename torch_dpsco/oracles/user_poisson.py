@@ -38,6 +38,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     Adjacency,
@@ -88,6 +89,7 @@ class PoissonTest:
     coefficient: float = field(init=False, repr=False)  # sensitivity of the mean in units of tau, rounded up
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check.positive_count(n_users=self.n_users)
         check.positive_count(batch_size=self.batch_size)
         check.positive(noise_std=self.noise_std)
@@ -134,6 +136,7 @@ class AdaptiveRadius:
     lr: float = 0.2
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check.open_interval(0.0, 1.0, target=self.target)
         check.positive(lr=self.lr)
         if not 1e-40 <= self.low <= self.high <= 1e40:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import check_fields
 from torch_dpsco._validate import positive
 from torch_dpsco.prox.base import Prox
 
@@ -91,6 +92,7 @@ class Box(Prox):
     radius: float = field(init=False, repr=False, default=math.inf)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "low", float(self.low))
         object.__setattr__(self, "high", float(self.high))
         if not self.low <= self.high or self.low == math.inf or self.high == -math.inf:

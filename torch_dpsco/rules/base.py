@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import type_members
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
 
@@ -29,6 +30,10 @@ class UpdateRule(ABC):
         average: which iterate is the answer: "last"; "uniform", the mean of w_1..w_T (each BEFORE its update, as in the
             papers); "weighted", the same with weights proportional to t.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_members(cls, "__init__")
 
     def __init__(self, average: str = "last") -> None:
         self.average = check.choice(AVERAGES, average=average)

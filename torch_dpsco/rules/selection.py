@@ -36,6 +36,11 @@ def select_central(candidates: Tensor | Sequence[Any]) -> Selected:
         >>> select_central([[0.0], [5.0], [0.1]]).index
         0
     """
+    if not isinstance(candidates, Tensor):
+        try:
+            candidates = torch.tensor(candidates, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"candidates must be rows of numbers (got {type(candidates).__name__})") from error
     points = torch.as_tensor(candidates, dtype=torch.float64)
     if points.dim() != 2 or not len(points):
         raise ValueError(f"candidates must be of shape (J, dim), J >= 1 (got {tuple(points.shape)})")

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.bounds import enforce_bounds
@@ -52,6 +53,7 @@ def _without_rows(leaf: Any) -> Any:
     return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
+@typed
 class PrivateLoader:
     """Iterates over the draws of a sampler and notes each delivered batch in its log.
 
@@ -176,6 +178,7 @@ def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bo
         yield [t.index_select(0, index if t.device.type == "cpu" else index.to(t.device)) for t in tensors]
 
 
+@typed
 class PhysicalBatches:
     """Delivers the draws of a loader in chunks that fit into memory: one release per draw, made by its last chunk.
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import type_members, typed
 from torch_dpsco.accounting.designs import Design, Draw, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import UnitError, UnknownSamplerError
@@ -51,10 +52,17 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     kind: ClassVar[type[Design]]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_members(cls, "__init__")
+
+    @typed
     def __init__(
         self, design: Design, *, size: int | None = None, steps: int | None = None, seed: int | None = None
     ) -> None:
         self.require_kind(design)
+        if seed is not None and seed < 0:
+            raise ValueError(f"seed must be >= 0 (got {seed})")
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(steps=design.steps_per_epoch if steps is None else steps)

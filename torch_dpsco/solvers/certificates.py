@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import nonnegative, positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.margin import Hinge
@@ -61,6 +62,7 @@ class Certificate:
         return self.distance <= distance
 
 
+@typed
 def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
     """C1: ||w - w*|| <= ||s||/mu for any subgradient s of a mu-strongly convex F at w.
 

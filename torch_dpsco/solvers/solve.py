@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, positive
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.objectives.base import Objective, require_double
@@ -50,6 +51,7 @@ class Solution:
     certificate: Certificate = field(repr=False)
 
 
+@typed
 def solve(
     objective: Objective,
     tolerance: float,

@@ -1,0 +1,209 @@
+"""Types at the door: arguments of public callables are checked against their own annotations, before anything runs.
+
+`typed` is for functions and for classes that are no dataclasses, `type_members` for the subclasses of a base,
+`check_fields` for dataclasses. Ranges are checked where the values are used, by `_validate`; so are arguments annotated
+`Any`. Whatever Python says about missing and unknown arguments, it says itself, and names all of them together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+import typing
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from torch_dpsco._validate import article, shown
+
+__all__ = ["check_fields", "type_members", "typed"]
+
+_Target = TypeVar("_Target", bound=Callable[..., Any])
+
+
+class _Kind(NamedTuple):
+    """What an annotation admits: a predicate, and how a message calls it."""
+
+    admits: Callable[[Any], bool]
+    words: str
+
+
+def typed(target: _Target, largest: float = math.inf) -> _Target:
+    """Returns a function that first checks the types of its arguments; a class is given such an `__init__`.
+
+    Args:
+        target: with annotations.
+        largest: size of the largest finite number that is admitted.
+
+    Raises (when called):
+        ValueError: an argument is not of the type of its annotation; names it, its value and what it must be.
+
+    Example:
+        >>> @typed
+        ... def power(base: float, *, exponent: int | None = None) -> float: ...
+        >>> power(2.0, exponent="3")
+        Traceback (most recent call last):
+        ...
+        ValueError: exponent must be an integer (got '3')
+    """
+    if isinstance(target, type):
+        type_members(target, "__init__")
+        return target
+    names = list(inspect.signature(target).parameters)
+
+    @functools.wraps(target)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        kinds = _kinds(target)
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            _check(kinds.get(name), name, value, largest)
+        return target(*args, **kwargs)
+
+    return cast(_Target, checked)
+
+
+def type_members(owner: type, *names: str, largest: float = math.inf) -> None:
+    """Makes `typed` those of the named methods that a class defines itself; for `__init_subclass__` of a base."""
+    for name in names:
+        member = vars(owner).get(name)
+        if isinstance(member, classmethod):
+            setattr(owner, name, classmethod(typed(member.__func__, largest)))
+        elif member is not None:
+            setattr(owner, name, typed(member, largest))
+
+
+def check_fields(value: Any) -> None:
+    """Checks the types of all fields of a dataclass; raises as `typed` does."""
+    for name, kind in _kinds(cast(Any, type(value))).items():
+        if name in value.__dataclass_fields__ and hasattr(value, name):
+            _check(kind, name, getattr(value, name))
+
+
+def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
+    if kind is not None and not kind.admits(value):
+        raise ValueError(f"{name} must be {kind.words} (got {shown(value)})")
+    if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
+        raise ValueError(f"{name} must be of size {largest:g} at most, for products to fit (got {shown(value)})")
+
+
+@functools.cache
+def _kinds(target: Any) -> dict[str, _Kind]:
+    found = {name: _kind(hint) for name, hint in typing.get_type_hints(target).items() if name != "return"}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _kind(hint: Any) -> _Kind | None:
+    """Returns what an annotation admits; None if that is anything."""
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint is Any:
+        return None
+    if isinstance(hint, TypeVar):
+        return None if hint.__bound__ is None else _kind(hint.__bound__)
+    if origin in (typing.Union, UnionType):
+        return _union([_kind(part) for part in arguments])
+    if origin is typing.Literal:
+        return _Kind(lambda value: isinstance(value, str) and value in arguments, f"one of {', '.join(arguments)}")
+    if origin in _PLAIN:
+        return _PLAIN[origin]
+    if origin in (tuple, list, Sequence, Iterable):
+        return _items(origin, arguments)
+    if origin in (Mapping, MutableMapping, dict):
+        return _Kind(lambda value: isinstance(value, origin), "a mapping")
+    if not isinstance(origin, type) or origin is object or getattr(origin, "_is_protocol", False):
+        return None
+    if origin.__name__ == "Dataset":  # any map will do
+        return _Kind(lambda value: hasattr(value, "__getitem__") and not isinstance(value, _NO_DATASETS), _DATASET)
+    return _Kind(lambda value: isinstance(value, origin), f"{article(origin.__name__)}{_HOW.get(origin.__name__, '')}")
+
+
+def _union(kinds: list[_Kind | None]) -> _Kind | None:
+    known = [kind for kind in kinds if kind is not None]
+    if len(known) < len(kinds):
+        return None
+    words = list(dict.fromkeys(kind.words for kind in known if kind is not _NONE))
+    text = " or ".join(words) if len(words) <= _MANY else f"{', '.join(words[:-1])} or {words[-1]}"
+    if "a Repeat" in words:
+        text = "a value of torch_dpsco.accounting.events"
+    return _Kind(lambda value: any(kind.admits(value) for kind in known), text)
+
+
+def _items(origin: Any, arguments: tuple[Any, ...]) -> _Kind:
+    """Returns the kind of lists; items are looked at where that uses up nothing."""
+    fixed = origin is tuple and arguments[-1:] != (...,)
+    inner = [_kind(part) for part in arguments if part is not ...]
+
+    def admits(value: Any) -> bool:
+        if isinstance(value, (str, bytes, Mapping, type)) or not _iterable(value):
+            return False
+        if origin is not Iterable and (isinstance(value, AbstractSet) or not hasattr(value, "__len__")):
+            return False
+        if not hasattr(value, "__len__") or not inner:
+            return True
+        if fixed and len(value) != len(inner):
+            return False
+        items = value.tolist() if hasattr(value, "tolist") and inner[0] in _NUMBERS else value
+        each = inner if fixed else inner[:1] * len(value)
+        return all(kind is None or kind.admits(item) for kind, item in zip(each, items, strict=True))
+
+    words = ["anything" if kind is None else kind.words for kind in inner]
+    if fixed:
+        return _Kind(admits, f"a tuple of ({', '.join(words)})")
+    return _Kind(admits, f"a list, each item {words[0]}" if words else "a list")
+
+
+def _iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return hasattr(value, "__iter__")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return True
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+_MANY = 3
+_DATASET = "a map-style data set, as torch.utils.data.TensorDataset(X, y)"
+_NO_DATASETS = (str, bytes, type, Mapping, np.generic)
+_NONE = _Kind(lambda value: value is None, "None")
+_NUMBERS = (_Kind(_is_number, "a number"), _Kind(_is_integer, "an integer"))
+_PLAIN: dict[Any, _Kind] = {
+    NoneType: _NONE,
+    float: _NUMBERS[0],
+    int: _NUMBERS[1],
+    bool: _Kind(lambda value: isinstance(value, bool), "True or False"),
+    str: _Kind(lambda value: isinstance(value, str), "a name, as text"),
+    Callable: _Kind(callable, "a function"),
+}
+_HOW = {  # how to make what an argument must be
+    "Accountant": ", as Accountant(Budget(1.0, 1e-5))",
+    "Budget": ", as Budget(1.0, 1e-5)",
+    "Design": " of torch_dpsco, as Poisson(batch_size, n)",
+    "Generator": " of torch, as torch.Generator()",
+    "MeanOracle": " of torch_dpsco.oracles",
+    "Module": " of torch.nn, the model itself",
+    "Problem": ", as losses.Logistic().problem(bound_x=...)",
+    "Prox": " of torch_dpsco.prox, as prox.Ball(1.0)",
+    "Schedule": ", as Schedule((Phase(steps=10),))",
+    "TableLoss": " of torch_dpsco.losses, as losses.Logistic()",
+    "UpdateRule": " of torch_dpsco.rules, as rules.SGD()",
+}
