@@ -48,6 +48,8 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Marks all cases of a parametrized test but the first n by a hash of their names slow: `representatives(n)`."""
+    if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names of cases must be the same in all processes: give ids= (got {unlike[0]})")
     cases = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("representatives")

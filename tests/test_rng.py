@@ -129,7 +129,9 @@ def test_batches_repeat_only_with_a_seed_and_that_warns():
     assert len(set(seeded)) == 3
 
 
-@pytest.mark.parametrize("stream", [Keystream(), KeyedStream(KEY, "a"), seeded(0), picks(0)], ids=str)
+@pytest.mark.parametrize(
+    "stream", [Keystream(), KeyedStream(KEY, "a"), seeded(0), picks(0)], ids=["fresh", "keyed", "seeded", "picks"]
+)
 def test_bytes_are_uniform_and_as_many_as_asked_for(stream):
     """Bits of each place of a byte, and bytes; false-alarm rate 2e-6."""
     for size in (0, 1, 7, 8, 33):
