@@ -1,4 +1,4 @@
-"""Prints the tables of docs/performance.md: steps, memory, loading, accounting, user distances, equality of the work.
+"""Prints the tables of docs/performance.md: steps, memory, loading, accounting, noise, user distances.
 
     python benchmarks/performance.py                                   # all suites, about six minutes
     python benchmarks/performance.py --update docs/performance.md      # ... and puts the tables into the document
@@ -21,6 +21,7 @@ import accountant
 import equality
 import loaders
 import memory
+import noise
 import step_time
 import torch
 import user_level
@@ -37,6 +38,7 @@ SUITES: dict[str, Suite] = {
     "step": lambda args, peers: step_time.tables(smoke=args.smoke, rounds=args.rounds, peers=peers),
     "loaders": lambda args, peers: loaders.tables(smoke=args.smoke, rounds=args.rounds),
     "accountant": lambda args, peers: accountant.tables(smoke=args.smoke),
+    "noise": lambda args, peers: noise.tables(smoke=args.smoke, rounds=args.rounds),
 }
 BLOCK = "<!-- table: {} -->\n{}\n<!-- end -->"
 

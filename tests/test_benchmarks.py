@@ -87,7 +87,7 @@ def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
 
 
 def test_every_benchmark_is_run_by_a_test() -> None:
-    suites = {"performance", "memory", "user_level", "equality", "step_time", "loaders", "accountant"}
+    suites = {"performance", "memory", "user_level", "equality", "step_time", "loaders", "accountant", "noise"}
     accuracy = {"heavy_tailed", "holder", "user_level_risk"}
     assert suites | accuracy | ELSEWHERE | PARTS | FOREIGN == SCRIPTS
     for script in suites | accuracy:
