@@ -18,8 +18,7 @@ from tests.oracles.users import certain, observe, released, same, two
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Failure, NonPrivate, Repeat
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
-from torch_dpsco.gradbatch import DenseBlock, GradBatch, Points, neighbor_counts
-from torch_dpsco.oracles import user_filtered
+from torch_dpsco.gradbatch import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered, filtered_mean, weighted_mean
 
 FALSE_ALARM = 1e-6
@@ -276,7 +275,7 @@ def test_the_error_of_the_weighted_mean_is_within_its_bound(n, seed):
     exact = sum(Fraction(w) * Fraction(x) for w, x in zip(weights.tolist(), rows[:, 0].tolist(), strict=True))
     exact /= sum(map(Fraction, weights.tolist()))
     error = abs(Fraction(weighted_mean(Points(rows), weights).item()) - exact)
-    assert error <= Fraction(user_filtered.mean_rounding(n, 1, 1.0, 1001.0)) / 2
+    assert error <= Fraction(mean_rounding(n, 1, 1.0, 1001.0)) / 2
 
 
 # -- the test, halting and the phase ----------------------------------------------------------------------------------

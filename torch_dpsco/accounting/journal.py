@@ -105,6 +105,11 @@ class Journal:
         if self.file is not None and self.file.awaits_name and Process.number == self._process:
             self.replace(self.book)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the file knows runs of earlier processes, and nothing was charged in this one."""
+        return self.file is not None and bool(self.book.releases) and not self._charging
+
     def require_own_process(self) -> None:
         """Raises PrivacyError in a forked copy."""
         if Process.number != self._process:

@@ -6,7 +6,7 @@ Source: spec accounting.md sections 3, 5, 7.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch_dpsco import _validate as check
@@ -144,7 +144,15 @@ class Spending(Planning, OpacusFace):
         with self._planning(event, count, count, refuse=False):
             self._charge(event, count, ("adaptive",) if adaptive else ())
 
-    def authorize(self, event: Event, count: int = 1, *, planned: int = 1, adaptive: bool = False) -> None:
+    def authorize(
+        self,
+        event: Event,
+        count: int = 1,
+        *,
+        planned: int = 1,
+        adaptive: bool = False,
+        releases: Mapping[str, int] | None = None,
+    ) -> None:
         """Charges an event that is about to happen, or refuses it.
 
         Args:
@@ -153,6 +161,8 @@ class Spending(Planning, OpacusFace):
             planned: how many such events are planned from here on, this one included; only `count` are charged now, but
                 if all fit, they are decided at once.
             adaptive: whether its parameters were chosen from what was released before.
+            releases: per run, how many of its releases may have been made from here on (see `Book.releases`); noted
+                even if the event is empty.
 
         Raises:
             BudgetExceeded: the event would pass the budget; the ledger is unchanged.
@@ -167,7 +177,7 @@ class Spending(Planning, OpacusFace):
             if adaptive:
                 self.require_adaptive()
             event = event if self._phase.place is None else self._placed(event)
-            self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned)
+            self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned, releases=releases)
 
     @locked
     def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
@@ -188,35 +198,41 @@ class Spending(Planning, OpacusFace):
         marks: Collection[str] = (),
         adjacency: Adjacency = REPLACE_ONE,
         planned: int = 1,
+        releases: Mapping[str, int] | None = None,
     ) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
         if self._rule is None:
-            self._charge(event, count, marks, adjacency)
+            self._charge(event, count, marks, adjacency, releases)
             return
         if self._ended:
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
             self.require_adaptive()
         known, left = self._allowance or (None, 0)
         if known == (event, self._rule, len(self)) and count <= left:  # equal events are decided once
-            self._charge(event, count, marks, adjacency)
+            self._charge(event, count, marks, adjacency, releases)
         else:
             with self._planning(event, count, planned, refuse=True):
                 left = self._room(self._rule, event, count, planned)
-                self._charge(event, count, marks, adjacency)
+                self._charge(event, count, marks, adjacency, releases)
         self._allowance = (event, self._rule, len(self)), left - count
 
     def _charge(
-        self, event: Event, count: int, marks: Collection[str] = (), adjacency: Adjacency = REPLACE_ONE
+        self,
+        event: Event,
+        count: int,
+        marks: Collection[str] = (),
+        adjacency: Adjacency = REPLACE_ONE,
+        releases: Mapping[str, int] | None = None,
     ) -> None:
         undecided = self._config["adjacency"] is None
         if undecided:
             self._config["adjacency"] = adjacency  # before the charge: the first line of a ledger file names it
         added = 0
         try:
-            added = self._journal.charge(event, count, marks)
+            added = self._journal.charge(event, count, marks, releases)
         finally:
-            if undecided and not added:
+            if undecided and not added and not releases:
                 self._config["adjacency"] = None
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:

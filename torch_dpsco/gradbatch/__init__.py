@@ -16,7 +16,7 @@ from torch_dpsco.gradbatch.ghost import GhostBlock, GhostHooks, ghost_backward
 from torch_dpsco.gradbatch.gram import SequenceBlock
 from torch_dpsco.gradbatch.items import ItemBlock
 from torch_dpsco.gradbatch.linear import FactoredLinear
-from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
+from torch_dpsco.gradbatch.neighbors import Points, mean_rounding, neighbor_counts
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
@@ -43,6 +43,7 @@ __all__ = [
     "has_rows",
     "input_factors",
     "linear_factors",
+    "mean_rounding",
     "neighbor_counts",
     "plan_summation",
     "require_unwrapped",

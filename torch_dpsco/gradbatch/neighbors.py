@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 
-__all__ = ["Points", "neighbor_counts"]
+__all__ = ["Points", "mean_rounding", "neighbor_counts"]
 
 _TILE, _WIDTH = 1024, 1024  # rows and columns of a tile
 _PAIRS = 256  # that are decided at once by the sum of squares
@@ -230,3 +230,20 @@ class _Counter:
             # PRIVACY: by the two rows alone (test_ties_are_decided_by_the_two_rows_alone)
             near = self._points.squares(first[start + j], second[k]) <= square
             part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
+
+
+def mean_rounding(users: int, dim: int, diameter: float, reach: float) -> float:
+    """Returns a bound of what rounding adds to the distance of two weighted means.
+
+    A chain of at most (rows of a tile + tiles) additions, and a few roundings of weights, products and the quotient, in
+    each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a point
+    that is at most `reach` from the center; twice.
+
+    Args:
+        users: most rows.
+        dim: D.
+        diameter: of the rows of positive weight.
+        reach: of all rows.
+    """
+    tile = Points(torch.empty(0, dim)).tile_rows
+    return 2.0 * _UNIT * ((2 * (tile + users // tile) + 24) * diameter + 2.0 * reach)

@@ -125,14 +125,31 @@ class AboveThreshold:
             raise SequenceError("the run has halted: nothing more may be answered")
         if self._asked >= self.steps:
             raise SequenceError(f"all {self.steps} planned queries are answered: plan more steps")
-        if self._rho is None:
-            self._rho = draw_laplace(self.threshold_scale, self._step, generator)
+        self.start(generator)
+        assert self._rho is not None
         self._asked += 1
         # PRIVACY: fresh for each query, and compared without rounding
         # (test_answers_have_the_probabilities_of_the_exact_integrals)
         nu = draw_laplace(self.query_scale, self._step, generator)
         self._halted = Fraction(score) + nu < self.threshold + self._rho
         return not self._halted
+
+    def start(self, generator: Source) -> None:
+        """Draws the noisy threshold, if that was not done; nothing is released by it."""
+        if self._rho is None:
+            self._rho = draw_laplace(self.threshold_scale, self._step, generator)
+
+    def lose(self, *, halted: bool) -> bool:
+        """Counts a query that an interrupted run may have answered, and notes whether it was below the threshold.
+
+        The answers of the others are "above": an answer that was not noted before it was shown was not shown. So the
+        answers that anybody has seen, before and after, are those of one run with one noisy threshold, and no more
+        than `steps`: what `event` pays for. Returns whether the run has halted, as it must where its threshold is not
+        known any more.
+        """
+        self._asked += not self._halted
+        self._halted = self._halted or halted or self._rho is None
+        return self._halted
 
     def state(self) -> dict[str, Any]:
         """Returns integers that a checkpoint must keep. CONFIDENTIAL: it holds the noise of the threshold."""
@@ -149,7 +166,7 @@ class AboveThreshold:
         noise, asked, halted = state["threshold_noise"], check.count(asked=state["asked"]), bool(state["halted"])
         rho = None if noise is None else noise * self._step
         rolled_back = asked < self._asked or (self._halted and not halted)
-        if self.started and (rolled_back or rho != self._rho):
+        if (self._asked or self._halted) and (rolled_back or rho != self._rho):
             # PRIVACY: each return to an earlier state could halt again (test_a_run_cannot_be_rolled_back)
             raise SequenceError("state must be a later one of this run of the noisy test: make a new optimizer")
         self._rho, self._asked, self._halted = rho, asked, halted

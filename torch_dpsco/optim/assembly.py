@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,7 @@ class Assembly(CommonOptimizer):
         checks.require_same_parts(oracle, design, self.schedule)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
+        self._run, self._since = secrets.token_hex(16), 0  # name of the run in the ledger, from that step on
         self._drawn: tuple[BaseEvent, Event] | None = None  # the oracle's event, and that of a draw
         self._stills = 0  # releases of this phase that were no means
         self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
@@ -169,7 +171,7 @@ class Assembly(CommonOptimizer):
 
     def _new_sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
         checks.require_universe(self.design, self.adjacency, size)
-        partition = self._batch.partition if resume else None
+        partition = self._batch.sealed() if resume else None
         if self.design.one_pass:
             self._require_continuation(resume, partition)
             if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone

@@ -16,32 +16,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import BaseEvent, Draw
-from torch_dpsco.accounting.events import ADD_REMOVE, Event
-from torch_dpsco.distributed import join
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
-from torch_dpsco.optim.assembly import Assembly
-from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.common import in_turn
-from torch_dpsco.optim.shift import Shifts
-from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
+from torch_dpsco.optim.saved import Saved
 from torch_dpsco.oracles.base import Release
-from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import trained
-from torch_dpsco.sampling import Partition
 from torch_dpsco.schedule import Phase
 
 __all__ = ["PrivateOptimizer"]
 
 
-class PrivateOptimizer(Assembly):
+class PrivateOptimizer(Saved):
     """Base of all private optimizers; use a subclass, or build your own combination from this one.
 
     Args:
@@ -125,6 +119,8 @@ class PrivateOptimizer(Assembly):
             # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
             self._charge(draw)
             release = self._world.release(self.oracle, self._noise)
+            if release.halted and not self._halted:
+                self._note_halt()
         except BaseException:
             self._world.failed(self, in_progress=self.outstanding_rows is not None)
             # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -142,7 +138,13 @@ class PrivateOptimizer(Assembly):
         base = self.oracle.event()
         if self.oracle.per_run:
             planned = 1
-        self.accountant.authorize(self._event_of(base, draw), planned=planned, adaptive=self.oracle.adaptive)
+        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
+        marks = {self._run: self._steps + 1}
+        if self.design.one_pass:
+            marks[draw.partition] = draw.index + 1
+        self.accountant.authorize(
+            self._event_of(base, draw), planned=planned, adaptive=self.oracle.adaptive, releases=marks
+        )
 
     def _event_of(self, base: BaseEvent, draw: Draw) -> Event:
         if self.oracle.sampled:
@@ -296,79 +298,3 @@ class PrivateOptimizer(Assembly):
         with torch.no_grad():
             self._install_answer()
         self._finalized = True
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress.
-
-        CONFIDENTIAL, as it says itself, as long as one pass goes on under add_remove.
-        """
-        phase, k = self.schedule.position(self._steps)
-        private: dict[str, Any] = {
-            "t": self._steps,
-            "phase": phase,
-            "k": k,
-            "halted": self._halted,
-            "still": self._stills,
-            "finalized": self._finalized,
-        }
-        private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
-        partition = None if self._finalized else self._batch.partition
-        # PRIVACY: with the keys known, a record less moves all later ones
-        # (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        secret = (partition is not None and self.adjacency == ADD_REMOVE) or self.oracle.confidential
-        private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
-        if partition is not None:
-            private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
-        return add_private_state(super().state_dict(), self.settings(), private)
-
-    @in_turn
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state, ledger included; drops a batch in progress.
-
-        Raises:
-            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
-            PrivacyError: the state's ledger would forget events charged here.
-        """
-        public, private = split_private_state(state_dict, self.settings())
-        if self.oracle.per_run and private["t"] and not private["finalized"] and len(self.accountant):
-            # PRIVACY: one test would answer for two runs
-            # (test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused)
-            raise SequenceError(
-                "a run that is charged as a whole must be continued once, by an optimizer whose accountant is new: the "
-                "run may be going on already; start another one, which is charged again"
-            )
-        self.discard()
-        self.accountant.load_state_dict(private["ledger"])
-        super().load_state_dict(public)
-        restore_averages(self.state, public, self._all_params())
-        self.rule.load_state_dict(private["rule"], self.param_groups)
-        self.oracle.restore(private["oracle"])
-        if "partition" in private:
-            saved = private["partition"]
-            self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
-        self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
-        self._stills = private["still"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
-        # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
-        kept = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("_noise", "_batch", "_shifts", "_world", "step")
-        }
-        return {**kept, "_partition": self._batch.partition}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        partition = state.pop("_partition", None)
-        super().__setstate__(state)
-        if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
-            return
-        device = checks.one_device(self._all_params())
-        self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
-        self._batch, self._world = LogicalBatch(self.design), join(device)
-        if partition is not None:
-            self._batch.resume(partition)
-        self.oracle.discard()

@@ -6,6 +6,7 @@ everything that could put a record into a step twice is refused.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.errors import AdjacencyError, SequenceError, UnitError
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError
 from torch_dpsco.gradbatch import GradBatch, LinearRows
 from torch_dpsco.sampling import (
     Chunk,
@@ -25,7 +26,9 @@ from torch_dpsco.sampling import (
     Partition,
     PrivateLoader,
     accept_empty_draws,
+    fingerprint,
     partition_name,
+    records_of,
 )
 
 __all__ = ["LogicalBatch"]
@@ -50,6 +53,7 @@ class LogicalBatch:
         self._log = DrawLog()
         self._sampler: OnePassSampler | None = None
         self._resumed: Partition | None = None
+        self._loader: Any = None  # that of the sampler
         self._made = 0  # draws of its partition that steps have used
         self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
         self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
@@ -77,13 +81,15 @@ class LogicalBatch:
             accept_empty_draws(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
         one_pass = isinstance(sampler, OnePassSampler) and sampler is not self._sampler
-        if one_pass and sampler.partition is None and self._log.again is not None:
+        if one_pass and not sampler.resumed and self._log.again is not None:
             # PRIVACY: another partition instead is one that was chosen
             # (test_a_draw_that_was_given_up_is_of_no_other_partition)
             raise SequenceError("a draw was given up and is the next one again: use loader(dataset, resume=True)")
+        if one_pass:
+            self._require_same_records(sampler.partition, loader)
         self._take(sampler.log)
         if one_pass:
-            self._sampler, self._made = sampler, sampler.partition.made if sampler.partition else 0
+            self._sampler, self._made, self._loader = sampler, sampler.partition.made, loader
         self._log.on_restart = on_restart
         self._rows, self._draw_rows, self.opened = 0, 0, False
 
@@ -200,6 +206,24 @@ class LogicalBatch:
         known = self._resumed if self._sampler is None else self._sampler.partition
         return None if known is None else replace(known, made=self._made)
 
+    def sealed(self) -> Partition | None:
+        """Returns the partition with a fingerprint of its records, all of which are read the first time."""
+        known = self.partition
+        if known is not None and not known.tag and self._loader is not None and self._sampler is not None:
+            key = secrets.token_hex(16)
+            self._sampler.partition = replace(self._sampler.partition, key=key, tag=_tag(key, self._loader))
+        return self.partition
+
+    @staticmethod
+    def _require_same_records(partition: Partition, loader: Any) -> None:
+        if partition.tag and partition.made and _tag(partition.key, loader) != partition.tag:
+            # PRIVACY: a record at another place is used twice (test_a_partition_goes_on_with_its_own_records_only)
+            raise PrivacyError(
+                "dataset must hold the records of the run, unchanged and in their order (got others): they were cut "
+                "into parts once, and a record that is moved could be used in two of them; a data set whose records "
+                "are read differently each time (random augmentation) cannot be resumed"
+            )
+
     @property
     def partition_name(self) -> str:
         """By which the ledger knows it; "planned" before the first draw."""
@@ -228,3 +252,7 @@ class LogicalBatch:
         """Gives the draw in progress up: the next iteration of a loader delivers it again."""
         self._log.give_up()
         self.finish()
+
+
+def _tag(key: str, loader: Any) -> str:
+    return fingerprint(key, loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset))

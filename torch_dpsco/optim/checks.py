@@ -127,7 +127,7 @@ def require_one_step(
             f"{error}; give n= (Poisson batches, every adjacency), another design=, or adjacency='replace_one'"
         ) from error
     budget = accountant.budget
-    if budget is None or accountant.admits(step):
+    if budget is None or accountant.interrupted or accountant.admits(step):
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     raise InfeasibleError(

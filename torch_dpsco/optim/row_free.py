@@ -10,6 +10,7 @@ number of steps are those of the plan; arithmetic is double precision.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,9 +30,9 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, in_turn, require_one_process
+from torch_dpsco.optim.common import in_turn, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
-from torch_dpsco.optim.state import add_private_state, restore_averages, split_private_state
+from torch_dpsco.optim.saved_row_free import SavedRowFree
 from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import AVERAGES, absorb, averaged
@@ -44,7 +45,7 @@ _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
 
 
-class RowFreeOptimizer(CommonOptimizer):
+class RowFreeOptimizer(SavedRowFree):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
     Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
@@ -112,7 +113,7 @@ class RowFreeOptimizer(CommonOptimizer):
         self.accountant.require_unit("example")
         checks.require_one_step(self.accountant, self.adjacency, event)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
-        self._steps, self._finalized, self._epoch = 0, False, ""
+        self._steps, self._finalized, self._epoch, self._run = 0, False, "", secrets.token_hex(16)
         self._log: DrawLog | None = None
         for p in self._params:
             p.detach().zero_()
@@ -306,7 +307,8 @@ class RowFreeOptimizer(CommonOptimizer):
         if missing := self.planned_steps - self._steps:
             raise SequenceError(f"{missing} of {self.planned_steps} planned steps are missing: nothing is released yet")
         self._kept.require_same()
-        self.accountant.authorize(self.event)
+        # PRIVACY: marked with its charge (test_an_answer_lost_to_a_crash_is_charged_again_or_refused)
+        self.accountant.authorize(self.event, releases={self._run: 1})
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
@@ -342,59 +344,3 @@ class RowFreeOptimizer(CommonOptimizer):
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
         run = OneRelease(type(self).__name__, self.design, self.event, self._steps, self.planned_steps, self._finalized)
         return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
-        return {
-            "design": repr(self.design),
-            "steps": self.planned_steps,
-            "lrs": [lr.hex() for lr in self.lrs],
-            "event": repr(self.event),
-            "noise_std": self.noise_std.hex() if math.isfinite(self.noise_std) else "inf",
-            "prox": repr(self.prox),
-            "bounds": repr(self.bounds),
-            "average": self.average,
-            "adjacency": self.adjacency,
-        }
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and primitives. CONFIDENTIAL until `finalize()`: it holds secret iterates."""
-        private = {
-            "t": self._steps,
-            "finalized": self._finalized,
-            "epoch": self._epoch,
-            "ledger": self.accountant.state_dict(),
-            "confidential": not self._finalized,
-            "given_up": self._given_up,
-        }
-        if not self._finalized:
-            private["iterates"] = [value.clone() for value in self._kept.iterates]
-        return add_private_state(super().state_dict(), self.settings(), private)
-
-    @in_turn
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state, ledger included. Load the model's state too: it holds the iterate.
-
-        Raises:
-            ValueError: the state is of another plan or version; says which settings differ.
-            PrivacyError: the state's ledger would forget events charged here.
-            SequenceError: a run with independent batches is not over.
-        """
-        public, private = split_private_state(state_dict, self.settings())
-        if not isinstance(self.design, Shuffled) and private["t"] > 0 and not private["finalized"]:
-            # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
-            # (test_a_run_with_independent_batches_cannot_be_resumed)
-            raise SequenceError(
-                "a run with independent batches must be made in one go: its continuations would share who was drawn; "
-                "use sampling='shuffle', which can be continued between epochs"
-            )
-        self.accountant.load_state_dict(private["ledger"])
-        super().load_state_dict(public)
-        restore_averages(self.state, public, self._params)
-        self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
-        self._given_up = private["given_up"]
-        self._kept.note(private.get("iterates"))
-        self._log = None
-        self.zero_grad()

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["add_private_state", "restore_averages", "split_private_state"]
+from torch_dpsco.accounting.book import read_state
+from torch_dpsco.errors import PrivacyError
+
+__all__ = [
+    "SecretState",
+    "add_private_state",
+    "require_charged",
+    "require_run",
+    "restore_averages",
+    "split_private_state",
+]
 
 _KEY = "dpsco"
-_VERSION = 2
+_VERSION = 3
+
+
+class SecretState(dict[str, Any]):
+    """A state dict with what must stay secret: iterates without noise, noise of a threshold, or who is in which batch.
+
+    It shows no value; torch.save stores it as a plain mapping, which torch.load reads with weights_only=True.
+    """
+
+    def __repr__(self) -> str:
+        return f"SecretState(CONFIDENTIAL, {sorted(self)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _digest(settings: dict[str, Any]) -> str:
@@ -33,7 +57,9 @@ def add_private_state(state: dict[str, Any], settings: dict[str, Any], private: 
         private: tensors and primitives.
     """
     fixed = {"version": _VERSION, "settings": settings, "digest": _digest(settings)}
-    return {**state, _KEY: fixed | private}
+    # PRIVACY: (test_a_state_with_secrets_says_so_by_its_type_and_shows_none)
+    kind = SecretState if private["confidential"] else dict
+    return kind({**state, _KEY: kind(fixed | private)})
 
 
 def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -43,8 +69,8 @@ def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tupl
         ValueError: no private part, another version, or a mechanism with other settings.
     """
     private = state.get(_KEY)
-    if private is None or private.get("version") != _VERSION:
-        raise ValueError(f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state)})")
+    if private is None or private.get("version") not in (2, _VERSION):
+        raise ValueError(f"state_dict must be a private optimizer's, version 2 or {_VERSION} (got {sorted(state)})")
     if private["digest"] != _digest(settings):
         saved = private["settings"]
         differ = [name for name in sorted({*saved, *settings}) if saved.get(name) != settings.get(name)]
@@ -54,6 +80,29 @@ def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tupl
             f"optimizer with the arguments of the saved run"
         )
     return {key: value for key, value in state.items() if key != _KEY}, private
+
+
+def require_charged(private: dict[str, Any], *, per_run: bool) -> None:
+    """Raises PrivacyError unless the ledger of a state holds the charges of its steps; see `split_private_state`.
+
+    Args:
+        private: private part of the state.
+        per_run: whether steps share a charge.
+    """
+    steps, ledger = private["t"], read_state(private["ledger"])
+    marked = ledger.releases.get(private.get("run", ""), private.get("since", steps))
+    if len(ledger.ledger) < (min(steps, 1) if per_run else steps) or marked < steps:
+        # PRIVACY: a checkpoint whose ledger was emptied or exchanged (test_steps_without_their_charges_are_refused)
+        raise PrivacyError(
+            f"state_dict must hold the charges of its {steps} steps (got a ledger of {len(ledger.ledger)} events): "
+            f"its ledger was emptied or is another one"
+        )
+
+
+def require_run(private: dict[str, Any]) -> None:
+    """Raises ValueError for a state of version 2, which does not name its run."""
+    if "run" not in private:
+        raise ValueError(f"state_dict must be of version {_VERSION} to be resumed (got {private['version']})")
 
 
 def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], params: Sequence[Tensor]) -> None:

@@ -130,6 +130,21 @@ class MeanOracle(ABC):
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027  (most oracles have nothing to restore)
         """Restores what `state` returned."""
 
+    def prepare(self, generator: Source) -> None:  # noqa: B027
+        """Draws what several releases of a run share, so that a checkpoint made before the first one holds it."""
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Notes that a release was charged, and maybe made, of which nothing is known but whether it was a halt.
+
+        Args:
+            step: number of steps before it.
+            halted: whether it was the last answer.
+
+        Returns:
+            Whether the oracle has answered for the last time.
+        """
+        return halted
+
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns public numbers about the last release."""

@@ -111,14 +111,27 @@ class Phased(MeanOracle):
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch of the phase of this step."""
         self._active.discard()
+        self._active, first = self._locate(step)
+        self._active.open(query, step - first)
+
+    def _locate(self, step: int) -> tuple[MeanOracle, int]:
+        """Returns the oracle of a step, and the first step of its phase."""
         first = 0
         for oracle, steps in self._phases:
             if step < first + steps:
-                self._active = oracle
-                oracle.open(query, step - first)
-                return
+                return oracle, first
             first += steps
         raise SequenceError(f"all {first} steps of the phases are made (got step {step})")
+
+    def prepare(self, generator: Source) -> None:
+        """Draws what the releases of each phase share."""
+        for oracle, _ in self._phases:
+            oracle.prepare(generator)
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Notes a release of the phase of this step that is not known."""
+        oracle, first = self._locate(step)
+        return oracle.lose(step - first, halted=halted)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Takes rows."""

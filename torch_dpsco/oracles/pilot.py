@@ -14,6 +14,7 @@ Source: spec heavytail.md, section 2.9.1; architecture.md, section 10, item 20b.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, Pure
 from torch_dpsco.clip_selection import C_MAX, C_MIN, warn_at_grid_end
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
 from torch_dpsco.oracles.base import MeanOracle, Release
@@ -138,6 +139,16 @@ class QuantilePilot(MeanOracle):
         warn_at_grid_end(chosen, self._grid)
         self._chosen = chosen
         return Release(still, still=True)
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Takes the middle of the grid, a public number, for a threshold that is lost; warns of it."""
+        self._chosen = float(self._grid[len(self._grid) // 2])
+        warnings.warn(
+            f"the pilot's threshold was lost to a crash: the middle of its grid, {self._chosen:g}, is taken instead",
+            UtilityWarning,
+            stacklevel=5,
+        )
+        return False
 
     def state(self) -> dict[str, float | None]:
         """Returns the threshold, None before its release: public."""

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Failure, Gaussian, NonPrivate, Repeat, Sequential
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
-from torch_dpsco.gradbatch import GradBatch, Points, neighbor_counts
+from torch_dpsco.gradbatch import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
 from torch_dpsco.noise import add_normal_, uniform
 from torch_dpsco.oracles.base import MeanOracle, Release
@@ -51,7 +51,7 @@ from torch_dpsco.theory.user_sensitivity import (
     ramp_start,
 )
 
-__all__ = ["Filter", "UserFiltered", "filtered_mean", "mean_rounding", "ramp_weights", "weighted_mean"]
+__all__ = ["Filter", "UserFiltered", "filtered_mean", "ramp_weights", "weighted_mean"]
 
 _UNIT = 2.0**-53
 
@@ -78,23 +78,6 @@ def weighted_mean(points: Points, weights: Tensor) -> Tensor:
     for part, tile in points.tiles(index):
         total.addmv_(tile.sub_(base).t(), weights[part])
     return base.add_(total.div_(weights[index].sum()))
-
-
-def mean_rounding(users: int, dim: int, diameter: float, reach: float) -> float:
-    """Returns a bound of what rounding adds to the distance of two weighted means.
-
-    A chain of at most (rows of a tile + tiles) additions, and a few roundings of weights, products and the quotient, in
-    each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a point
-    that is at most `reach` from the center; twice.
-
-    Args:
-        users: most rows.
-        dim: D.
-        diameter: of the rows of positive weight.
-        reach: of all rows.
-    """
-    tile = Points(torch.empty(0, dim)).tile_rows
-    return 2.0 * _UNIT * ((2 * (tile + users // tile) + 24) * diameter + 2.0 * reach)
 
 
 def filtered_mean(
@@ -304,8 +287,8 @@ class UserFiltered(MeanOracle):
 
     @property
     def needs_charge(self) -> bool:
-        """Whether `phase_event` must be charged before the next release: no test was drawn yet."""
-        return not (self._test.started or self._test.halted)
+        """Whether `phase_event` must be charged before the next release: no test was answered yet."""
+        return not (self._test.asked or self._test.halted)
 
     def event(self) -> Sequential:
         """Returns the event of the next release: that of the run if it opens it, else nothing."""
@@ -365,6 +348,14 @@ class UserFiltered(MeanOracle):
 
     def _nothing(self) -> Release:
         return Release(self._users.zeros(), halted=True, still=True)
+
+    def prepare(self, generator: Source) -> None:
+        """Draws the noisy threshold."""
+        self._test.start(generator)
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Notes a test whose answer is lost, and whether it was a halt."""
+        return self._test.lose(halted=halted)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -49,10 +49,10 @@ from torch_dpsco.accounting.events import (
     Sequential,
 )
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
-from torch_dpsco.gradbatch import GradBatch, Points, neighbor_counts
+from torch_dpsco.gradbatch import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.noise import add_normal_, normal
 from torch_dpsco.oracles.base import MeanOracle, Release
-from torch_dpsco.oracles.user_filtered import mean_rounding, ramp_weights, weighted_mean
+from torch_dpsco.oracles.user_filtered import ramp_weights, weighted_mean
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.user_sensitivity import poisson_filter_coefficient

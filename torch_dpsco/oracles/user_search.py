@@ -200,6 +200,10 @@ class UserSearched(UserFiltered):
                 stacklevel=3,
             )
 
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Notes a test whose answer is lost; without the radius, which is lost with its search, nothing more can be."""
+        return super().lose(step, halted=halted or not self.searched)
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:

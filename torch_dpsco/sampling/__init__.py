@@ -2,6 +2,7 @@
 
 from torch_dpsco.sampling.distributed import RankSampler, require_divisible
 from torch_dpsco.sampling.draws import Chunk, DrawLog
+from torch_dpsco.sampling.fingerprint import fingerprint, records_of
 from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
 from torch_dpsco.sampling.one_pass import (
     AssignedSampler,
@@ -42,9 +43,11 @@ __all__ = [
     "UserLoader",
     "accept_empty_draws",
     "bounded",
+    "fingerprint",
     "make_sampler",
     "partition_name",
     "poisson_positions",
+    "records_of",
     "require_divisible",
     "user_ids",
 ]

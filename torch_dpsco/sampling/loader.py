@@ -21,6 +21,7 @@ from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn
+from torch_dpsco.sampling.fingerprint import records_of
 from torch_dpsco.sampling.samplers import DesignSampler
 
 __all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded"]
@@ -109,6 +110,10 @@ class PrivateLoader:
     def __len__(self) -> int:
         """Draws per iteration."""
         return len(self.batch_sampler)
+
+    def contents(self) -> Iterator[Any]:
+        """Yields everything that is drawn from, in order."""
+        return records_of(self.dataset)
 
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
         for drawn in self.batch_sampler.dealt():

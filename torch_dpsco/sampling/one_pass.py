@@ -45,11 +45,15 @@ class Partition:
         cut: what fixes the parts: a permutation of the positions, or the secret key of an `Assigned` design (uint8).
         made: draws used so far.
         size: number of records it is about; default len(cut).
+        key: secret key of the tag, hexadecimal.
+        tag: keyed fingerprint of the records; "" if it was not computed.
     """
 
     cut: _Indices
     made: int = 0
     size: int | None = None
+    key: str = ""
+    tag: str = ""
 
 
 class OnePassSampler(DesignSampler):
@@ -87,7 +91,9 @@ class OnePassSampler(DesignSampler):
         if known not in (None, self.size):
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
             raise ValueError(f"resume must be with the data set of the run, {known} records (got {self.size})")
-        self.partition, self._used = resume, False
+        # drawn now: a checkpoint made before the first draw knows it
+        self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
+        self.resumed, self._used = resume is not None, False
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
@@ -95,8 +101,6 @@ class OnePassSampler(DesignSampler):
             # PRIVACY: each record is charged for one part (test_a_second_pass_is_refused)
             raise SequenceError(_EXHAUSTED)
         self._used = True
-        if self.partition is None:
-            self.partition = Partition(self._new_cut(), size=self.size)
         cut, made = self.partition.cut, self.partition.made
         name = partition_name(self.design, self.partition)
         for index, (part, indices) in islice(enumerate(self._parts(cut)), made, made + self.steps):

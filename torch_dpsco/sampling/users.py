@@ -118,6 +118,11 @@ class UserLoader(PrivateLoader):
     def _require_size(self, records: int) -> None:
         """Accepts any number of records: the sampler draws users."""
 
+    def contents(self) -> Iterator[Any]:
+        """Yields the ids, and the records."""
+        yield self._ids
+        yield from super().contents()
+
     def _of(self, drawn: _Indices) -> _Indices:
         """Returns the records of drawn users, in order of the draw."""
         ends = self._ends[drawn]

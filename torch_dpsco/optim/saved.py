@@ -1,0 +1,169 @@
+"""Checkpoints of a private optimizer: what they keep, and how a run goes on from one, by itself or after a crash."""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.distributed import join
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.assembly import Assembly
+from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.common import in_turn
+from torch_dpsco.optim.resuming import tell_of_lost, unpacked
+from torch_dpsco.optim.shift import Shifts
+from torch_dpsco.optim.state import add_private_state, require_charged, restore_averages, split_private_state
+from torch_dpsco.oracles.base import Release
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.sampling import Partition
+
+__all__ = ["Saved"]
+
+
+class Saved(Assembly):
+    """The state of a private optimizer; `PrivateOptimizer`, which adds the step, has the arguments."""
+
+    @abstractmethod
+    def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        """Moves by a release."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress.
+
+        CONFIDENTIAL, as it says itself and by its type (`SecretState`), as long as one pass goes on: it keeps who is
+        in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
+        noisy tests: it keeps their thresholds.
+        """
+        # PRIVACY: a run that is resumed has the same threshold (test_a_killed_run_goes_on_or_loses)
+        self.oracle.prepare(self._noise)
+        phase, k = self.schedule.position(self._steps)
+        private: dict[str, Any] = {
+            "t": self._steps,
+            "phase": phase,
+            "k": k,
+            "halted": self._halted,
+            "still": self._stills,
+            "finalized": self._finalized,
+            "run": self._run,
+            "since": self._since,
+        }
+        private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
+        partition = None if self._finalized else self._batch.sealed()
+        # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
+        # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
+        secret = partition is not None or self.oracle.confidential
+        private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
+        if partition is not None:
+            private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
+        return add_private_state(super().state_dict(), self.settings(), private)
+
+    @in_turn
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state, ledger included; drops a batch in progress.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+            PrivacyError: the state's ledger would forget events charged here.
+        """
+        public, private = split_private_state(state_dict, self.settings())
+        require_charged(private, per_run=self.oracle.per_run)
+        if self.oracle.per_run and private["t"] and not private["finalized"] and len(self.accountant):
+            # PRIVACY: one test would answer for two runs
+            # (test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused)
+            raise SequenceError(
+                "a run that is charged as a whole must be continued once, by an optimizer whose accountant is new: the "
+                "run may be going on already; start another one, which is charged again"
+            )
+        self.discard()
+        self.accountant.load_state_dict(private["ledger"])
+        if not private["t"] and not self._steps:
+            # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
+            # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
+            private = private | {"oracle": None, "run": self._run}
+        self._restore(public, private)
+
+    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
+        super().load_state_dict(public)
+        restore_averages(self.state, public, self._all_params())
+        self.rule.load_state_dict(private["rule"], self.param_groups)
+        if private["oracle"] is not None:
+            self.oracle.restore(private["oracle"])
+        if "partition" in private:
+            saved = private["partition"]
+            self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
+        self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
+        self._stills, self._run = private["still"], private.get("run", self._run)
+        self._since = private.get("since", self._steps)
+
+    @in_turn
+    def resume(self, state_dict: dict[str, Any]) -> int:
+        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
+
+        Load the model's state before: it holds the point of the next step. Steps that were charged after the
+        checkpoint are not made again, since they may have been released: they are lost, and a warning counts them.
+
+        Args:
+            state_dict: of the run's last checkpoint.
+
+        Returns:
+            The number of steps that were lost.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+            SequenceError: the optimizer has made steps.
+            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
+        """
+        public, private, marked = unpacked(self, state_dict)
+        require_charged(private, per_run=self.oracle.per_run)
+        self.discard()
+        self._restore(public, private)
+        partition, made = self._batch.partition, self._steps
+        if partition is not None:
+            used = marked.get(self._batch.partition_name, partition.made)
+            self._batch.resume(replace(partition, made=max(partition.made, used)))
+        lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
+        with torch.no_grad():
+            for _ in range(lost):
+                # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
+                halted = self.oracle.lose(self._steps, halted=self._halt_mark() in marked)
+                self._apply(self._trained(), Release([], halted=halted, still=True))
+        tell_of_lost(lost, made)
+        return lost
+
+    def _halt_mark(self) -> str:
+        return f"{self._run}/halted/{self._steps}"
+
+    def _note_halt(self) -> None:
+        """Notes in the ledger that the release of this step is a halt, before anybody sees it."""
+        self.accountant.authorize(Sequential(()), releases={self._halt_mark(): 1})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
+        # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
+        kept = {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("_noise", "_batch", "_shifts", "_world", "step")
+        }
+        return {**kept, "_partition": self._batch.partition}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        partition = state.pop("_partition", None)
+        super().__setstate__(state)
+        if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
+            return
+        device = checks.one_device(self._all_params())
+        self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
+        self._batch, self._world = LogicalBatch(self.design), join(device)
+        if partition is not None:
+            self._batch.resume(partition)
+        self.oracle.discard()
+        # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
+        self._run, self._since = secrets.token_hex(16), self._steps
