@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import warnings
 from bisect import bisect_left
@@ -20,6 +21,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import attach, detach, is_attached
+from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, loss_of, require_same_parameters, require_sound
@@ -55,13 +57,17 @@ def fit(
     num_workers: int = 0,
     progress: bool = True,
     compile: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 50,
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 
     Everything is checked before anything is spent: steps against plan and budget, records, and by the probes of
     `doctor` model and loss (coupled records, a regularizer in the loss, another reduction than declared). The progress
     bar shows steps, epsilon (rounded up) and steps left, never the training loss, which is private. A run that is
-    interrupted keeps its steps and its ledger; another `fit` makes the steps that are left.
+    interrupted keeps its steps and its ledger; another `fit` makes the steps that are left. With a checkpoint the same
+    script, run again after a crash, goes on where the checkpoint is: steps after it are lost, and a warning counts
+    them, but nothing is spent twice.
 
     Args:
         model: attached, or it is attached here; for `HolderOutputSGD` plain.
@@ -79,6 +85,9 @@ def fit(
         compile: compute rows by `CompiledRows`: seconds to half a minute at first, then faster steps where layers are
             not Linear on 2-D input (linear models have a closed form, which is taken before). Without it, and with a
             UtilityWarning where it is not possible, as `attach` does.
+        checkpoint: CONFIDENTIAL file that is written from time to time, and taken up if it exists (see `resume`).
+            The accountant must have a ledger file.
+        every: steps between two checkpoints.
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
@@ -114,14 +123,18 @@ def fit(
         given = [name for name, value in wrong.items() if value is not None]
         if given:
             raise ValueError(f"{given[0]} must not be given: the plan of {type(optimizer).__name__} fixes the run")
-        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress)
+        saved = open_checkpoint(checkpoint, every, model, optimizer)
+        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
         )
     progress = progress and is_first()
-    goal = _steps_to_make(optimizer, steps) + optimizer.steps
     require_same_parameters(model, optimizer)
+    saved = open_checkpoint(checkpoint, every, model, optimizer)
+    if saved.is_over():
+        return model.eval()
+    goal = _steps_to_make(optimizer, steps) + optimizer.steps
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
     if delta is None and optimizer.accountant.budget is not None:
@@ -158,11 +171,14 @@ def fit(
     with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
         optimizer.zero_grad()
+        saved.save()  # what the first step needs to be resumed: partition and thresholds
         with torch.set_grad_enabled(closed is None):
             for batch in batches:
                 if not _made(optimizer, make_step, batch):
                     break
+                saved.step_made()
                 progress_bar.show(goal - optimizer.steps)
+    saved.save()
     return model.eval()
 
 
@@ -214,10 +230,13 @@ def _fit_row_free(
     loss_fn: _LossFn,
     num_workers: int,
     progress: bool,
+    saved: Unsaved,
 ) -> _Model:
     """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
     require_same_parameters(model, optimizer)
     _require_pairs(dataset)
+    if saved.is_over():
+        return model.eval()
     if is_attached(model):
         raise SequenceError(
             f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)): it needs no "
@@ -230,12 +249,15 @@ def _fit_row_free(
     device = next(model.parameters()).device
     model.train()
     with optimizer, tqdm(total=len(loader), disable=not progress, unit="step") as bar:
+        saved.save()
         for batch in loader:
             optimizer.zero_grad()
             inputs, targets = to_device(batch, device)
             loss_of(model, loss_fn, inputs, targets).backward()
             optimizer.step()
+            saved.step_made()
             bar.update()
+    saved.save()
     return model.eval()
 
 

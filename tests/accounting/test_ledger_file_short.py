@@ -271,8 +271,8 @@ def test_where_no_new_file_can_be_made_the_old_one_goes_on(path, always, monkeyp
             return real(*args, **kwargs)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    folders = ledger_file._sync_folder
-    monkeypatch.setattr(ledger_file, "_sync_folder", lambda path: None if failing == "fsync" else folders(path))
+    folders = ledger_file.sync_folder
+    monkeypatch.setattr(ledger_file, "sync_folder", lambda path: None if failing == "fsync" else folders(path))
     with monkeypatch.context() as broken:
         broken.setattr(ledger_file.os, failing, fail)
         broken.setattr(ledger_file.HighWater, "write", lambda self, place, safe=False: None)  # needs no room
@@ -319,7 +319,7 @@ def test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged(path, al
             Accountant(ledger_path=path).close()
         assert synced[-1]
     with monkeypatch.context() as patched:
-        patched.setattr(ledger_file, "_sync_folder", _no_room)
+        patched.setattr(ledger_file, "sync_folder", _no_room)
         with pytest.raises(PrivacyError, match="could not be written"):
             Accountant(ledger_path=path)
     Accountant(ledger_path=path).close()

@@ -346,6 +346,11 @@ class Accountant(Spending):
         self._forget_answers()
 
     @property
+    def ledger_path(self) -> str | None:
+        """Path of the ledger file, if there is one."""
+        return None if self._journal.file is None else self._journal.file.path
+
+    @property
     def interrupted(self) -> bool:
         """Whether its file knows runs of earlier processes, of which an optimizer built now may resume one.
 

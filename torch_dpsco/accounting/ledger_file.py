@@ -43,7 +43,7 @@ try:
 except ImportError:  # Windows: no lock; a second writer is then found by the size of the file
     fcntl = None
 
-__all__ = ["LedgerFile"]
+__all__ = ["LedgerFile", "sync_folder"]
 
 _NOWHERE: Place = ("", 0, 0)
 _LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
@@ -95,7 +95,7 @@ class LedgerFile:
             self._sync(lambda: self._mark.write(self.book.place, safe=True))
             # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
             # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
-            self._sync(lambda: _sync_folder(os.path.realpath(self.path)))
+            self._sync(lambda: sync_folder(os.path.realpath(self.path)))
         except BaseException:
             self.close()
             raise
@@ -354,7 +354,7 @@ def _contents(fd: int) -> bytes:
     return b"".join(blocks)
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
     """Makes the name of a new file survive a power failure, where folders can be opened."""
     if not hasattr(os, "O_DIRECTORY"):
         return

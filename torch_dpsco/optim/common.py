@@ -67,6 +67,7 @@ class CommonOptimizer(Optimizer):
     _fixed: ClassVar[frozenset[str]] = frozenset()
     accountant: Accountant
     _steps: int
+    _run = ""
     _finalized: bool
     _seeded: bool
 
@@ -109,6 +110,11 @@ class CommonOptimizer(Optimizer):
     def steps(self) -> int:
         """Steps made."""
         return self._steps
+
+    @property
+    def run(self) -> str:
+        """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
+        return self._run
 
     @property
     def finalized(self) -> bool:

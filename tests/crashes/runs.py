@@ -1,0 +1,244 @@
+"""Runs that are killed and resumed: python -m tests.crashes.runs NAME, a process of its own, which only forks.
+
+For each optimizer, under a budget that is calibrated for the run to the last bit: a forked child trains with a ledger
+file and checkpoints, publishes each release, and kills itself at one point; another child runs the same script again.
+Prints a line of JSON per point, which `test_crashes` checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from tests.optim import user_runs as runs
+from torch_dpsco import checkpoint
+from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.theory.user_level import pair_radius_search
+
+EVERY = 3  # steps between checkpoints
+DELTA = 1e-4
+Build = Callable[[Any, dp.Accountant], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: `build` makes the optimizer of parameters and an accountant with exactly the run's budget."""
+
+    build: Build
+    budget: dp.Budget = field(default_factory=lambda: dp.Budget(1.0, DELTA))
+    data: Callable[[], tuple[TensorDataset, Any]] = lambda: records(120)
+    model: Callable[[], nn.Module] = lambda: nn.Linear(2, 1)
+    loss: Any = field(default_factory=dp.losses.Logistic)
+    reduction: str | None = "mean"
+
+
+def records(n: int) -> tuple[TensorDataset, Any]:
+    """Returns n records with a label each, always the same, and no users."""
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(n, 2))
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    y = np.sign(x[:, :1] + 0.1)
+    return TensorDataset(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)), None
+
+
+def _problem() -> dp.Problem:
+    return dp.losses.Logistic().problem(bound_x=2.0, radius=2.0)
+
+
+def _steps(cls: Any, problem: dp.Problem, n: int = 120, **options: Any) -> Case:
+    def build(params: Any, accountant: dp.Accountant) -> Any:
+        return cls.calibrated(params, problem=problem, n=n, budget=accountant.budget, accountant=accountant, **options)
+
+    return Case(build, data=lambda: records(n))
+
+
+def _output(cls: Any, **options: Any) -> Case:
+    build = _steps(cls, _problem(), batch_size=40, **options).build
+    return Case(build, model=lambda: nn.Linear(2, 1).double(), reduction=None)
+
+
+def _users(build: Build, data: Callable[[], tuple[TensorDataset, Any]]) -> Case:
+    return Case(build, runs.budget(), data, lambda: runs.Shifts(2), runs.squared_loss, "sum")
+
+
+def _user_clipped(params: Any, accountant: dp.Accountant) -> Any:
+    return dp.UserClippedSGD.calibrated(
+        params, n_users=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6, accountant=accountant
+    )
+
+
+def _filtered(params: Any, accountant: dp.Accountant) -> Any:
+    return dp.UserFilteredSGD(params, 0.1, plan=runs.plan(200, 5), accountant=accountant)
+
+
+def _searched(params: Any, accountant: dp.Accountant) -> Any:
+    search = pair_radius_search(2000, epsilon=1.0, smallest=0.1)
+    return dp.UserFilteredSGD.calibrated(
+        params, n_users=2000, budget=accountant.budget, lr=0.1, steps=4, pair_radius=search, accountant=accountant
+    )
+
+
+def _localized_user(params: Any, accountant: dp.Accountant) -> Any:
+    own = runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=500)
+    return dp.LocalizedUserSGD(params, schedule=own, accountant=accountant)
+
+
+_SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)
+CASES = {
+    "holder-poisson": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2),
+    "holder-fixed": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="fixed"),
+    "accelerated": _steps(dp.AcceleratedSGD, _SMOOTH, clip=1.0, steps=7),
+    "proximal": _steps(dp.ProximalSGD, _SMOOTH, clip=1.0, steps=7),
+    "clipped": _steps(dp.ClippedSGD, _SMOOTH, clip=1.0, steps=7),
+    "localized": _steps(dp.LocalizedSGD, _SMOOTH, clip=1.0, reg=0.1, max_steps=3, min_phase=30),
+    "localized-pilot": _steps(dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), reg=0.1, max_steps=2, min_phase=600),
+    "holder-output": _output(dp.HolderOutputSGD, epochs=2),
+    "bolt-on": _output(dp.BoltOnPSGD, epochs=3),
+    "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),
+    "user-filtered": _users(_filtered, lambda: runs.agreeing(200)),
+    "user-halting": _users(_filtered, lambda: runs.scattered(200)),
+    "user-searched": _users(_searched, lambda: runs.agreeing(2000)),
+    "localized-user": _users(_localized_user, lambda: runs.agreeing(500)),
+    "localized-halting": _users(_localized_user, lambda: runs.scattered(500)),
+}
+
+
+def train(case: Case, folder: Path) -> tuple[Any, dp.Accountant]:
+    """What a user's script does, each time it is run."""
+    accountant = dp.Accountant(case.budget, ledger_path=folder / "ledger")
+    model = case.model()
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    optimizer = case.build(model.parameters(), accountant)
+    data, users = case.data()
+    dp.fit(
+        model, optimizer, data, case.loss, users=users, loss_reduction=case.reduction, progress=False,
+        checkpoint=folder / "checkpoint", every=EVERY,
+    )  # fmt: skip
+    return optimizer, accountant
+
+
+class Watcher:
+    """Publishes what is charged and released, and kills the process at one point.
+
+    Args:
+        folder: where it is published.
+        point: ("charge" or "step", number): after that charge of this process, or after its release.
+    """
+
+    def __init__(self, folder: Path, point: tuple[str, int] | None) -> None:
+        self._out = os.open(folder / "published", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._point, self._charges, self._made = point, 0, 0
+        for cls, name in ((PrivateOptimizer, "_charge"), (RowFreeOptimizer, "finalize")):
+            setattr(cls, name, self._charging(getattr(cls, name)))
+        checkpoint.Checkpoint.step_made = self._stepping(checkpoint.Checkpoint.step_made)  # type: ignore[method-assign]
+
+    def _charging(self, real: Any) -> Any:
+        def charge(optimizer: Any, *args: Any) -> Any:
+            self._number = optimizer.steps
+            if isinstance(optimizer, RowFreeOptimizer):
+                authorize = optimizer.accountant.authorize
+                with_kill = self._then(authorize, {"charged": 0})
+                optimizer.accountant.authorize = with_kill
+                try:
+                    return real(optimizer, *args)
+                finally:
+                    del optimizer.accountant.authorize
+            place = [args[0].partition, args[0].index] if optimizer.design.one_pass else None
+            return self._then(real, {"charged": optimizer.steps, "place": place})(optimizer, *args)
+
+        return charge
+
+    def _then(self, real: Any, row: dict[str, Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            real(*args, **kwargs)
+            self.publish(row)
+            self._charges += 1
+            if self._point == ("charge", self._charges):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    def _stepping(self, real: Any) -> Any:
+        def step_made(saved: Any) -> None:
+            optimizer = saved._optimizer
+            if isinstance(optimizer, PrivateOptimizer):
+                values = b"".join(p.detach().numpy().tobytes() for g in optimizer.param_groups for p in g["params"])
+                self.publish({"released": optimizer.steps - 1, "halted": optimizer.halted, "values": values.hex()})
+            self._made += 1
+            if self._point == ("step", self._made):
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(saved)
+
+        return step_made
+
+    def publish(self, row: dict[str, Any]) -> None:
+        """Appends a line, at once or not."""
+        os.write(self._out, json.dumps(row).encode() + b"\n")
+
+
+def forked(case: Case, folder: Path, point: tuple[str, int] | None) -> int:
+    """Returns how a child that trains ended: 0, or minus the signal."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        watcher = Watcher(folder, point)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                optimizer, accountant = train(case, folder)
+            except dp.BudgetExceeded as error:
+                watcher.publish({"refused": str(error), "told": [str(warning.message) for warning in told]})
+                os._exit(3)
+        ledger = accountant.ledger
+        watcher.publish(
+            {
+                "finished": True,
+                "steps": optimizer.steps,
+                "finalized": optimizer.finalized,
+                "epsilon": accountant.get_epsilon(case.budget.delta),
+                "budget": case.budget.epsilon,
+                "told": [str(warning.message) for warning in told],
+                "events": [[place, part, type(event).__name__, k] for place, part, event, k in ledger.entries()],
+            }
+        )
+        os._exit(0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+def main(name: str, points: int | None = None) -> None:
+    """Prints, for each point of a case, what was published; stops at the point that no run reaches."""
+    torch.set_num_threads(1)
+    case = CASES[name]
+    for kind in ("charge", "step"):
+        for number in range(1, (points or 12) + 1):
+            with tempfile.TemporaryDirectory() as folder:
+                ends = [forked(case, Path(folder), (kind, number))]
+                if ends == [-signal.SIGKILL]:
+                    ends.append(forked(case, Path(folder), None))
+                rows = [json.loads(line) for line in (Path(folder) / "published").read_text().splitlines()]
+                print(json.dumps({"point": [kind, number], "ends": ends, "rows": rows}), flush=True)
+                if len(ends) == 1:
+                    break
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)

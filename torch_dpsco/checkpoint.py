@@ -1,0 +1,134 @@
+"""Checkpoints of `fit`: written whole or not at all, and taken up by the next call with the same path."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Shuffled
+from torch_dpsco.accounting.ledger_file import sync_folder
+from torch_dpsco.agreement import world_size
+from torch_dpsco.engine import require_same_parameters
+from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+
+__all__ = ["Checkpoint", "Unsaved", "open_checkpoint"]
+
+
+class Unsaved:
+    """A run without checkpoints."""
+
+    def is_over(self) -> bool:
+        """Returns whether the run that was taken up has no steps to make, after installing its answer."""
+        return False
+
+    def step_made(self) -> None:
+        """Saves if it is time to."""
+
+    def save(self) -> None:
+        """Saves the state as it is now."""
+
+
+class Checkpoint(Unsaved):
+    """The checkpoint file of one run.
+
+    CONFIDENTIAL: it may hold secret iterates, who was in which batch, and noise that is still to be used. It is written
+    with rights for its owner only.
+
+    Args:
+        path: of the file; a file of this run is taken up at once, which may lose steps (see `PrivateOptimizer.resume`).
+        every: steps between two checkpoints; runs of secret iterates are saved between passes only.
+        model: with the optimizer's parameters.
+        optimizer: whose accountant has a ledger file.
+
+    Raises:
+        PrivacyError: no ledger file, another one than that of the run, or a checkpoint of another run.
+        ValueError: a checkpoint of another plan, or no checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int,
+        model: nn.Module,
+        optimizer: PrivateOptimizer | RowFreeOptimizer,
+    ) -> None:
+        self.path, self.every = os.fspath(path), check.positive_count(every=every)
+        self._model, self._optimizer = model, optimizer
+        if world_size() > 1:
+            raise SequenceError(f"checkpoint must be None in a run of several processes (got {world_size()})")
+        if optimizer.accountant.ledger_path is None:
+            # PRIVACY: a checkpoint alone does not know what was released after it
+            # (test_a_checkpoint_needs_a_ledger_file)
+            raise PrivacyError(
+                "accountant must have a ledger file for a run with checkpoints, which knows what was released after "
+                "the last one: accountant=dp.Accountant(budget, ledger_path=...)"
+            )
+        if os.path.exists(self.path):
+            self._take_up()
+
+    def _take_up(self) -> None:
+        try:
+            state = torch.load(self.path, weights_only=True)
+            model, optimizer, run = state["model"], state["optimizer"], state["optimizer"]["dpsco"]["run"]
+        except (RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"checkpoint must be a file that fit has written (got {self.path!r}, {type(error).__name__}): name "
+                f"another file"
+            ) from error
+        if not self._optimizer.steps and not self._optimizer.finalized:
+            self._model.load_state_dict(model)
+            self._optimizer.resume(optimizer)
+        elif run != self._optimizer.run:
+            raise PrivacyError(
+                f"checkpoint must be a file of this run (got {self.path!r}, of another one): name another file"
+            )
+
+    def is_over(self) -> bool:
+        """Returns whether the run that was taken up has no steps to make, after installing its answer."""
+        optimizer = self._optimizer
+        planned = optimizer.planned_steps if isinstance(optimizer, RowFreeOptimizer) else optimizer.schedule.steps
+        if not optimizer.finalized and (planned is None or optimizer.steps < planned):
+            return False
+        if not optimizer.finalized:
+            optimizer.finalize()
+            self.save()
+        return True
+
+    def step_made(self) -> None:
+        """Saves if it is time to."""
+        every, design = self.every, self._optimizer.design
+        if isinstance(self._optimizer, RowFreeOptimizer):
+            if not isinstance(design, Shuffled):
+                return  # its batches are independent: an interrupted run starts again, nothing being released before
+            every = design.steps_per_epoch * -(-every // design.steps_per_epoch)
+        if self._optimizer.steps % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Puts the state as it is now in the place of the file, on the disk before it gets the name."""
+        state: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        draft = f"{self.path}.draft"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path)
+        sync_folder(self.path)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | None, every: int, model: nn.Module, optimizer: PrivateOptimizer | RowFreeOptimizer
+) -> Unsaved:
+    """Returns the checkpoint of a run, taken up if it is there; `Unsaved` without a path."""
+    if path is None:
+        return Unsaved()
+    require_same_parameters(model, optimizer)
+    return Checkpoint(path, every, model, optimizer)
