@@ -235,9 +235,13 @@ def test_every_cut_of_a_file_opens_with_all_charges_or_is_refused(path, monkeypa
         path.write_bytes(content[:cut])
         mark_of(path).write_bytes(mark)
         assert "cut, emptied, or replaced by an older copy" in refused(path)
+
+
+def test_a_lost_file_is_not_made_anew(path):
+    charged(path, STEP)
     path.unlink()
     for _ in range(2):
-        with pytest.raises(PrivacyError, match="must exist"):
+        with pytest.raises(PrivacyError, match=r"must exist \(its mark .* knows of charges\)"):
             Accountant(ledger_path=path)
         assert not path.exists()
 
