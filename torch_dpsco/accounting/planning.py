@@ -115,7 +115,8 @@ class Planning:
     @locked
     def expect(self, event: Event, steps: int | None) -> None:
         """Declares what an optimizer plans; a budget with a schedule, which its owner has written, stays as it is."""
-        self.require_planned(event)
+        if not self._journal.interrupted:  # it may resume a run that was planned; each charge is checked again
+            self.require_planned(event)
         self._declared.append((event, steps if steps is None else check.count(steps=steps)))
 
     @locked

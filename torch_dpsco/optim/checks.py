@@ -119,7 +119,8 @@ def require_one_step(
         AdjacencyError: the step has no guarantee under this adjacency.
         InfeasibleError: it does not fit; names the smallest epsilon that would admit it.
     """
-    accountant.require_planned(step)
+    if not accountant.interrupted:
+        accountant.require_planned(step)
     try:
         accountant.ledger.cost(adjacency, extra=step)
     except AdjacencyError as error:
