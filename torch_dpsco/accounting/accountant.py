@@ -269,11 +269,6 @@ class Accountant(Spending):
         if self.suspicious_sampling:
             yield "SUSPICIOUS SAMPLING: batches charged as Poisson looked fixed-size, epsilon may be under-reported"
 
-    @property
-    def ledger_id(self) -> str:
-        """Random name of the ledger, the same in its file, in checkpoints and reports; that of a checkpoint is kept."""
-        return self._journal.book.id
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
@@ -345,19 +340,6 @@ class Accountant(Spending):
         self._journal.load(book)
         self._forget_answers()
 
-    @property
-    def ledger_path(self) -> str | None:
-        """Path of the ledger file, if there is one."""
-        return None if self._journal.file is None else self._journal.file.path
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether its file knows runs of earlier processes, of which an optimizer built now may resume one.
-
-        Then no optimizer is refused at construction for want of budget: every charge is decided when it comes.
-        """
-        return self._journal.interrupted
-
     @locked
     def continue_from(self, state_dict: Mapping[str, Any]) -> Mapping[str, int]:
         """Returns the releases marked per run, after making sure that this ledger is a later state of a checkpoint's.
@@ -365,15 +347,7 @@ class Accountant(Spending):
         Raises:
             PrivacyError: no ledger file, one of another ledger, or one that is older than the checkpoint.
         """
-        book, mine = read_state(state_dict), self._journal.book
-        if self._journal.file is None or book.id != mine.id or not mine.knows(book):
-            raise PrivacyError(
-                f"accountant must have the ledger file of the run, as new as its checkpoint (got ledger {mine.id}, "
-                f"{len(mine.ledger)} events, {'no file' if self._journal.file is None else 'a file'}; the checkpoint "
-                f"has ledger {book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...). Without it "
-                f"nobody knows what was released after the checkpoint"
-            )
-        return dict(mine.releases)
+        return self._journal.continue_from(read_state(state_dict))
 
     @locked
     def close(self) -> None:

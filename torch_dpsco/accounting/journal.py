@@ -110,6 +110,22 @@ class Journal:
         """Whether the file knows runs of earlier processes, and nothing was charged in this one."""
         return self.file is not None and bool(self.book.releases) and not self._charging
 
+    def continue_from(self, book: Book) -> Mapping[str, int]:
+        """Returns the releases that are marked, if the file is a later state of a checkpoint's book.
+
+        Raises:
+            PrivacyError: no file, one of another ledger, or one that is older than the book.
+        """
+        mine = self.book
+        if self.file is None or book.id != mine.id or not mine.knows(book):
+            raise PrivacyError(
+                f"accountant must have the ledger file of the run, as new as its checkpoint (got ledger {mine.id}, "
+                f"{len(mine.ledger)} events, {'no file' if self.file is None else 'a file'}; the checkpoint has ledger "
+                f"{book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...). Without it nobody knows "
+                f"what was released after the checkpoint"
+            )
+        return dict(mine.releases)
+
     def require_own_process(self) -> None:
         """Raises PrivacyError in a forked copy."""
         if Process.number != self._process:

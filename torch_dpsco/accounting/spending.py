@@ -52,6 +52,24 @@ class Spending(Planning, OpacusFace):
     # -- settings -----------------------------------------------------------------------------------------------------
 
     @property
+    def ledger_id(self) -> str:
+        """Random name of the ledger, the same in its file, in checkpoints and reports; that of a checkpoint is kept."""
+        return self._journal.book.id
+
+    @property
+    def ledger_path(self) -> str | None:
+        """Path of the ledger file, if there is one."""
+        return None if self._journal.file is None else self._journal.file.path
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether its file knows runs of earlier processes, of which an optimizer built now may resume one.
+
+        Then no optimizer is refused at construction for want of budget: every charge is decided when it comes.
+        """
+        return self._journal.interrupted
+
+    @property
     def unit(self) -> str:
         """What one record is."""
         return str(self._config["unit"])
