@@ -59,6 +59,48 @@ def test_records_that_share_a_statistic_are_found(diagnose, model, loss):
     assert "record 0" in found.evidence
 
 
+class Rare(nn.Module):
+    """Couples records only where one of them is far out."""
+
+    def __init__(self, features) -> None:
+        super().__init__()
+        self.features, self.layer = features, nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.features(x))
+
+
+def without_outliers(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = (outputs - targets).square().mean(1)
+    return (losses * (losses <= 1e6 * losses.median())).sum()
+
+
+RARE = {
+    "divided by the largest, if that is large": (lambda x: x / x.abs().max().clamp(min=50), F.mse_loss),
+    "cut at a quantile of the batch": (lambda x: x.clamp(max=1000 * float(x.detach().quantile(0.9))), F.mse_loss),
+    "centered by the median": (lambda x: x - x.median(0).values.where(x.median(0).values > 100, 0.0), F.mse_loss),
+    "nothing if one is not finite": (lambda x: x if bool(x.isfinite().all()) else torch.zeros_like(x), F.mse_loss),
+    "small ones dropped": (lambda x: x * (x.abs().amin() > 1e-2 * x.abs().amin(1).mean()), F.mse_loss),
+    "outliers dropped by the loss": (lambda x: x, without_outliers),
+    "the loss by its largest": (lambda x: x, lambda out, y: (out / out.abs().max().clamp(min=50) - y).square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", list(RARE))
+def test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found(name):
+    features, loss = RARE[name]
+    reduction = "mean" if loss is F.mse_loss else "sum"
+    found = find(ours(Rare(features), loss, loss_reduction=reduction), "coupled-records")
+    assert found.severity == "critical"
+
+
+def test_losses_record_by_record_are_no_finding_at_any_scale():
+    loss = dp.per_record(without_outliers, reduction="sum")
+    assert ours(Rare(lambda x: x), loss, loss_reduction="sum").healthy
+    deep = nn.Sequential(nn.Linear(DIM, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1), nn.Softplus())
+    assert ours(deep).healthy
+
+
 def test_a_start_of_all_zeros_hides_nothing():
     model = nn.Linear(DIM, 1)
     nn.init.zeros_(model.weight)

@@ -84,6 +84,8 @@ class Evidence:
         size: records of the made-up batch.
         base: the batch.
         changed: the same batch with another record 0.
+        outliers: pairs of batches that differ in record 0, which is an outlier in one of them.
+        outlier_kinds: what it is.
         again: the batch directly after itself.
         after_other: the batch directly after one of other records.
         buffers: names of buffers and frozen parameters that a training forward changed.
@@ -100,6 +102,8 @@ class Evidence:
     size: int = 0
     base: Pass | None = None
     changed: Pass | None = None
+    outliers: list[tuple[Pass, Pass]] = field(default_factory=list)
+    outlier_kinds: list[str] = field(default_factory=list)
     again: Pass | None = None
     after_other: Pass | None = None
     buffers: list[str] = field(default_factory=list)

@@ -74,10 +74,10 @@ class MadeUp:
 
     def _make_pools(self, leaves: list[Any], other_targets: bool) -> list[Tensor | None]:
         generator = torch.Generator().manual_seed(_SEED)
-        n_inputs = len(leaves)
+        n_inputs = self._n_inputs = len(leaves)
         if self.is_pair:
             _, structure = self._template(2)
-            n_inputs = len(tree_flatten(tree_unflatten(leaves, structure)[0])[0])
+            n_inputs = self._n_inputs = len(tree_flatten(tree_unflatten(leaves, structure)[0])[0])
         pools: list[Tensor | None] = []
         for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
             if not isinstance(leaf, Tensor):
@@ -95,14 +95,28 @@ class MadeUp:
                 pools.append(targets)
         return pools
 
-    def batch(self, records: Sequence[int]) -> Any:
-        """Returns the batch of some records of the pool."""
+    @property
+    def has_numbers(self) -> bool:
+        """Whether inputs are numbers that can be large or small."""
+        return any(self._is_scaled(place) for place in range(self._n_inputs))
+
+    def _is_scaled(self, place: int) -> bool:
+        pool = self._pools[place]
+        known = place < self._n_inputs and self._dims[place] is not None
+        return known and pool is not None and pool.is_floating_point()
+
+    def batch(self, records: Sequence[int], scales: Sequence[float] | None = None) -> Any:
+        """Returns the batch of some records of the pool; `scales`: times a number for the inputs of each."""
         leaves, structure = self._template(len(records))
         index = torch.tensor(list(records))
         out = list(leaves)
         for place, (pool, dim) in enumerate(zip(self._pools, self._dims, strict=True)):
             if pool is not None:
                 values = pool if dim is None else pool.index_select(dim, index)
+                if scales is not None and dim is not None and self._is_scaled(place):
+                    shape = [1] * values.dim()
+                    shape[dim] = len(records)
+                    values = values * torch.tensor(scales, dtype=values.dtype).view(shape)
                 out[place] = values.to(self._device)
         return tree_unflatten(out, structure)
 

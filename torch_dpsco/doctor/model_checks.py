@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dpsco.doctor import opacus_objects as opacus
+from torch_dpsco.doctor.coupling import coupled_records, joint_norms, movement, tolerance
 from torch_dpsco.doctor.evidence import Evidence, NotScalarError, Pass
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.probe import in_place
@@ -23,7 +23,6 @@ __all__ = [
     "MODEL_CHECKS",
     "batch_norm",
     "changing_buffers",
-    "coupled_records",
     "excess",
     "in_place_layers",
     "loss_reduction",
@@ -34,7 +33,6 @@ __all__ = [
 
 _HALF = (torch.float16, torch.bfloat16)
 _NAMED = 4  # names listed in an evidence
-_NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
 
 
 def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -51,33 +49,6 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
             f"{some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch, so that every "
             f"record is in the gradient of every other, and running statistics leave with the model",
             "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer and attach",
-        )
-
-
-def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
-    found = ""
-    consequence, limit = "many rows, which clipping one row at a time does not bound", _NO_MIX
-    if script.row_free is not None:
-        consequence, limit = "the gradients of many, which the noise does not cover", 1e-6  # in double precision
-    if evidence.mixing is not None and evidence.mixing > limit:
-        found = f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of their norm)"
-    base, changed = evidence.base, evidence.changed
-    if base is not None and changed is not None:
-        moved = _movement(base, changed, evidence.size)[1:]
-        if moved.numel() and float(moved.max()) > _tolerance(base.rows):
-            count = int((moved > _tolerance(base.rows)).sum())
-            found = (
-                f"with another record 0, the gradients of {count} of the {evidence.size - 1} other records moved, by "
-                f"up to {float(moved.max()):.2g} of the largest row"
-            )
-    if found:
-        yield Finding(
-            "critical",
-            "coupled-records",
-            f"{found}: one record is in {consequence}",
-            "compute loss and features from one record at a time: replace statistics of the batch (x.mean(0), "
-            "logsumexp over records, contrastive pairs) by constants or by functions of the record alone",
         )
 
 
@@ -117,8 +88,8 @@ def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     base, again, after_other = evidence.base, evidence.again, evidence.after_other
     if base is None or again is None or after_other is None or evidence.buffers:
         return
-    limit = _tolerance(base.rows)
-    of_data, of_calls = (float(_movement(*pair, evidence.size).max()) for pair in ((again, after_other), (base, again)))
+    limit = tolerance(base.rows)
+    of_data, of_calls = (float(movement(*pair, evidence.size).max()) for pair in ((again, after_other), (base, again)))
     if of_data > limit:
         yield Finding(
             "critical",
@@ -229,7 +200,7 @@ def excess(evidence: Evidence) -> list[str]:
         sizes[name] = float(rows.double().reshape(len(rows), -1).norm(dim=1).sum()) * scale
     joint = math.hypot(*sizes.values())
     # three digits above rounding
-    slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if _tolerance(base.rows) <= rounding)
+    slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if tolerance(base.rows) <= rounding)
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
     return [name for name, gap in gaps.items() if gap > slack * sizes[name] and gap > 1e-2 * slack * joint]
 
@@ -237,7 +208,7 @@ def excess(evidence: Evidence) -> list[str]:
 def _ghost_excess(base: Pass) -> list[str]:
     """Returns whether the norms that clip are those of the gradients that are released."""
     assert base.norms is not None
-    released = _joint_norms(base.rows)
+    released = joint_norms(base.rows)
     gap = (released - base.norms.double().cpu()).abs().max()
     return ["the loss of each record"] if float(gap) > 1e-2 * float(released.max().clamp_min(1e-30)) else []
 
@@ -347,33 +318,6 @@ def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
     base = evidence.base
     if base is not None and base.rows and not any(bool(rows.any()) for rows in base.rows.values()):
         yield Finding("warning", "not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
-
-
-def _movement(first: Pass, second: Pass, size: int) -> Tensor:
-    """Returns how far each record's rows moved, relative to the largest joint row; (size,) float64."""
-    squares, scale = torch.zeros(size, dtype=torch.float64), 0.0
-    for name, rows in first.rows.items():
-        others = second.rows.get(name)
-        if len(rows) != size or others is None or others.shape != rows.shape:
-            continue
-        gap = (others.double() - rows.double()).reshape(size, -1).norm(dim=1).cpu()
-        squares += torch.where(gap.isnan(), torch.zeros_like(gap), gap).square()
-    norms = _joint_norms({name: rows for name, rows in first.rows.items() if len(rows) == size})
-    if norms.numel():
-        scale = float(norms.nan_to_num(0.0, 0.0, 0.0).max())
-    return squares.sqrt() / max(scale, 1e-30)
-
-
-def _joint_norms(rows: Mapping[str, Tensor]) -> Tensor:
-    squares = [made.double().reshape(len(made), -1).square().sum(1).cpu() for made in rows.values()]
-    return torch.stack(squares).sum(0).sqrt() if squares else torch.empty(0, dtype=torch.float64)
-
-
-def _tolerance(rows: Mapping[str, Tensor]) -> float:
-    dtypes = {made.dtype for made in rows.values()}
-    if dtypes & set(_HALF):
-        return 3e-2
-    return 1e-5 if torch.float32 in dtypes else 1e-9
 
 
 def some(names: list[str]) -> str:

@@ -6,6 +6,7 @@ those of a regularizer, would have no gradient. All passes use the same random n
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["ROUNDING", "examine", "in_place"]
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED, _OTHER_SEED = 1_000_003, 2_000_003
+_SMALL, _LARGE = 1e-3, 1e4
+_OUTLIERS = {_SMALL: "a record 1000 times as small", _LARGE: "one 10,000 times as large", math.nan: "one of NaN"}
 _PLACES = (-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0)  # of `Line`, for records of norm 1
 
 
@@ -100,6 +103,7 @@ class _Probe:
         self.from_zero = script.row_free is not None
         starts = {name: torch.zeros_like(p) if self.from_zero else p for name, p in script.trainable.items()}
         self.moves = {name: _small_move(p, generator) for name, p in starts.items()}
+        self.scales: list[float] | None = None  # of the records
         self.records = list(range(made_up.size))
         self.others = [i + made_up.size for i in self.records]
 
@@ -120,8 +124,37 @@ class _Probe:
             self.made_up = evidence.keep(_make_up(self.script, other_targets=False)) or self.made_up
             changed = self._pass([self.others[0], *self.records[1:]])
         evidence.changed = evidence.keep(changed)
+        if self.made_up.has_numbers:
+            self._look_at_outliers()
         evidence.again = evidence.keep(self._pass(self.records, before=self.records))
         evidence.after_other = evidence.keep(self._pass(self.records, before=self.others))
+
+    def _look_at_outliers(self) -> None:
+        """Makes record 0 an outlier of several sizes, and moves the median of the records from small to large ones.
+
+        A batch that raises with outliers in it shows nothing.
+        """
+        for scale, kind in _OUTLIERS.items():
+            if math.isnan(scale) and self.script.ghost:
+                continue  # rows are gradients of single losses there, in which the others are times 0
+            self._compare(kind, None, [scale] + [1.0] * (self.made_up.size - 1))
+        low = (self.made_up.size - 1) // 2 + 1
+        mixed = [_SMALL] * low + [_LARGE] * (self.made_up.size - low)
+        self._compare("a large record in place of the small one in the middle", mixed, [_LARGE, *mixed[1:]])
+
+    def _compare(self, kind: str, scales: list[float] | None, others: list[float]) -> None:
+        first = self.evidence.base if scales is None else self._scaled(scales)
+        second = self._scaled(others)
+        if isinstance(first, Pass) and isinstance(second, Pass) and first.rows and second.rows:
+            self.evidence.outliers.append((first, second))
+            self.evidence.outlier_kinds.append(kind)
+
+    def _scaled(self, scales: list[float]) -> Pass | Refused:
+        self.scales = scales
+        try:
+            return self._pass(self.records)
+        finally:
+            self.scales = None
 
     def look_at_sums(self) -> None:
         """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
@@ -211,7 +244,7 @@ class _Probe:
 
     def _loss(self, records: Sequence[int]) -> Any:
         script = self.script
-        batch = script.bounded(self.made_up.batch(records))
+        batch = script.bounded(self.made_up.batch(records, self.scales))
         if not self.made_up.is_pair:
             return _of_outputs(script.module(batch)) if script.loss is None else script.loss(script.module, batch)
         outputs = script.module(batch[0])

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from torch_dpsco.doctor.coupling import coupled_records
 from torch_dpsco.doctor.evidence import Evidence
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.loop_checks import drawn, finalized_optimizer, fixed_seed, stale_parameters
 from torch_dpsco.doctor.model_checks import (
     batch_norm,
     changing_buffers,
-    coupled_records,
     excess,
     in_place_layers,
     loss_reduction,
