@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_dpsco.compat import ATTRIBUTES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torch_dpsco"
 MAX_LINES = 400
@@ -29,6 +31,7 @@ ACCOUNTING_WITH_TORCH = {
 }
 OPACUS_CONTACT = [
     f"{PACKAGE}.attach",
+    f"{PACKAGE}.compat",
     f"{PACKAGE}.gradbatch",
     f"{ACCOUNTING}.accountant",
     f"{ACCOUNTING}.identify",
@@ -128,6 +131,48 @@ def test_opacus_is_imported_only_at_the_contact_points(name):
         assert not {target for target in imports(parsed(name), name) if inside(target, "opacus")}
 
 
+def private_uses(tree: ast.Module) -> Iterator[str]:
+    """Yields what a module takes from torch or Opacus under a private name."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            root, *rest = name.split(".")
+            if (
+                root in ("torch", "opacus")
+                and "(" not in name
+                and any(part.startswith("_") and part[1:2] != "_" for part in rest)
+            ):
+                yield name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_private_names_of_torch_and_opacus_are_in_compat_only(name):
+    if name != f"{PACKAGE}.compat":
+        assert not list(private_uses(parsed(name)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import(name):
+    """Hooks, counters and versions that other people's objects keep under a private name are listed in compat."""
+    known = {attribute for names in ATTRIBUTES.values() for attribute in names}
+    telling = ("hooks", "_counter", "_version", "_parameters", "_buffers", "_skipped")
+    used = {
+        node.attr
+        for node in ast.walk(parsed(name))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and node.attr.endswith(telling)
+        and ast.unparse(node.value) not in ("self", "cls")
+    }
+    assert name == f"{PACKAGE}.compat" or used <= known
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_module_has_a_docstring_and_at_most_400_lines(name):
     docstring = ast.get_docstring(parsed(name))
@@ -214,6 +259,21 @@ def f():
     assert things == ["except ", "except BaseException", "except Exception", "global", "print"]
     assert "tqdm outside train.py" in found
     assert list(forbidden(ast.parse("from tqdm import tqdm"), f"{PACKAGE}.train")) == []
+
+
+def test_private_names_are_found_however_they_are_taken():
+    source = """
+import torch._dynamo
+from torch.utils._pytree import tree_map
+from torch import _foreach_add_
+torch._C._x()
+torch.__version__
+opacus.optimizers.optimizer._check(1)
+"""
+    found = set(private_uses(ast.parse(source)))
+    assert {"torch._dynamo", "torch.utils._pytree.tree_map", "torch._foreach_add_", "torch._C._x"} <= found
+    assert "opacus.optimizers.optimizer._check" in found
+    assert "torch.__version__" not in found
 
 
 def test_the_doctor_catches_everything_in_one_place_only():

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.compat import tree_leaves
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
 from torch_dpsco.gradbatch.ghost import GhostHooks

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.attach import is_attached
+from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map
 from torch_dpsco.doctor.evidence import Refused, attempt
 from torch_dpsco.engine import require_same_parameters
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.attach import attach, detach
+from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError
 from torch_dpsco.gradbatch.ghost import is_ghost

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_dpsco import _validate as check
+from torch_dpsco.compat import tree_leaves, tree_map
 
 __all__ = ["PerRecord", "per_record"]
 

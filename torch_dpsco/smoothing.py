@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from torch_dpsco import _validate as check
+from torch_dpsco import compat
 from torch_dpsco.gradbatch import has_rows
 from torch_dpsco.noise import normal_, uniform
 from torch_dpsco.rng import Source
@@ -123,7 +124,7 @@ def perturbed_logits(
     squares = g.square().sum(1)
     if others > 0:
         halves = torch.full_like(squares, others / 2)
-        squares = squares + 2 * torch._standard_gamma(halves, generator=generator)  # chi^2: sums of squares
+        squares = squares + 2 * compat.standard_gamma(halves, generator=generator)  # chi^2: sums of squares
     share = torch.rand(count, generator=generator, dtype=torch.float64, device=logits.device).pow(1 / (k + others))
     lengths = (features.detach().double().square().sum(1) + bias).sqrt()
     return logits + (g * (r * lengths * share / squares.sqrt())[:, None]).to(logits.dtype)

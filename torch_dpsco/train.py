@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
@@ -22,6 +21,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import attach, detach, is_attached
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
+from torch_dpsco.compat import tree_map
 from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, loss_of, require_same_parameters, require_sound

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from torch_dpsco.compat import tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["MadeUp"]
 
@@ -65,7 +66,8 @@ class MadeUp:
         batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
         if isinstance(batch, Mapping) and not isinstance(batch, dict):
             batch = dict(batch)  # e.g. a tokenizer's own mapping
-        return tree_flatten(batch)
+        flat: tuple[list[Any], Any] = tree_flatten(batch)
+        return flat
 
     def _is_pair(self) -> bool:
         leaves, structure = self._template(2)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_dpsco.compat import BatchNorm
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.coupling import coupled_records, joint_norms, movement, tolerance
 from torch_dpsco.doctor.evidence import Evidence, NotScalarError, Pass
@@ -40,7 +40,7 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
     layers = [
         f"{type(m).__name__} {name!r}"
         for name, m in script.module.named_modules()
-        if isinstance(m, _BatchNorm) or getattr(m, "track_running_stats", False)
+        if isinstance(m, BatchNorm) or getattr(m, "track_running_stats", False)
     ]
     if layers:
         yield Finding(

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from torch_dpsco.attach import attach
+from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, Refused, attempt
 from torch_dpsco.doctor.made_up import MadeUp

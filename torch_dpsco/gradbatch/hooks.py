@@ -27,6 +27,7 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.precision import require_full_precision
@@ -122,7 +123,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     def capture_activations_hook(self, module: nn.Module, forward_input: Any, forward_output: Any) -> None:
         """Keeps the input of a layer, after checking that rows can be made from it."""
         if self.hooks_enabled and module.training and torch.is_grad_enabled():
-            in_backward = torch._C._current_graph_task_id() != -1
+            in_backward = compat.in_backward()
             if in_backward and self._seen.get(id(module)) == self._passes.number:
                 return  # a checkpoint runs it again, but rows come from the first run
             self._seen[id(module)] = -1 if in_backward else self._passes.number

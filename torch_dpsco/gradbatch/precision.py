@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
+from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
 __all__ = ["HALF", "coarse_setting", "inexact_mean", "products_are_exact", "require_full_precision"]
@@ -54,7 +54,7 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str
     if not products_are_exact():
         return "torch.set_float32_matmul_precision, or another switch of products in reduced precision"
     library = "cudnn" if device == "cuda" else "mkldnn"
-    kinds = [("conv", _ConvNd), ("rnn", nn.RNNBase)]
+    kinds = [("conv", ConvNd), ("rnn", nn.RNNBase)]
     used = [name for name, kind in kinds if any(isinstance(layer, kind) for layer in layers)]
     return next((text for name in used if (text := _coarse_kernels(library, name))), None)
 

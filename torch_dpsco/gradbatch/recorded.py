@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.gradbatch.kept import Kept, added, joined
@@ -200,6 +201,6 @@ def _reaches_weights(node: Any) -> bool:
     """Returns whether the running backward wants gradients of weight or bias: attacks and saliency maps do not."""
     try:
         following = [after for after, _ in node.next_functions[1:3] if after is not None]
-        return any(torch._C._will_engine_execute_node(after) for after in following)
+        return any(compat.will_run(after) for after in following)
     except RuntimeError:  # so torch says of torch.autograd.grad in the weights themselves
         return True

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers import DPMultiheadAttention
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+
+from torch_dpsco.compat import BatchNorm, DropoutNd
 
 __all__ = ["require_supported", "trainable_layers"]
 
@@ -46,7 +46,7 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
     kind = type(module).__name__
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"model must not be replicated (got {kind} {name!r}): attach the module inside, on one device")
-    if isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False):
+    if isinstance(module, BatchNorm) or getattr(module, "track_running_stats", False):
         raise ValueError(
             f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX} replaces them by "
             f"GroupNorm"
@@ -96,7 +96,7 @@ def _require_samplable(name: str, module: nn.Module) -> None:
             f"{layer} has parameters of its own and buffers (spectral_norm and its kin, or a constant): such a layer "
             f"has no per-sample gradients; move the parameters into a module without buffers"
         )
-    if any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules()):
+    if any(isinstance(child, DropoutNd) and child.p > 0 for child in module.modules()):
         raise ValueError(
             f"{layer} has parameters of its own, so that it is run again for its rows, with other dropout masks: move "
             f"these parameters into a module of their own"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset, IterableDataset
 
+from torch_dpsco import compat
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
@@ -200,7 +200,7 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether hooks, or a scheduler that counts, want to see each call of `step()`."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
-    return bool(own or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
+    return bool(own or compat.some_optimizer_hook())
 
 
 def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: list[float]) -> None:

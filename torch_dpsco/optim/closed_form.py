@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from torch_dpsco import compat
 from torch_dpsco.gradbatch import FactoredBlock, FactoredLinear, GradBatch, LinearRows, input_factors, linear_factors
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.margin import Logistic
@@ -136,7 +137,7 @@ def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:
             if "forward" in vars(module) or [len(each) for each in hooks] != own or others:
                 return True
     tensor_hooks = any(p._backward_hooks for p in model.parameters() if p.requires_grad)
-    return tensor_hooks or bool(torch.nn.modules.module._has_any_global_hook())
+    return tensor_hooks or compat.some_global_hook()
 
 
 def _slope_of(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
@@ -229,8 +230,7 @@ class RowFreeOptimizer(SavedRowFree):
     def _update(self, rows: int) -> None:
         params, lr = self._params, self._lr()
         absorb(params, self.state, self._steps, self.average)
-        gradients = [p.grad for p in params if p.grad is not None]
-        torch._foreach_add_(params, gradients, alpha=-lr * rows / self.design.batch_size)
+        compat.foreach_add_(params, [p.grad for p in params], alpha=-lr * rows / self.design.batch_size)
         self.prox.apply_(params, [lr] * len(params))
 
     def _require_open(self) -> None:
@@ -270,7 +270,7 @@ class RowFreeOptimizer(SavedRowFree):
         self._given_up = True
         self.state.clear()
         with torch.no_grad():
-            torch._foreach_zero_(self._params)
+            compat.foreach_zero_(self._params)
         self._kept.note()
         self.discard()
         # PRIVACY: (test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it)

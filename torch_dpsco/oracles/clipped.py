@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco import compat
 from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import ConditionError, SequenceError
 from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
@@ -197,7 +198,7 @@ class ClippedMean(MeanOracle):
             )
         if self._means is not None:
             before = [m.double() for m in self._means]
-            torch._foreach_add_(before, means)
+            compat.foreach_add_(before, means)
             means = before
         self.__dict__["_means"] = means
 
@@ -329,7 +330,7 @@ class ClippedMean(MeanOracle):
         vector, means = self._vector, self._means
         if vector is not None:
             if means is not None:  # both in float64 first, so that they meet the noise at once
-                torch._foreach_add_(self.views(vector), means)
+                compat.foreach_add_(self.views(vector), means)
                 self.__dict__["_means"] = None
             flat.add_(vector)
         elif means is not None:

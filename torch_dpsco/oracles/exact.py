@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco import compat
 from torch_dpsco.accounting.events import Adjacency, NonPrivate
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.oracles.base import MeanOracle, Release
@@ -38,7 +39,7 @@ class Exact(MeanOracle):
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds rows to the mean."""
         weights = rows.finite().double() / self.batch_size
-        torch._foreach_add_(self._means, rows.weighted_sum(weights))
+        compat.foreach_add_(self._means, rows.weighted_sum(weights))
 
     def discard(self) -> None:
         """Forgets the logical batch."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dpsco import compat
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.schedule import Phase
@@ -46,7 +47,7 @@ class Accelerated(UpdateRule):
                     state[p].pop("inner", None)
             if params:
                 step = self.step_size(float(group["lr"]), k, phase)
-                torch._foreach_add_([_kept(state, p)["inner"] for p in params], means(params), alpha=-step)
+                compat.foreach_add_([_kept(state, p)["inner"] for p in params], means(params), alpha=-step)
 
     def constrain(
         self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dpsco import compat
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.rules.selection import select_central
@@ -59,8 +60,8 @@ class Anchored(UpdateRule):
             for p in params:
                 if "anchor" not in state[p] or (k == 0 and phase.copy == 0):
                     state[p]["anchor"] = p.detach().clone()
-            torch._foreach_lerp_(params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase))
-            torch._foreach_add_(params, means(params), alpha=-self.step_size(lr, k, phase))
+            compat.foreach_lerp_(params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase))
+            compat.foreach_add_(params, means(params), alpha=-self.step_size(lr, k, phase))
 
     def constrain(
         self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
@@ -71,9 +72,9 @@ class Anchored(UpdateRule):
             return
         params, anchors = list(params), [state[p]["anchor"] for p in params]
         if isinstance(prox, Identity):
-            torch._foreach_sub_(params, anchors)
+            compat.foreach_sub_(params, anchors)
             Ball(phase.radius).apply_(params, steps)
-            torch._foreach_add_(params, anchors)
+            compat.foreach_add_(params, anchors)
         else:
             assert isinstance(prox, Ball)  # `LocalizedSGD` refuses others
             project_on_two_balls_(params, prox.radius, anchors, phase.radius)

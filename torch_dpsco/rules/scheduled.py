@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco import compat
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.schedule import Phase, Schedule
 
@@ -57,7 +58,7 @@ class ScheduledSGD(UpdateRule):
             params = trained(group)
             if params:
                 step = self.step_size(float(group["lr"]), k, phase)
-                torch._foreach_add_(params, means(params), alpha=-step)
+                compat.foreach_add_(params, means(params), alpha=-step)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Adds the new iterates to the running averages (float64)."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torch_dpsco import compat
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rules.base import Groups, State, UpdateRule, absorb, means, trained
 from torch_dpsco.schedule import Phase
@@ -30,7 +31,7 @@ class SGD(UpdateRule):
             params = trained(group)
             absorb(params, state, k, self.average)
             if params:
-                torch._foreach_add_(params, means(params), alpha=-self.step_size(float(group["lr"]), k, phase))
+                compat.foreach_add_(params, means(params), alpha=-self.step_size(float(group["lr"]), k, phase))
 
     def settings(self) -> dict[str, Any]:
         """Returns name and average."""

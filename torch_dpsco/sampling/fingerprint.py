@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
+
+from torch_dpsco.compat import tree_flatten
 
 __all__ = ["fingerprint", "records_of"]
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Full
+from torch_dpsco.compat import tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn

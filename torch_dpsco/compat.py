@@ -1,0 +1,119 @@
+"""What torch and Opacus do not promise to keep, in one place: checked when the package is imported, and named in words.
+
+Functions and modules whose name begins with an underscore are imported from here only. Attributes of modules,
+parameters and optimizers are read where they are needed, and looked for here (`ATTRIBUTES`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import opacus
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "ATTRIBUTES",
+    "BatchNorm",
+    "ConvNd",
+    "DropoutNd",
+    "foreach_add_",
+    "foreach_lerp_",
+    "foreach_sub_",
+    "foreach_zero_",
+    "in_backward",
+    "some_global_hook",
+    "some_optimizer_hook",
+    "standard_gamma",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "will_run",
+]
+
+_RUN_WITH = "torch 2.6 to 2.15 and opacus 1.6"  # what .ci/weekly has run; see setup.cfg
+
+# Of every module, parameter, torch optimizer and Opacus optimizer.
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "torch.nn.Module": (
+        *("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    ),
+    "torch.nn.Parameter": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    "opacus.optimizers.DPOptimizer": ("_is_last_step_skipped",),
+    "opacus.GradSampleModule": ("_module", "autograd_grad_sample_hooks"),
+    "a parameter of opacus.GradSampleModule": ("_forward_counter", "grad_sample"),
+}
+_GLOBAL_HOOKS = (
+    *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks"),
+    *("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"),
+)
+_GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def _need(owner: Any, name: str, called: str) -> Any:
+    """Returns an attribute; raises ImportError with a sentence if it is missing."""
+    missing = object()
+    found = getattr(owner, name, missing)
+    if found is missing:
+        raise ImportError(
+            f"torch_dpsco needs {called}.{name}, which torch {torch.__version__} with opacus {opacus.__version__} does "
+            f"not have: it was run with {_RUN_WITH}; install one of these"
+        )
+    return found
+
+
+foreach_add_ = _need(torch, "_foreach_add_", "torch")
+foreach_lerp_ = _need(torch, "_foreach_lerp_", "torch")
+foreach_sub_ = _need(torch, "_foreach_sub_", "torch")
+foreach_zero_ = _need(torch, "_foreach_zero_", "torch")
+standard_gamma = _need(torch, "_standard_gamma", "torch")
+will_run = _need(torch._C, "_will_engine_execute_node", "torch._C")
+_graph_task = _need(torch._C, "_current_graph_task_id", "torch._C")
+_trees = _need(torch.utils, "_pytree", "torch.utils")
+tree_flatten = _need(_trees, "tree_flatten", "torch.utils._pytree")
+tree_leaves = _need(_trees, "tree_leaves", "torch.utils._pytree")
+tree_map = _need(_trees, "tree_map", "torch.utils._pytree")
+tree_unflatten = _need(_trees, "tree_unflatten", "torch.utils._pytree")
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.conv import _ConvNd as ConvNd
+    from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+else:
+    BatchNorm = _need(nn.modules.batchnorm, "_BatchNorm", "torch.nn.modules.batchnorm")
+    ConvNd = _need(nn.modules.conv, "_ConvNd", "torch.nn.modules.conv")
+    DropoutNd = _need(nn.modules.dropout, "_DropoutNd", "torch.nn.modules.dropout")
+_module_hooks = [_need(nn.modules.module, name, "torch.nn.modules.module") for name in _GLOBAL_HOOKS]
+_optimizer_module = import_module("torch.optim.optimizer")
+_optimizer_hooks = [_need(_optimizer_module, name, "torch.optim.optimizer") for name in _GLOBAL_OPTIMIZER_HOOKS]
+
+
+def in_backward() -> bool:
+    """Returns whether autograd is running in this thread."""
+    return bool(_graph_task() != -1)
+
+
+def some_global_hook() -> bool:
+    """Returns whether there is a hook on the forwards or backwards of all modules."""
+    return any(_module_hooks)
+
+
+def some_optimizer_hook() -> bool:
+    """Returns whether there is a hook on the steps of all optimizers."""
+    return any(_optimizer_hooks)
+
+
+def _require_attributes() -> None:
+    p: Tensor = nn.Parameter(torch.zeros(1))
+    plain = torch.optim.SGD([p], lr=1.0)
+    private = opacus.optimizers.DPOptimizer(plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
+    wrapped = opacus.GradSampleModule(nn.Linear(1, 1))
+    samples = [nn.Linear(1, 1), p, plain, private, wrapped, wrapped._module.weight]
+    for (owner, names), sample in zip(ATTRIBUTES.items(), samples, strict=True):
+        for name in names:
+            _need(sample, name, owner)
+
+
+_require_attributes()
