@@ -76,11 +76,11 @@ def type_members(owner: type, *names: str, largest: float = math.inf) -> None:
             setattr(owner, name, typed(member, largest))
 
 
-def check_fields(value: Any) -> None:
+def check_fields(value: Any, largest: float = math.inf) -> None:
     """Checks the types of all fields of a dataclass; raises as `typed` does."""
     for name, kind in _kinds(cast(Any, type(value))).items():
         if name in value.__dataclass_fields__ and hasattr(value, name):
-            _check(kind, name, getattr(value, name))
+            _check(kind, name, getattr(value, name), largest)
 
 
 def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
@@ -190,7 +190,7 @@ _PLAIN: dict[Any, _Kind] = {
     NoneType: _NONE,
     float: _NUMBERS[0],
     int: _NUMBERS[1],
-    bool: _Kind(lambda value: isinstance(value, bool), "True or False"),
+    bool: _Kind(lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
     str: _Kind(lambda value: isinstance(value, str), "a name, as text"),
     Callable: _Kind(callable, "a function"),
 }

@@ -67,7 +67,7 @@ def shown(value: object) -> str:
 
 def article(noun: str) -> str:
     """Returns a class name with its article."""
-    return f"{'an' if noun[0] in 'AEIO' else 'a'} {noun}"
+    return f"{'an' if noun[0] in 'AEIO' or noun.startswith('Up') else 'a'} {noun}"
 
 
 def flag(**field: Any) -> bool:

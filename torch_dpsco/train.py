@@ -122,7 +122,10 @@ def fit(
         wrong["compile"] = compile or None
         given = [name for name, value in wrong.items() if value is not None]
         if given:
-            raise ValueError(f"{given[0]} must not be given: the plan of {type(optimizer).__name__} fixes the run")
+            raise ValueError(
+                f"{given[0]} must not be given (got {check.shown(wrong[given[0]])}): the plan of "
+                f"{type(optimizer).__name__} fixes it"
+            )
         saved = open_checkpoint(checkpoint, every, model, optimizer)
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved)
     if isinstance(optimizer, SolvedOptimizer):
@@ -142,7 +145,10 @@ def fit(
     left = goal - optimizer.steps
     protects_users = isinstance(optimizer, UserOptimizer)
     if protects_users != (users is not None):
-        raise ValueError(f"users must {'' if protects_users else 'not '}be given for {type(optimizer).__name__}")
+        raise ValueError(
+            f"users must {'' if protects_users else 'not '}be given for {type(optimizer).__name__} (got "
+            f"{check.shown(users)})"
+        )
     optimizer.discard()  # what a run before left in progress comes again
     loader: PrivateLoader
     if isinstance(optimizer, UserOptimizer):

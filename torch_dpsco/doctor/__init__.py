@@ -68,7 +68,7 @@ def doctor(
         healthy: nothing found
     """
     check.made(loss=loss)
-    if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__enter__"):
+    if isinstance(loader, str) or not (loader is None or hasattr(loader, "__iter__") or hasattr(loader, "__enter__")):
         raise ValueError(f"loader must be what the loop iterates over, or None (got {check.shown(loader)})")
     if isinstance(optimizer, SolvedOptimizer):
         return Diagnosis.of(())  # it reads records by itself: no model, loss or loader of the script is in its release

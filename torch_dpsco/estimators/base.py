@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Full
@@ -184,6 +185,7 @@ class LinearModel(BaseEstimator):
         return self
 
     def _task(self, width: int) -> LinearTask:
+        check_fields(self, largest=1e100)
         if self.bound_x is None:
             raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND} (got None)")
         if self.n is None:

@@ -44,6 +44,8 @@ class Classifier(ClassifierMixin, LinearModel):
     def _classes(self) -> list[Any]:
         if self.classes is None:
             raise ValueError("classes must be given: the public labels, as (0, 1); which occur is private (got None)")
+        if isinstance(self.classes, str) or not hasattr(self.classes, "__iter__"):
+            raise ValueError(f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})")
         given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
         if len(set(given)) < max(2, len(given)):
             raise ValueError(f"classes must be two or more different labels (got {given})")

@@ -84,6 +84,9 @@ class Loss(ABC):
         return losses.mean() if reduction == "mean" and len(losses) else losses.sum()
 
     def _align(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        for name, value in (("output", output), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a tensor (got {type(value).__name__})")
         if not output.is_floating_point():
             raise ValueError(f"output must be floating point (got {output.dtype})")
         if self.num_scores == 1:

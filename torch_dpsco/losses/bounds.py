@@ -16,7 +16,6 @@ _BLOCK_ROWS = 4096
 
 
 @overload
-@typed
 def enforce_bounds(features: Tensor, targets: None = None, *, bound_x: float, bound_y: None = None) -> Tensor: ...
 
 
@@ -24,6 +23,7 @@ def enforce_bounds(features: Tensor, targets: None = None, *, bound_x: float, bo
 def enforce_bounds(features: Tensor, targets: Tensor, *, bound_x: float, bound_y: float) -> tuple[Tensor, Tensor]: ...
 
 
+@typed
 def enforce_bounds(
     features: Tensor, targets: Tensor | None = None, *, bound_x: float, bound_y: float | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def enforce_bounds(
             f"features must be floating point of shape (n, ...) (got {features.dtype}, {tuple(features.shape)})"
         )
     if (targets is None) != (bound_y is None):
-        raise ValueError("targets and bound_y must be given together")
+        raise ValueError(f"targets and bound_y must be given together (got bound_y={bound_y})")
     # In blocks, so that the float64 copy stays small.
     bounded = torch.cat([_into_ball(block, limit_x) for block in torch.split(features, _BLOCK_ROWS)])
     return bounded if targets is None else (bounded, _into_interval(targets, limit_y))

@@ -68,6 +68,8 @@ class Tilted(Objective):
         if isinstance(checked, ResidualClipped):
             raise ConditionError("a residual-clipped loss cannot be tilted: its range depends on the record")
         self.loss = checked
+        if bound_x is not None:
+            positive(bound_x=bound_x)
         problem = checked.problem(bound_x=1.0)
         if problem.lipschitz is None or problem.smoothness is None:
             raise ConditionError(f"loss must be Lipschitz and smooth (got {loss!r}); take Huber or SmoothedHinge")

@@ -145,7 +145,10 @@ class OutputPerturbation(SolvedOptimizer):
             require_budget(accountant, budget)
         markov = check.choice(("certified", "markov"), guarantee=guarantee) == "markov"
         if markov != (expected_accuracy is not None) or markov != (failure is not None):
-            raise ValueError("expected_accuracy and failure must be given for guarantee='markov', and for it only")
+            raise ValueError(
+                f"expected_accuracy and failure must be given for guarantee='markov', and for it only (got "
+                f"{expected_accuracy} and {failure})"
+            )
         if expected_accuracy is not None and failure is not None:
             plan = markov_plan(task, expected_accuracy, failure, mode, secure)
         else:

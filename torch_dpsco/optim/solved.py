@@ -159,6 +159,8 @@ class SolvedOptimizer(CommonOptimizer):
             features, targets = dataset.tensors
         else:
             pairs = [dataset[i] for i in range(checks.number_of_records(dataset))]
+            if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+                raise ValueError(f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})")
             # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
             rows = [torch.as_tensor(x) for x, _ in pairs] or [torch.zeros(0, self.task.dim)]
             features = torch.stack(rows) if pairs else rows[0]

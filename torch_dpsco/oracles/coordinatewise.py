@@ -89,7 +89,13 @@ def median_of_means(rows: Any, groups: int, clip: float) -> Tensor:
         >>> median_of_means([[0.0], [2.0], [100.0]], groups=3, clip=5.0).tolist()
         [2.0]
     """
-    rows, clip = torch.as_tensor(rows, dtype=torch.float64), check.positive(clip=clip)
+    try:
+        rows = torch.as_tensor(rows, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"rows must be rows of numbers (got {type(rows).__name__})") from error
+    if rows.dim() != 2:
+        raise ValueError(f"rows must be of shape (B, d) (got {tuple(rows.shape)})")
+    clip = check.positive(clip=clip)
     size = len(rows) // check.positive_count(groups=groups)
     if not size:
         raise ValueError(f"groups must be <= {len(rows)}, the number of rows (got {groups})")

@@ -1,0 +1,132 @@
+"""Values of the table that are fine, by argument: what looks bad in one place is meant in another.
+
+Words: labels of `bad.VALUES`; "*" is any value at all. Names with a dot are one callable's, which win over the others.
+"""
+
+from __future__ import annotations
+
+__all__ = ["accepted"]
+
+POSITIVE, NONNEGATIVE, SHARE, COUNT, TEXT = "part huge", "zero part huge", "zero", "zero", "word"
+FINE = {
+    # numbers > 0
+    **dict.fromkeys(
+        [
+            "bound_x",
+            "bound",
+            "offset",
+            "width",
+            "power",
+            "threshold",
+            "eps_error",
+            "delta_error",
+            "bound_y",
+            "c_max",
+            "c_min",
+            "clip",
+            "distance",
+            "epochs",
+            "epsilon",
+            "gradient_diameter",
+            "holder_constant",
+            "lipschitz",
+            "lr",
+            "moment",
+            "moment_order",
+            "order",
+            "pair_radius",
+            "pl_constant",
+            "rho",
+            "second_moment",
+            "strong_convexity",
+            "total",
+            "rate",
+        ],
+        POSITIVE,
+    ),
+    # numbers >= 0
+    **dict.fromkeys(
+        [
+            "attack_radius",
+            "b_query",
+            "b_threshold",
+            "eps",
+            "exchange_rate",
+            "grad_at_zero",
+            "gradient_error",
+            "l1",
+            "l2",
+            "loss_at_zero",
+            "mu",
+            "noise_multiplier",
+            "noise_std",
+            "scale",
+            "score_offset",
+            "sigma",
+            "smoothing",
+            "smoothness",
+            "strength",
+            "xi",
+        ],
+        NONNEGATIVE,
+    ),
+    # shares, 0 included, and counts, 0 included
+    **dict.fromkeys(
+        ["center_decay", "decay", "delta", "failure", "holder_exponent", "q", "quantile", "sample_rate", "target"],
+        SHARE,
+    ),
+    **dict.fromkeys(["copy", "count", "num_workers"], COUNT),
+    "radius": "part huge inf",
+    "reg": NONNEGATIVE,
+    "reach": "part",
+    "seed": "zero vast",
+    "partition": TEXT,
+    "weights": "tuple",
+    "factors": "tuple",
+    "norms": "tuple list",
+    # one callable's
+    "clip_selection.adaptive_clip_update.fraction": "zero minus part negative numpy huge",  # a noisy share
+    "dp.Accountant.get_delta.epsilon": NONNEGATIVE,
+    "dp.Accountant.ledger_path": TEXT,
+    "dp.Accountant.phase.part": "word zero minus vast",
+    "dp.Accountant.state_dict.destination": "dict",
+    "dp.Accountant.declare.steps": COUNT,
+    "dp.Budget.declaring.steps": COUNT,
+    "dp.CompiledRows.backend": TEXT,  # a name that torch.compile knows or not, when it compiles
+    "dp.HolderSGD.ahead.steps": COUNT,
+    "dp.OutputPerturbation.calibrated.attack_norm": "inf",
+    "dp.OutputPerturbation.calibrated.tilt": "zero part negative huge minus numpy",
+    "dp.Problem.grad_bound.radius": "zero part huge inf",
+    "dp.Problem.paper_grad_bound.radius": "zero part huge",
+    "dp.Schedule.locate.step": COUNT,
+    "dp.Schedule.position.steps": COUNT,
+    "dp.Statement.json.indent": "zero minus",
+    "dp.audit.pair": "tuple",
+    "dp.doctor.loader": "tuple list dict set Array Tensor Loader DataSet Model",
+    "dp.doctor.record": "*",
+    "dp.per_record.loss": "Function Loss Model",
+    "objectives.Tilted.tilt": "zero part negative minus huge numpy",
+    "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",
+    "sample_weight": "none",
+    "intercept_scaling": POSITIVE,
+    "classes": "Array",
+    "feature_center": "none",
+    "feature_scale": "none",
+    "dp.prox.Box.high": "zero part huge inf minus negative",
+    "dp.prox.Box.low": "zero minus negative numpy",
+    "events.Repeat.n": COUNT,
+    "events.Sequential.events": "",
+    "events.ZCDP.rho": NONNEGATIVE,
+    "events.ApproxZCDP.rho": NONNEGATIVE,
+    "dp.Audit.contradicts.epsilon": "zero part huge inf",
+    "dp.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
+    "dp.FullSampler.size": COUNT,
+}
+
+
+def accepted(name: str, argument: str, label: str, annotation: str) -> bool:
+    """Returns whether a value, of a type that the annotation names, may be accepted."""
+    words = FINE.get(f"{name}.{argument}", FINE.get(argument, ""))
+    if words == "*" or label in words.split():
+        return True
+    return annotation != "Any" and (label in ("none", "true") or label[0].isupper())
