@@ -128,6 +128,7 @@ def open_checkpoint(
     path: str | os.PathLike[str] | None, every: int, model: nn.Module, optimizer: PrivateOptimizer | RowFreeOptimizer
 ) -> Unsaved:
     """Returns the checkpoint of a run, taken up if it is there; `Unsaved` without a path."""
+    every = check.positive_count(every=every)
     if path is None:
         return Unsaved()
     require_same_parameters(model, optimizer)

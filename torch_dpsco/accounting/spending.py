@@ -190,6 +190,8 @@ class Spending(Planning, OpacusFace):
         if type(planned) is not int or not 0 < planned <= check.LARGEST_COUNT:
             planned = check.positive_count(planned=planned)
         adaptive = check.flag(adaptive=adaptive)
+        if not isinstance(releases, (Mapping, type(None))):
+            raise ValueError(f"releases must be a mapping of runs to numbers (got {check.shown(releases)})")
         # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
         with LOCK:
             if adaptive:
