@@ -8,10 +8,10 @@ V has 63 bits and, where it is within 2^-20 of 0 or 1, 192 bits more; the angle 
 
 * distance: except with probability 2^-200 per number, the number is an ideal Gaussian Z up to an error in arithmetic of
 
-      |X - Z| <= (2^-42 + 2^-49 R) std    in float64,        2^-20 R std    in float32;
+      |X - Z| <= (2^-42 + 2^-48 R) std    in float64,        2^-19 R std    in float32;
 
-  2^80 numbers, more than anybody draws, have another law with probability 2^-120: below a thousandth of any delta
-  above 1e-33, and below what the keystream itself promises, so that nothing is added to delta;
+  2^64 numbers, more than anybody draws, differ from that with probability 2^-136: with epsilon up to 20, less than a
+  thousandth of any delta above 1e-29, and less than the keystream itself promises, so that nothing is added to delta;
 * support: +- 18.8 std, with no gap (64 bits alone would end at 9.4, 32 bits at 6.7).
 
 Proof: docs/proofs/noise.md. The error in arithmetic is what remains of floating point: see docs/guarantees.md.

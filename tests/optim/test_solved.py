@@ -517,6 +517,15 @@ def test_a_seeded_run_warns_and_says_so() -> None:
     assert not make()[1].seeded
 
 
+def test_the_report_says_where_the_noise_comes_from() -> None:
+    with pytest.warns(dp.UtilityWarning, match="generator"):
+        repeatable = make(generator=torch.Generator().manual_seed(0))[1]
+    for optimizer, loud in ((repeatable, True), (make()[1], False)):
+        statement = optimizer.report(1e-6)
+        assert any(line.startswith("REPEATABLE NOISE") for line in statement.warnings) is loud
+        assert ("cryptographic keystream" in " ".join(str(statement).split())) is not loud
+
+
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_pure_budget_is_spent_purely(kind: str) -> None:
     _model, optimizer = make(kind, budget=dp.Budget(1.0, 0.0))

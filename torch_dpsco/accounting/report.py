@@ -170,6 +170,7 @@ class Run:
         planned: steps declared in advance; None if they were not.
         finalized: whether the answer was installed, so that no step can follow.
         assumptions: what its oracle takes for granted beside what all do.
+        repeatable: whether the noise comes from a generator of the caller's.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Run:
     planned: int | None
     finalized: bool
     assumptions: tuple[str, ...] = ()
+    repeatable: bool = False
 
     @property
     def unfinished(self) -> int:

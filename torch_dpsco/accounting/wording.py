@@ -71,7 +71,8 @@ def headline(report: PrivacyReport) -> str:
 
 def warning_sentences(report: PrivacyReport, run: Run) -> tuple[str, ...]:
     """Returns what a reader must know before quoting a figure; nothing for a planned, finished, sound run."""
-    return (*_strength(report, run), *_size_of_delta(report, run), *_progress(report, run), *_budget(report, run))
+    numbers = (*_strength(report, run), *_size_of_delta(report, run), *_progress(report, run), *_budget(report, run))
+    return (*_source(run), *numbers)
 
 
 def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ...]:
@@ -100,6 +101,14 @@ def accuracy(advantage: float) -> float:
 
 
 # -- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def _source(run: Run) -> Iterator[str]:
+    if run.repeatable:
+        yield (
+            "REPEATABLE NOISE: it came from a generator of the caller's. No figure here holds against anybody who "
+            "knows its seed, or finds its state from what was released. For tests only."
+        )
 
 
 def _strength(report: PrivacyReport, run: Run) -> Iterator[str]:
@@ -345,6 +354,11 @@ def _computed(report: PrivacyReport, run: Run, version: str) -> Iterator[str]:
         yield f"Epsilon with all planned steps: {rounded_up(report.planned_epsilon)}."
     if report.budget is not None:
         yield f"Budget: {_target(report)}."
+    if not run.repeatable:
+        yield (
+            "The noise, and batches for which no seed was given, were drawn from a cryptographic keystream that the "
+            "operating system seeds; no state of it is kept."
+        )
     yield f"Method: {report.method}; figures rounded up. Computed by torch_dpsco {version}."
     for line in report.events or ("nothing",):
         yield f"Charged: {line}."

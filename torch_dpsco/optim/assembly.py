@@ -16,7 +16,7 @@ from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import Adjacency, Event, Repeat
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
-from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.gradbatch import clear_rows, forget_wrappers
@@ -274,7 +274,7 @@ class Assembly(CommonOptimizer):
         )
         exact = self.design.one_pass or self.oracle.per_run or self.oracle.sampled
         ahead = self.ahead() if exact and run.planned else run.ahead()
-        return make_statement(self.accountant.report(delta, ahead=ahead), run)
+        return self._statement(run, delta, ahead)
 
     def ahead(self, steps: int | None = None) -> Event:
         """Returns the event of the next steps, or of all that are planned.

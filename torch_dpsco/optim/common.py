@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar, cast
@@ -13,7 +14,9 @@ from torch.optim.optimizer import Optimizer
 
 from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.accounting.events import Event
+from torch_dpsco.accounting.report import PrivacyReport, Run
+from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.agreement import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.optim.checks import listed
@@ -129,6 +132,10 @@ class CommonOptimizer(Optimizer):
     def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
         """Returns the numbers of the accountant's ledger; delta defaults to the budget's."""
         return self.accountant.report(delta)
+
+    def _statement(self, run: Run, delta: float | None, ahead: Event | None) -> Statement:
+        # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
+        return make_statement(self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded))
 
 
 def require_one_process() -> None:

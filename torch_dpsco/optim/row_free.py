@@ -26,7 +26,7 @@ from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm, SimpleEvent
 from torch_dpsco.accounting.report import OneRelease
-from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
@@ -343,4 +343,4 @@ class RowFreeOptimizer(SavedRowFree):
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
         run = OneRelease(type(self).__name__, self.design, self.event, self._steps, self.planned_steps, self._finalized)
-        return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
+        return self._statement(run, delta, run.ahead())

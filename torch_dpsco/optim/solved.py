@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import BaseEvent, Full
 from torch_dpsco.accounting.report import OneRelease
-from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.erm.fit import make_records
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import SequenceError
@@ -214,7 +214,7 @@ class SolvedOptimizer(CommonOptimizer):
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
         run = OneRelease(type(self).__name__, Full(self.task.n), self.event, 0, 0, self._finalized)
-        return make_statement(self.accountant.report(delta, ahead=run.ahead()), run)
+        return self._statement(run, delta, run.ahead())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state once the answer is released; raises SequenceError before, when it is secret."""
