@@ -167,6 +167,13 @@ def test_samplers_are_of_their_designs_and_sizes() -> None:
             make_sampler(design, size=23)
 
 
+def test_a_cut_of_an_older_version_is_refused() -> None:
+    """Its keys came from another generator: what is left of it would be other parts, and records be used twice."""
+    for cut in (np.arange(4), np.zeros(31, dtype=np.uint8), np.zeros(32)):
+        with pytest.raises(dp.SequenceError, match="resume must be of this version"):
+            drawn(make_sampler(dp.Assigned(5, 24), resume=Partition(cut, made=1, size=24)))
+
+
 @pytest.mark.parametrize("size", [0, 1, 3, 100])
 def test_assigned_batches_are_drawn_of_any_number_of_records(size: int) -> None:
     draws = drawn(make_sampler(dp.Assigned(5, 24), size=size))

@@ -65,6 +65,8 @@ def bits(t: Tensor | None) -> Any:
 
 def state(parts: Parts) -> dict[str, Any]:
     model, optimizer = parts.model, parts.optimizer
+    if isinstance(optimizer, dp.PrivateOptimizer) and not isinstance(optimizer._noise, Counted):
+        count_noise(optimizer)
     found: dict[str, Any] = {"torch": torch.get_rng_state().tolist(), "python": random.getstate()}
     found["numpy"] = [np.asarray(part).tolist() for part in np.random.get_state()]  # noqa: NPY002
     for name, module in model.named_modules():
@@ -79,8 +81,6 @@ def state(parts: Parts) -> dict[str, Any]:
     found["optimizer"] = attributes(optimizer)
     if isinstance(optimizer, dp.PrivateOptimizer):
         found["ledger"], found["log"] = len(optimizer.accountant), attributes(parts.loader.batch_sampler.log)
-        if not isinstance(optimizer._noise, Counted):
-            count_noise(optimizer)
         found["noise"] = optimizer._noise.drawn
     criterion = getattr(parts.loss, "criterion", None)
     found["loss"] = None if criterion is None else attributes(criterion)

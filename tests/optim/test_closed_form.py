@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.optim import closed_form as module
 from torch_dpsco.optim.closed_form import closed_form
@@ -76,7 +76,7 @@ def optimizer_of(model: nn.Module, design: Design, *, noise: float = 0.5, clip: 
 
 @pytest.fixture
 def same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "sampling_generator", lambda seed: np.random.default_rng(7))
+    monkeypatch.setattr(samplers, "sampling_generator", lambda seed: picks(7))
 
 
 class Passed(Dataset[Any]):

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Order, Vector, answer
+from tests.streams import picks
 from torch_dpsco.losses import PowerLoss
 from torch_dpsco.optim import holder_output
 from torch_dpsco.theory import holder_plan, holder_stability
@@ -60,7 +61,7 @@ def attack(rng: np.random.Generator, loss: dp.losses.TableLoss, adjacency: str, 
         lr=lrs.tolist(),
     )
     seed = int(rng.integers(2**32))
-    sources = [Order() if harsh else np.random.default_rng(seed) for _ in range(2)]
+    sources = [Order() if harsh else picks(seed) for _ in range(2)]
     pair = neighbors(rng, n, dim, adjacency, harsh)
     one, other = (answer(loss, problem, plan, *run, bias=bias) for run in zip(pair, sources, strict=True))
     return float(np.linalg.norm(one - other)) / plan.sensitivity
@@ -195,9 +196,9 @@ def test_independent_batches_move_the_answer_by_no_more_than_their_hits_allow(na
         )
         seed = int(rng.integers(2**32))
         pair = neighbors(rng, n, 2, "replace_one", harsh=k % 2 == 0)
-        one, other = (answer(loss, problem, plan, data, np.random.default_rng(seed)) for data in pair)
-        drawn = np.random.default_rng(seed)
-        batches = [drawn.choice(n, batch, replace=False, shuffle=False) for _ in range(plan.steps)]
+        one, other = (answer(loss, problem, plan, data, picks(seed)) for data in pair)
+        drawn = picks(seed)
+        batches = [drawn.subset(n, batch) for _ in range(plan.steps)]
         hit = [s for s in range(plan.steps - 1) if 0 in batches[s]]
         limit = min(path.drift + float(path.hits[hit].sum()), path.cap) if hit else 0.0
         moved = float(np.linalg.norm(one - other))
