@@ -288,6 +288,13 @@ RELEASES: dict[str, Callable[[], Any]] = {
 }
 
 
+class Refused:
+    """Stands for torch's class of generators."""
+
+    def __init__(self, *_: Any) -> None:
+        raise AssertionError("a generator that can be predicted was made")
+
+
 def no_other_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets everything of torch and numpy fail that draws Gaussian or uniform numbers, or orders."""
 
@@ -308,7 +315,7 @@ def test_no_generator_that_can_be_predicted_is_asked(name: str, monkeypatch: pyt
     """Linear generators gave all later noise away: 3,400 released float32 numbers held the state of torch's own."""
     made = {"run": ROWS_HERE[name].make()} if name in SOME else {}  # weights are drawn, and then set to 0
     if name not in ("objective", "output", "pure"):  # whose solver orders records by a fixed seed: public
-        monkeypatch.delattr(torch, "Generator")
+        monkeypatch.setattr(torch, "Generator", Refused)
     no_other_generator(monkeypatch)
     RELEASES[name](**made)
 
