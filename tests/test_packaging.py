@@ -56,6 +56,21 @@ def test_the_dev_extra_contains_the_test_extra(config):
     assert set(extras["test"].split()) <= set(extras["dev"].split())
 
 
+def test_the_lowest_versions_that_are_run_are_those_that_are_declared(config):
+    pinned = dict(
+        re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / ".ci" / "lowest.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    wanted = f"{config['options']['install_requires']}\n{config['options.extras_require']['sklearn']}"
+    assert pinned == dict(re.findall(r"^([\w-]+)>=(\d+\.\d+)$", wanted, re.MULTILINE))
+    assert {"torch", "opacus", "numpy", "scipy", "scikit-learn"} == set(pinned)
+
+
+def test_the_oldest_python_that_is_declared_is_the_one_that_the_weekly_run_takes(config):
+    oldest = config["options"]["python_requires"].removeprefix(">=")
+    assert f"OLDEST:-python{oldest}" in (ROOT / ".ci" / "weekly").read_text(encoding="utf-8")
+    assert f"Programming Language :: Python :: {oldest}" in config["metadata"]["classifiers"]
+
+
 def test_the_licence_is_the_full_apache_text(config):
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert config["metadata"]["license"] == "Apache-2.0"
