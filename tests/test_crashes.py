@@ -138,6 +138,18 @@ def test_a_second_crash_before_the_next_checkpoint_loses_more(tmp_path: Path, mo
     assert (optimizer.steps, len(accountant)) == (8, 8)
 
 
+def test_a_line_torn_by_the_crash_costs_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    killed("accelerated", tmp_path, EVERY + 1, monkeypatch)
+    with (tmp_path / "ledger").open("ab") as file:
+        file.write(b'{"at": 4, "cou')
+    with pytest.warns(dp.UtilityWarning) as told:
+        optimizer, accountant = train(CASES["accelerated"], tmp_path)
+    assert [str(warning.message).split(";")[-1][:15] for warning in told][0] == " it is dropped:"
+    assert str(told[1].message).startswith(f"1 steps after step {EVERY}")
+    assert counts(accountant) == {f"{part} Gaussian": 1 for part in range(7)}
+    assert optimizer.finalized
+
+
 def test_a_run_that_lost_its_last_steps_finishes(tmp_path: Path, monkeypatch: Any) -> None:
     killed("holder-poisson", tmp_path, 8, monkeypatch)
     with pytest.warns(dp.UtilityWarning, match="^2 steps after step 6"):
@@ -333,6 +345,35 @@ def test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only(tmp
     assert resumed.state_dict()["dpsco"]["oracle"]["threshold_noise"] == secret
     assert loaded.state_dict()["dpsco"]["oracle"]["threshold_noise"] != secret
     assert loaded.run != resumed.run == first.run
+
+
+def test_a_run_of_noisy_tests_goes_on_in_one_place(tmp_path: Path) -> None:
+    case = CASES["user-filtered"]
+    accountant = dp.Accountant(case.budget, ledger_path=tmp_path / "ledger")
+    model = case.model()
+    state = case.build(model.parameters(), accountant).state_dict()
+    data, ids = runs.agreeing(200)
+    both = [runs.Run(dp.attach(case.model(), loss_reduction="sum"), None, runs.linear_loss) for _ in range(2)]
+    for run in both:
+        run.opt = case.build(run.model.parameters(), accountant)
+        run.opt.resume(state)
+    first, second = both
+    first.step(next(iter(first.opt.loader(data, ids))))
+    charged = len(accountant)
+    with pytest.raises(dp.SequenceError, match="goes on with the same run"):
+        second.step(next(iter(second.opt.loader(data, ids))))
+    assert (second.opt.steps, len(accountant)) == (0, charged)
+    first.step(next(iter(first.opt.loader(data, ids))))
+
+
+def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(tmp_path: Path, monkeypatch: Any) -> None:
+    killed("localized-pilot", tmp_path, 1, monkeypatch, released=True)
+    with pytest.warns(dp.UtilityWarning) as told:
+        optimizer, _ = train(CASES["localized-pilot"], tmp_path)
+    assert "the pilot's threshold was lost to a crash" in str(told[0].message)
+    pilot = optimizer.oracle.phases[0][0]
+    assert pilot.chosen == float(pilot._grid[len(pilot._grid) // 2])
+    assert optimizer.finalized
 
 
 def test_a_state_with_secrets_says_so_by_its_type_and_shows_none(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ class Spending(Planning, OpacusFace):
         """Path of the ledger file, if there is one."""
         return None if self._journal.file is None else self._journal.file.path
 
+    def marked(self, run: str) -> int:
+        """Returns how many releases a run may have made (see `Book.releases`)."""
+        return self._journal.book.releases.get(run, 0)
+
     @property
     def interrupted(self) -> bool:
         """Whether its file knows runs of earlier processes, of which an optimizer built now may resume one.

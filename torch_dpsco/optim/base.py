@@ -140,6 +140,11 @@ class PrivateOptimizer(Saved):
             planned = 1
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
         marks = {self._run: self._steps + 1}
+        if self.oracle.per_run and self.accountant.marked(self._run) > self._steps:
+            # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+            raise SequenceError(
+                "this step may have been made by another optimizer, which goes on with the same run: only one may"
+            )
         if self.design.one_pass:
             marks[draw.partition] = draw.index + 1
         self.accountant.authorize(
