@@ -144,7 +144,7 @@ def test_a_line_torn_by_the_crash_costs_nothing(tmp_path: Path, monkeypatch: Any
         file.write(b'{"at": 4, "cou')
     with pytest.warns(dp.UtilityWarning) as told:
         optimizer, accountant = train(CASES["accelerated"], tmp_path)
-    assert [str(warning.message).split(";")[-1][:15] for warning in told][0] == " it is dropped:"
+    assert "it is dropped" in str(told[0].message)
     assert str(told[1].message).startswith(f"1 steps after step {EVERY}")
     assert counts(accountant) == {f"{part} Gaussian": 1 for part in range(7)}
     assert optimizer.finalized
