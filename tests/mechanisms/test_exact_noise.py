@@ -6,10 +6,12 @@ import math
 from fractions import Fraction
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import REPLACE_ONE, Gaussian, PoissonGaussian, WORGaussian, clipped_gaussian
@@ -81,6 +83,26 @@ def test_a_smoothed_gaussian_is_the_discrete_one_up_to_what_the_proof_says():
             ratio = mpmath.exp(-(mpmath.mpf(z) ** 2) / 2 / sigma**2) / total / rounded(z)
             assert abs(mpmath.log(ratio)) <= 2.1 * bound
             assert abs(mpmath.log(ratio)) > 1e-20  # it is no identity: there is an error to be bounded
+
+
+def discrete_delta(m: int, shift: int, epsilon: float) -> float:
+    """Returns delta of the discrete Gaussian of parameter m whose center moves by that many steps, term by term."""
+    x = np.arange(-14 * m, 14 * m + 1, dtype=np.float64)
+    near, far = (np.exp(-((x - c) ** 2) / (2.0 * m * m)) / (math.sqrt(2 * math.pi) * m) for c in (shift, 0))
+    excess = near - math.exp(epsilon) * far
+    return math.fsum(excess[excess > 0])
+
+
+@pytest.mark.parametrize("m", [16, 64, 1024])
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 3.0])
+def test_the_true_curve_is_within_the_one_charged_and_not_within_that_of_its_own_std(m, share):
+    shift, over = round(share * m), []
+    for epsilon in np.concatenate([np.linspace(0.01, 4.0, 40), 1.0 + np.linspace(0.0, 2.0, 9) / m]):
+        delta = discrete_delta(m, shift, float(epsilon))
+        # of the continuous Gaussian that is post-processed: std sqrt(m^2 - 64) in steps of the grid
+        assert delta <= gaussian_delta(shift / math.sqrt(m * m - 64), float(epsilon)) * (1 + 1e-12)
+        over.append(delta > gaussian_delta(shift / m, float(epsilon)) * (1 + 1e-12))
+    assert any(over)  # what would be charged without the proof's 2^-17
 
 
 def test_the_support_of_an_exact_release_does_not_depend_on_the_data():

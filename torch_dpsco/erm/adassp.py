@@ -97,7 +97,7 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
         event = ApproxDP(epsilon, delta, (task.adjacency,))
     # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
     rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
-    # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+    # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
     rounding = with_grid(rounding, is_exact(event))
     constants = AdaSSPConstants(*(value * rounding for value in constants))
     return AdaSSPPlan(constants=constants, event=event, ridge=task.reg or 0.0, radius=task.radius)
