@@ -328,6 +328,7 @@ def private_moment(
 def _moment_event(rho: float, adjacencies: tuple[Adjacency, ...], exact: bool) -> Gaussian:
     """Returns the event, (rho/2)-zCDP, of a noisy sum of numbers in [0, 1]."""
     # of fewer than 2^32 summands: 2^-20 for their powers, whose last bit may depend on their place, 2^-20 for the sums
+    # PRIVACY: rounding to the grid moves the sum too (test_the_grid_is_in_the_sensitivity_of_exact_moments)
     moved = with_grid(1.0 + 2.0**-18, exact)
     event = Gaussian(moved / math.sqrt(rho) * (1.0 + 2.0**-50), dict.fromkeys(adjacencies, moved), exact=exact)
     if exact:

@@ -268,6 +268,12 @@ def test_exact_moments_leave_no_sentence_and_float_ones_do():
         assert (IDEAL in said(accountant.report(1e-5))) is (secure is None)
 
 
+def test_the_grid_is_in_the_sensitivity_of_exact_moments():
+    plain, exact = (dp.clip_selection._moment_event(0.5, ("replace_one",), secure) for secure in (False, True))
+    assert exact.sens[0][1] == plain.sens[0][1] * GRID
+    assert exact.sigma == pytest.approx(plain.sigma * GRID, rel=1e-15)
+
+
 @pytest.mark.parametrize("last", [0.0, 0.123456789, 1.0, 1e300, math.nan])
 def test_an_exact_moment_is_on_its_grid_whatever_the_norms(last, monkeypatch):
     event = dp.clip_selection._moment_event(0.5, ("replace_one",), True)
