@@ -59,6 +59,7 @@ def fit(
     compile: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 50,
+    padding: bool | None = None,
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 
@@ -88,6 +89,7 @@ def fit(
         checkpoint: CONFIDENTIAL file that is written from time to time, and taken up if it exists (see `resume`).
             The accountant must have a ledger file.
         every: steps between two checkpoints.
+        padding: see `PrivateOptimizer.loader`.
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
@@ -119,7 +121,7 @@ def fit(
             "loss_reduction": loss_reduction,
             "physical_batch_size": physical_batch_size,
         }
-        wrong["compile"] = compile or None
+        wrong |= {"compile": compile or None, "padding": padding}
         given = [name for name, value in wrong.items() if value is not None]
         if given:
             raise ValueError(
@@ -151,14 +153,11 @@ def fit(
         )
     optimizer.discard()  # what a run before left in progress comes again
     loader: PrivateLoader
+    chunks: dict[str, Any] = {"physical_batch_size": physical_batch_size, "padding": padding}
     if isinstance(optimizer, UserOptimizer):
-        loader = optimizer.loader(
-            dataset, users, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
-        )
+        loader = optimizer.loader(dataset, users, steps=left, resume=True, num_workers=num_workers, **chunks)
     else:
-        loader = optimizer.loader(
-            dataset, steps=left, resume=True, physical_batch_size=physical_batch_size, num_workers=num_workers
-        )
+        loader = optimizer.loader(dataset, steps=left, resume=True, num_workers=num_workers, **chunks)
     attached = is_attached(model)
     if attached:
         require_sound(model, loss_fn, loader)

@@ -77,7 +77,7 @@ class Run:
         return self.opt.bind(PrivateLoader(data, sampler, physical_batch_size=physical))
 
     def resumed(self) -> PrivateLoader:
-        return self.opt.loader(records(self.n, next(self.model.parameters()).dtype), resume=True)
+        return self.opt.loader(records(self.n, next(self.model.parameters()).dtype), resume=True, padding=False)
 
     def train(self, loader: Iterable[Any] | None = None, steps: int | None = None) -> Run:
         """Makes steps; all of an iteration if their number is not given."""

@@ -150,7 +150,7 @@ def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
     search = user_level.pair_radius_search(USERS, 1.5, 0.01, points=32)
     made, optimizer = calibrated(pair_radius=search, average="last", lr=0.1)
     dataset, users = data()
-    loader = optimizer.loader(dataset, users=users)
+    loader = optimizer.loader(dataset, users=users, padding=False)
     for index, (x, _, ids) in enumerate(loader):
         optimizer.zero_grad()
         made(x).sum().backward()

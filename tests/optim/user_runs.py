@@ -84,9 +84,10 @@ class Run:
             return self.weights
 
     def loader(self, data: TensorDataset, users: Any, *, seed: int | None = None, **others: Any) -> UserLoader:
-        """Returns the optimizer's loader; with a seed one of repeatable draws."""
+        """Returns the optimizer's loader, a batch per draw; with a seed one of repeatable draws."""
         if seed is None:
-            return self.opt.loader(data, users, **others)
+            return self.opt.loader(data, users, **{"padding": False} | others)
+        others.pop("padding", None)
         sampler = make_sampler(self.opt.design, size=self.opt.design.n, seed=seed, steps=others.pop("steps", None))
         return self.opt.bind(UserLoader(data, sampler, torch.as_tensor(users), **others))
 
@@ -99,8 +100,8 @@ class Run:
         self.opt.step(users=users)
 
     def train(self, data: TensorDataset, users: Any, **loader: Any) -> Run:
-        """Iterates once over the loader."""
-        for batch in self.loader(data, users, **loader):
+        """Iterates once over the loader, in padded batches unless it is told otherwise."""
+        for batch in self.loader(data, users, **{"padding": None} | loader):
             self.step(batch)
         return self
 

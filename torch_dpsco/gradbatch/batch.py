@@ -14,6 +14,7 @@ from torch_dpsco.gradbatch.dense import DenseBlock, joined
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows
 from torch_dpsco.gradbatch.ghost import MARK, waiting_block
 from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
+from torch_dpsco.gradbatch.occupied import OccupiedBlock
 from torch_dpsco.gradbatch.precision import HALF, inexact_mean, products_are_exact
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
@@ -209,12 +210,18 @@ class GradBatch:
         rows._scale = self._scale / scale
         return rows
 
+    def among(self, index: Tensor) -> GradBatch:
+        """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them."""
+        rows = GradBatch([OccupiedBlock(block, index) for block in self.blocks], self.order, self.passes, self.averaged)
+        rows._scale = self._scale
+        return rows
+
     def linear(self) -> LinearRows | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
         block = self.blocks[0]
-        if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1] or not isinstance(block, FactoredBlock):
+        if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        return block.linear() if len(block) else None
+        return block.linear() if isinstance(block, (FactoredBlock, OccupiedBlock)) and len(block) else None
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""

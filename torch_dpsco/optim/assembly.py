@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import BaseEvent, Design
-from torch_dpsco.accounting.events import Adjacency, Event, Repeat
+from torch_dpsco.accounting.designs import BaseEvent, Design, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Repeat
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement
@@ -29,7 +29,7 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
-from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, UserLoader
+from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, Slots, UserLoader
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
@@ -134,6 +134,7 @@ class Assembly(CommonOptimizer):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        padding: bool | None = None,
     ) -> PrivateLoader:
         """Returns a loader that draws batches of `dataset` by this optimizer's design.
 
@@ -146,22 +147,38 @@ class Assembly(CommonOptimizer):
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.
+            padding: whether all batches have the same public number of rows, those that are no records being zeros
+                that no step counts: then a record's row depends on no other record, not in its last bits either (see
+                docs/guarantees.md). Default: where the number of records drawn is private.
 
         Raises:
             UnitError: the data set does not have the declared number of records although that is public.
             UnknownSamplerError: no sampling was declared.
         """
         self._world.compare_data(dataset, steps)
+        sampler = self._sampler(checks.number_of_records(dataset), steps, resume)
         loader = PrivateLoader(
             dataset,
-            self._sampler(checks.number_of_records(dataset), steps, resume),
+            sampler,
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            slots=self._slots(padding, physical_batch_size, sampler),
         )
         self.bind(loader)
         return loader
+
+    def _slots(self, padding: bool | None, most: int | None, sampler: DesignSampler) -> Slots | None:
+        """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
+        of_users = self.oracle.unit == "user"
+        # PRIVACY: neighbors draw batches of different sizes
+        # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
+        needed = (self.adjacency == ADD_REMOVE or of_users) and not isinstance(self.design, Undeclared)
+        if not (needed if padding is None else check.choice((True, False), padding=padding)):
+            return None
+        processes = getattr(sampler, "processes", 1)
+        return Slots(self.design, of_users=of_users, physical_batch_size=most, processes=processes)
 
     def _sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
         """Returns a sampler of the design for a data set of that many records, or users."""

@@ -201,8 +201,14 @@ class PrivateOptimizer(Saved):
             raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
         retire_forwards(params)
         n_rows = 0 if rows is None else rows.n_rows
-        batch.admit(n_rows, 1 if rows is None else rows.passes, partial)
+        kept = batch.records(n_rows)
+        batch.admit(n_rows, 1 if rows is None else rows.passes, partial, kept)
         users = batch.users(n_rows, users)
+        if rows is not None and kept is not None:
+            # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
+            users = users if users is None else users[kept]
+            index, n_rows = kept.to(params[0].device), len(kept)
+            rows = rows.select(index) if isinstance(rows, LinearRows) else rows.among(index)
         if not batch.opened:
             self.oracle.open(params, self._steps)
             batch.opened = True

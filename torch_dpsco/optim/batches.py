@@ -55,6 +55,7 @@ class LogicalBatch:
         self._resumed: Partition | None = None
         self._loader: Any = None  # that of the sampler
         self._made = 0  # draws of its partition that steps have used
+        self._seen = 0  # rows of the chunk, with its filling
         self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
         self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
 
@@ -114,27 +115,38 @@ class LogicalBatch:
 
     @property
     def outstanding_rows(self) -> int | None:
-        """Rows of the chunk that comes next."""
+        """Rows of the chunk that comes next, its filling included."""
         if self._log.taken is not None:
-            return self._log.taken.rows
-        return self._log.waiting[0].rows if self._log.waiting else None
+            return self._log.taken.size
+        return self._log.waiting[0].size if self._log.waiting else None
 
     @property
     def needs_rows(self) -> bool:
         """Whether missing per-sample gradients are an error: not for an empty draw, or after accumulate()."""
-        return self._log.taken is None or (self._log.taken.rows > 0 and self._rows == 0)
+        return self._log.taken is None or (self._log.taken.rows > 0 and self._seen == 0)
 
     def current(self) -> Chunk:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
         if self._log.taken is None:
             if not self.declared:
                 return Chunk(Draw(0), 0, last=True)
-            self._rows = 0
+            self._rows = self._seen = 0
             return self._log.take()
         return self._log.taken
 
-    def admit(self, rows: int, passes: int, partial: bool) -> None:
+    def records(self, rows: int) -> Tensor | None:
+        """Returns which of the next rows of the current chunk are records and no filling; None for all of them."""
+        taken = self._log.taken
+        return taken.records(self._seen, rows) if self.declared and taken is not None else None
+
+    def admit(self, rows: int, passes: int, partial: bool, kept: Tensor | None = None) -> None:
         """Checks rows against the current chunk.
+
+        Args:
+            rows: number of them, with the filling.
+            passes: number of backward passes that they come from.
+            partial: whether more rows of the chunk follow.
+            kept: those that are records, see `records`.
 
         Raises:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
@@ -148,9 +160,11 @@ class LogicalBatch:
                 raise SequenceError(f"a step must use at most batch_size={self.design.batch_size} rows, and got more")
             return
         assert self._log.taken is not None
-        self._rows += rows
-        self._draw_rows += rows
-        if self._rows > self._log.taken.rows or self._draw_rows > self._log.taken.draw.size:
+        records = rows if kept is None else len(kept)
+        self._seen += rows
+        self._rows += records
+        self._draw_rows += records
+        if self._seen > self._log.taken.size or self._draw_rows > self._log.taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
@@ -176,7 +190,7 @@ class LogicalBatch:
         assert self._log.taken is not None
         known = self._log.taken.users
         if known is not None:
-            known = known[self._rows - rows : self._rows]
+            known = known[self._seen - rows : self._seen]
         if given is not None and (known is None or not torch.equal(given.cpu(), known)):
             # PRIVACY: rows under invented ids count once each (test_ids_that_were_not_delivered_are_refused)
             raise UnitError(
@@ -187,6 +201,13 @@ class LogicalBatch:
 
     def close(self, chunk: Chunk) -> Draw | None:
         """Ends a chunk; returns its draw if that is complete (until `finish` it is still in progress), else None."""
+        if self.declared and chunk.slots is not None and self._seen not in (0, chunk.size):
+            # PRIVACY: a row more or less before them would put the filling in the place of records
+            # (test_fewer_rows_than_were_delivered_are_refused)
+            raise SequenceError(
+                "a step must use all rows of a batch in their order, filling included: run the model on the batch as "
+                "it was delivered"
+            )
         if chunk.last:
             if self.declared and self._draw_rows != chunk.draw.size:
                 # PRIVACY: fewer rows than records are rows of several records each, e.g. of times
@@ -197,7 +218,7 @@ class LogicalBatch:
                     "by 0"
                 )
             return chunk.draw
-        self._log.taken, self._rows = None, 0
+        self._log.taken, self._rows, self._seen = None, 0, 0
         return None
 
     @property
@@ -247,6 +268,7 @@ class LogicalBatch:
         if used:
             self._log.use_up()
         self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
+        self._seen = 0
 
     def drop(self) -> None:
         """Gives the draw in progress up: the next iteration of a loader delivers it again."""

@@ -37,6 +37,7 @@ class UserOptimizer(PrivateOptimizer):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        padding: bool | None = None,
     ) -> UserLoader:
         """Returns a loader that draws users by this optimizer's design, and delivers all their rows with their ids.
 
@@ -51,6 +52,7 @@ class UserOptimizer(PrivateOptimizer):
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.
+            padding: see `PrivateOptimizer.loader`; default True, for the number of a user's rows is private.
 
         Raises:
             UnitError: ids that are no integers, are missing, or are out of range.
@@ -66,14 +68,16 @@ class UserOptimizer(PrivateOptimizer):
                 )
         if steps is None and self.schedule.steps is not None and not self.design.one_pass:
             steps = max(1, self.schedule.steps - self._steps)
+        sampler = self._new_sampler(n_users, steps, resume)
         loader = UserLoader(
             dataset,
-            self._new_sampler(n_users, steps, resume),
+            sampler,
             ids,
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            slots=self._slots(padding, physical_batch_size, sampler),
         )
         self.bind(loader)
         return loader

@@ -21,6 +21,7 @@ from torch_dpsco.sampling.samplers import (
     ShuffledSampler,
     poisson_positions,
 )
+from torch_dpsco.sampling.slots import Slots
 from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PrivateLoader",
     "RankSampler",
     "ShuffledSampler",
+    "Slots",
     "UserLoader",
     "accept_empty_draws",
     "bounded",

@@ -31,11 +31,14 @@ class Chunk(NamedTuple):
 
     Args:
         draw: of the sampler.
-        rows: the most that the batch can have.
+        rows: the most records that the batch can have.
         last: whether the draw is complete with it.
         start: rows of the draw before it.
         source: what the sampler drew, to deliver it again.
-        users: (rows,) the user of each row, where users are drawn.
+        users: the user of each row of the batch, where users are drawn; -1 for filling.
+        slots: (rows,) int64, ascending: where the records are in the batch, all other rows of which are filling; None
+            for a batch of records only.
+        block: rows of the batch, filling included; None for `rows`.
     """
 
     draw: Draw
@@ -44,6 +47,20 @@ class Chunk(NamedTuple):
     start: int = 0
     source: Drawn | None = None
     users: Tensor | None = None
+    slots: Tensor | None = None
+    block: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Rows of the batch, filling included."""
+        return self.rows if self.block is None else self.block
+
+    def records(self, first: int, rows: int) -> Tensor | None:
+        """Returns which of some rows of the batch are records: indices from the first on; None for all of them."""
+        if self.slots is None:
+            return None
+        index = self.slots - first
+        return index[(index >= 0) & (index < rows)]
 
 
 _UNUSED = (

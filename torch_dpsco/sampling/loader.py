@@ -23,8 +23,9 @@ from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn
 from torch_dpsco.sampling.fingerprint import records_of
 from torch_dpsco.sampling.samplers import DesignSampler
+from torch_dpsco.sampling.slots import Slots
 
-__all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded"]
+__all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded", "filled"]
 
 _Indices = npt.NDArray[np.int64]
 
@@ -68,6 +69,7 @@ class PrivateLoader:
         collate_fn: as in DataLoader; the default makes batches without rows for empty draws.
         num_workers: as in DataLoader.
         pin_memory: as in DataLoader.
+        slots: where records stand in blocks of a fixed size, which are filled up; None for batches of records only.
     """
 
     # What else a torch DataLoader has, for those who copy its settings (Opacus' BatchMemoryManager does).
@@ -84,8 +86,11 @@ class PrivateLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        slots: Slots | None = None,
     ) -> None:
-        self.dataset, self.batch_sampler = dataset, sampler
+        self.dataset, self.batch_sampler, self.slots = dataset, sampler, slots
+        # of the newest draws: workers run ahead of what may come again
+        self._arranged: deque[tuple[Drawn, list[tuple[Any, Tensor | None]]]] = deque(maxlen=2 * num_workers + 2)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
@@ -119,14 +124,34 @@ class PrivateLoader:
         for drawn in self.batch_sampler.dealt():
             yield from self._pieces(drawn, drawn[1], chunks)
 
-    def _pieces(self, source: Drawn, indices: _Indices, chunks: deque[Chunk]) -> Iterator[_Indices]:
+    def _pieces(
+        self, source: Drawn, indices: _Indices, chunks: deque[Chunk], sizes: _Indices | None = None
+    ) -> Iterator[_Indices]:
         draw = replace(source[0], size=len(indices))  # another one each time that it is delivered
-        size = self.physical_batch_size or max(1, len(indices))
-        starts = range(0, max(1, len(indices)), size)
-        for start in starts:
-            part = indices[start : start + size]
-            chunks.append(Chunk(draw, len(part), start == starts[-1], start, source, self._users_of(part)))
-            yield part
+        blocks, start = self._blocks(source, len(indices), sizes), 0
+        for k, (part, slots) in enumerate(blocks, start=1):
+            rows = indices[part]
+            size = len(rows) if self.slots is None else self.slots.block
+            users = self._users_of(rows)
+            if slots is not None and users is not None:  # rows of the filling are nobody's
+                users = filled(users, slots, size, -1)
+            chunks.append(Chunk(draw, len(rows), k == len(blocks), start, source, users, slots, size))
+            start += len(rows)
+            yield rows
+
+    def _blocks(self, source: Drawn, size: int, sizes: _Indices | None) -> list[tuple[Any, Tensor | None]]:
+        """Returns which rows of a draw are delivered together, and their slots where they have some."""
+        if self.slots is None:
+            step = self.physical_batch_size or max(1, size)
+            return [(slice(start, start + step), None) for start in range(0, max(1, size), step)]
+        for known, blocks in self._arranged:
+            if known is source:
+                # PRIVACY: a draw that is delivered again has the slots that it had: none can be chosen
+                # (test_a_draw_that_is_delivered_again_has_the_slots_that_it_had)
+                return blocks
+        made = self.slots.of_records(size) if sizes is None else self.slots.of_users(sizes)
+        self._arranged.append((source, [(part, torch.from_numpy(slots)) for part, slots in made]))
+        return self._arranged[-1][1]
 
     def _users_of(self, part: _Indices) -> Tensor | None:
         """Returns the user of each record, where users are drawn."""
@@ -165,11 +190,35 @@ class PrivateLoader:
         for batch in batches(self._split(chunks)):
             chunk = chunks.popleft()
             log.deliver(chunk)
+            if chunk.slots is not None:
+                batch = filled(batch, chunk.slots, chunk.size)
             if chunk.users is None:
                 yield batch
             else:
                 parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
                 yield [*parts, chunk.users.clone()]
+
+
+def filled(batch: Any, slots: Tensor, size: int, value: float = 0) -> Any:
+    """Returns a batch of `size` rows, of which those at the slots are the batch's own, and all others are zeros.
+
+    Raises:
+        ValueError: something in the batch is no tensor with one row per record.
+    """
+
+    def fill(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != len(slots):
+            raise ValueError(f"{_NOT_ROWS} (got {type(leaf).__name__})")
+        block = leaf.new_full((size, *leaf.shape[1:]), value)
+        return block.index_copy_(0, slots.to(leaf.device), leaf)
+
+    return tree_map(fill, batch)
+
+
+_NOT_ROWS = (
+    "a batch must be of tensors whose first dimension is the records, so that it can be filled up to a public size: "
+    "collate to such tensors, or give padding=False, whose risk docs/guarantees.md describes"
+)
 
 
 def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False) -> Iterator[list[Tensor]]:
@@ -227,6 +276,7 @@ class PhysicalBatches:
                 f"loader must draw by a sampler of torch_dpsco (got {type(sampler).__name__}): use "
                 f"optimizer.loader(dataset), or DataLoader(dataset, batch_sampler=...) bound to the optimizer"
             )
+        known = loader.slots if isinstance(loader, PrivateLoader) else None
         self._loader = PrivateLoader(
             loader.dataset,
             sampler,
@@ -234,6 +284,7 @@ class PhysicalBatches:
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
+            slots=None if known is None else known.of_size(physical_batch_size),
         )
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from torch_dpsco.errors import UnitError
 from torch_dpsco.sampling.draws import Chunk
 from torch_dpsco.sampling.loader import PrivateLoader
 from torch_dpsco.sampling.samplers import DesignSampler
+from torch_dpsco.sampling.slots import Slots
 
 __all__ = ["UserLoader", "user_ids"]
 
@@ -83,6 +84,7 @@ class UserLoader(PrivateLoader):
         collate_fn: as in DataLoader.
         num_workers: as in DataLoader.
         pin_memory: as in DataLoader.
+        slots: see `PrivateLoader`.
 
     Raises:
         UnitError: an id is not below the number of users.
@@ -98,6 +100,7 @@ class UserLoader(PrivateLoader):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        slots: Slots | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -106,6 +109,7 @@ class UserLoader(PrivateLoader):
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            slots=slots,
         )
         ids = users.numpy()
         if len(ids) and int(ids.max()) >= sampler.size:
@@ -123,16 +127,17 @@ class UserLoader(PrivateLoader):
         yield self._ids
         yield from super().contents()
 
-    def _of(self, drawn: _Indices) -> _Indices:
-        """Returns the records of drawn users, in order of the draw."""
+    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
+        """Returns the records of drawn users, in order of the draw, and how many each of them has."""
         ends = self._ends[drawn]
         starts = np.where(drawn > 0, self._ends[drawn - 1], 0)
         pieces = [self._records[a:b] for a, b in zip(starts, ends, strict=True) if a < b]
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64), ends - starts
 
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
         for drawn in self.batch_sampler.dealt():
-            yield from self._pieces(drawn, self._of(drawn[1]), chunks)
+            records, sizes = self._of(drawn[1])
+            yield from self._pieces(drawn, records, chunks, sizes)
 
     def _users_of(self, part: _Indices) -> Tensor:
         return self._ids[torch.from_numpy(part)]

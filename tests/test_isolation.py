@@ -1,0 +1,376 @@
+"""A record's row depends on no other record, not in its last bits either: blocks of fixed size, filled up with nothing.
+
+Matrix libraries choose kernels by the number of rows. What one record more does to the last bits of all others, a kink
+of the loss or an indicator function makes as large as it likes; so it must do nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import torch_dpsco as dp
+from tests.optim import user_runs as runs
+from tests.problems import make_optimizer
+from torch_dpsco.accounting.designs import Full, Poisson
+from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.gradbatch.occupied import OccupiedBlock
+from torch_dpsco.oracles import user_filtered
+from torch_dpsco.sampling import PhysicalBatches, Slots
+from torch_dpsco.sampling.slots import capacity
+
+FALSE_ALARM = 1e-6
+
+
+class BySize(nn.Module):
+    """Numbers whose last bits depend on how many rows there are, as those of a matrix product do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (1e-6 if len(x) % 2 else -1e-6)
+
+
+class Shift(nn.Module):
+    def __init__(self, by: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("by", by)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.by
+
+
+def emulated_kink() -> tuple[nn.Module, Tensor]:
+    """Returns a net, and a record at its kink: of which side it is, the number of rows decides."""
+    net = nn.Sequential(nn.Linear(4, 1, bias=False), BySize(), nn.ReLU(), nn.Linear(1, 1))
+    nn.init.zeros_(net[0].weight)
+    nn.init.constant_(net[3].weight, 100.0)
+    return net, torch.ones(4)
+
+
+def real_kink() -> tuple[nn.Module, Tensor]:
+    """Returns the same for the kernels of this machine, where they differ between 15 and 16 rows (MKL's do)."""
+    torch.manual_seed(0)
+    first, x = nn.Linear(784, 100), torch.randn(784)
+    with torch.no_grad():
+        fewer, more = (first(x.expand(size, -1).contiguous())[0] for size in (15, 16))
+        by = torch.where(fewer == more, torch.maximum(fewer, more) + 1.0, torch.minimum(fewer, more))
+        last = nn.Linear(100, 1)
+        nn.init.constant_(last.weight, 100.0)
+    return nn.Sequential(first, Shift(by), nn.ReLU(), last), x
+
+
+def clipped_sum(net: nn.Module, x: Tensor, size: int, *, rows: str = "auto", **loader: object) -> Tensor:
+    """Returns the clipped sum over `size` equal records, drawn with certainty from a design of 16."""
+    model = dp.attach(net, rows=rows, loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove")
+    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    for (batch,) in optimizer.loader(TensorDataset(x.expand(size, -1).contiguous()), steps=1, **loader):
+        if rows == "ghost":
+            dp.ghost_backward(model, model(batch).squeeze(1))
+        else:
+            model(batch).sum().backward()
+        optimizer.step()
+    after = torch.cat([p.detach().flatten().double() for p in dp.detach(model).parameters()])
+    return 16.0 * (before - after)
+
+
+@pytest.mark.parametrize("rows", ["auto", "dense", "ghost"])
+@pytest.mark.parametrize("kink", [emulated_kink, real_kink])
+def test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip(kink, rows):
+    """The counterexample: 15 records at a kink, and a 16th that moved the sum by 15 clips."""
+    fewer, more = (clipped_sum(*kink(), size, rows=rows) for size in (15, 16))
+    assert torch.linalg.vector_norm(more - fewer) <= 1.01
+
+
+def test_without_filling_up_a_record_more_moves_all_others():
+    fewer, more = (clipped_sum(*emulated_kink(), size, padding=False) for size in (15, 16))
+    assert torch.linalg.vector_norm(more - fewer) > 10.0
+
+
+class ScaledBySize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 2.0**-40 * (len(x) % 2))
+
+
+def score_with(rows_of_last: int, monkeypatch: pytest.MonkeyPatch, **loader: object) -> float:
+    """Returns the concentration score of 30 users, half of them at exactly tau from the others."""
+    n, scores = 30, []
+    plain = user_filtered.neighbor_counts
+    with monkeypatch.context() as patch:
+        patch.setattr(user_filtered, "neighbor_counts", lambda *given: scores.append(plain(*given)) or scores[-1])
+        run = runs.filtered(runs.quiet(n, steps=1))
+        ids = torch.cat([torch.arange(n), torch.full((rows_of_last - 1,), n - 1)])
+        data = runs.dataset(torch.tensor([[0.5, 0.0], [-0.5, 0.0]])[ids % 2])
+        scale = ScaledBySize()
+        for x, y, users in run.opt.loader(data, ids, steps=1, **loader):
+            run.opt.zero_grad()
+            runs.linear_loss(scale(run.model(x)), y).backward()
+            run.opt.step(users=users)
+    return float(scores[0][0].sum()) / n
+
+
+def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monkeypatch):
+    """The counterexample: all users of one side were at tau from the other with one number of rows, and not with two.
+
+    Declared is 2 (n - 1)/n; the user's mean stays where it is, so that the score must too.
+    """
+    assert score_with(1, monkeypatch) == score_with(2, monkeypatch)
+    assert abs(score_with(1, monkeypatch, padding=False) - score_with(2, monkeypatch, padding=False)) > 10.0
+
+
+# -- the filling ------------------------------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    """Divides a record by its length: the row of a record of zeros is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
+
+
+def _forward(net: nn.Module, optimizer: dp.PrivateOptimizer, batch: list[Tensor], kind: str) -> None:
+    x, y = batch
+    if kind == "compiled":
+        dp.CompiledRows(net, nn.MSELoss(), backend=None, micro_batch_size=5).step(optimizer, x, y)
+        return
+    losses = (net(x) - y).square().mean(1)
+    if kind == "ghost":
+        dp.ghost_backward(net, losses)
+    else:
+        losses.mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("net", [Normalized, lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))])
+@pytest.mark.parametrize("kind", ["auto", "dense", "ghost", "compiled"])
+@pytest.mark.parametrize("most", [None, 5])
+def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
+    x, y = torch.randn(11, 3), torch.randn(11, 2)
+    answers = []
+    torch.manual_seed(0)
+    start = net().state_dict()
+    for padding in (True, False):
+        model = net()
+        model.load_state_dict(start)
+        if kind != "compiled":
+            dp.attach(model, rows=kind, loss_reduction="sum" if kind == "ghost" else "mean")
+        optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
+        for batch in optimizer.loader(TensorDataset(x, y), steps=1, padding=padding, physical_batch_size=most):
+            _forward(model, optimizer, batch, kind)
+        assert optimizer.steps == 1
+        answers.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert bool(torch.isfinite(answers[0]).all())
+    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum")])
+def test_the_filling_contributes_nothing_in_closed_form(loss):
+    data, answers = TensorDataset(torch.randn(11, 3), torch.randn(11, 1)), []
+    for padding in (True, False):
+        model = nn.Linear(3, 1)
+        nn.init.zeros_(model.weight), nn.init.ones_(model.bias)
+        optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
+        dp.fit(model, optimizer, data, loss, steps=2, loss_reduction=loss.reduction, progress=False, padding=padding)
+        answers.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
+
+
+def test_a_draw_without_records_is_a_step_of_noise_with_a_block_of_filling():
+    model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(1, 10**6), adjacency="add_remove")
+    before = model.weight.detach().clone()
+    for (x,) in optimizer.loader(TensorDataset(torch.ones(3, 2)), steps=3):
+        assert len(x) == capacity(optimizer.design) == optimizer.outstanding_rows
+        model(x).sum().backward()
+        optimizer.step()
+    for _ in optimizer.loader(TensorDataset(torch.ones(3, 2)), steps=1):
+        optimizer.step()  # without a backward, too
+    assert optimizer.steps == 4
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("cut", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]])])
+def test_fewer_rows_than_were_delivered_are_refused(cut):
+    model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove")
+    for (x,) in optimizer.loader(TensorDataset(torch.ones(9, 2)), steps=1):
+        model(cut(x)).sum().backward()
+        with pytest.raises(dp.SequenceError, match="rows"):
+            optimizer.step()
+    assert len(optimizer.accountant) == 0
+
+
+class Counting(DenseBlock):
+    """Rows whose norms depend on how many there are."""
+
+    def norms(self) -> Tensor:
+        return super().norms() + len(self)
+
+    def select(self, index: Tensor) -> DenseBlock:
+        return Counting(self.rows[index])
+
+
+def test_norms_do_not_depend_on_how_many_rows_count():
+    block = Counting(torch.randn(8, 3))
+    for index in (torch.arange(5), torch.tensor([1, 4])):
+        rows = GradBatch([block]).among(index)
+        assert torch.equal(rows.norms(), block.norms()[index])
+        assert torch.equal(rows.dense()[0], block.rows[index])
+        part = OccupiedBlock(block, index).select(torch.tensor([1]))
+        assert torch.equal(part.norms(), block.norms()[index[1:2]])
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_places_are_uniform_without_replacement():
+    slots = Slots(Poisson(2, 10**6), physical_batch_size=4)
+    slots.capacity, draws = 4, 20_000
+    pairs = np.array([slots.places(2) for _ in range(draws)])
+    found = np.bincount(4 * pairs[:, 0] + pairs[:, 1], minlength=16)
+    different = found[[i for i in range(16) if i % 5]]
+    assert different.sum() == draws
+    assert stats.chisquare(different).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("mean", [1, 8, 64, 256, 4096])
+def test_a_draw_is_larger_than_the_capacity_with_a_probability_below_two_to_the_minus_forty(mean):
+    for design in (Poisson(mean, 10**5), Assigned(mean, 10**5)):
+        assert stats.binom.sf(capacity(design), 10**5, mean / 10**5) < 2.0**-40
+    for processes in (2, 3):
+        own = math.ceil(10**5 / processes)
+        assert stats.binom.sf(capacity(Poisson(mean, 10**5), processes=processes), own, mean / 10**5) < 2.0**-40
+
+
+def test_capacities_of_phases_are_those_of_the_largest():
+    design = Parts(((Poisson(8, 1000), 3), (Poisson(64, 1000), 2)), n=2000)
+    assert capacity(design) == capacity(Poisson(64, 1000))
+    assert capacity(Poisson(16, 16)) == 16
+
+
+def test_a_draw_that_overflows_is_split_into_more_blocks_of_the_same_size():
+    model = dp.attach(nn.Linear(2, 1, bias=False), loss_reduction="sum")
+    nn.init.zeros_(model.weight)
+    optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=10.0)
+    sizes = []
+    for (x,) in optimizer.loader(TensorDataset(torch.ones(40, 2)), steps=2):  # true size far above the reference
+        sizes.append(len(x))
+        model(x).sum().backward()
+        optimizer.step()
+    assert sizes == [16] * 6
+    assert optimizer.steps == 2
+    torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), -2 * 40 / 16.0))
+
+
+@pytest.mark.parametrize("n_users", [3, 40, 500])
+def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users):
+    rng = np.random.default_rng(n_users)
+    slots = Slots(Full(n_users), of_users=True)
+    slots.places(n_users)
+
+    def of_first(sizes: np.ndarray) -> list[list[int]]:
+        """Returns the slots of the rows of each user but the last, in the order in which they are added up."""
+        owner = np.repeat(np.arange(n_users), sizes)
+        found: list[list[tuple[int, int]]] = [[] for _ in range(n_users)]
+        for rows, places in slots.of_users(sizes):
+            assert len(set(places.tolist())) == len(places)
+            assert not len(places) or 0 <= places.min() <= places.max() < slots.block
+            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                found[owner[row]].append((row - int((np.cumsum(sizes) - sizes)[owner[row]]), place))
+        assert [[nth for nth, _ in own] for own in found] == [list(range(size)) for size in sizes]
+        return [[place for _, place in own] for own in found[:-1]]
+
+    sizes = rng.integers(0, 9, n_users)
+    sizes[0] = 700
+    changed = [of_first(np.append(sizes[:-1], last)) for last in (0, 1, 2, 50, 3000)]
+    assert all(other == changed[0] for other in changed)
+
+
+def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(monkeypatch):
+    """With the kernels of this machine, and slots as they are coupled: a record more takes a free one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(300, 70), nn.ReLU(), nn.Linear(70, 3))
+    data, seen = torch.randn(61, 300), []
+    monkeypatch.setattr(dp.oracles.Clipped, "observe", lambda self, rows, users=None: seen.append((rows, rows.norms())))
+    for size in (60, 61):
+        model = dp.attach(net, loss_reduction="sum")
+        optimizer = make_optimizer(model, Poisson(64, 64), adjacency="add_remove")
+        loader = optimizer.loader(TensorDataset(data[:size]), steps=1)
+        loader.slots._rng = np.random.default_rng(5)
+        loader.slots.capacity = 64
+        for (x,) in loader:
+            model(x).square().sum().backward()
+            optimizer.step()
+        dp.detach(model)
+    (fewer, norms), (more, other_norms) = seen
+    places = np.random.default_rng(5).permutation(64)
+    shared = torch.from_numpy(np.argsort(np.argsort(places[:61]))[:60])  # where they are among 61, in order of slots
+    own = torch.from_numpy(np.argsort(np.argsort(places[:60])))
+    for a, b in zip(fewer.dense(), more.dense(), strict=True):
+        assert torch.equal(a[own], b[shared])
+    assert torch.equal(norms[own], other_norms[shared])
+
+
+# -- which loaders fill up -------------------------------------------------------------------------------------------
+
+
+def loader_of(adjacency: str, **keywords: object) -> object:
+    model = dp.attach(nn.Linear(2, 1))
+    optimizer = make_optimizer(model, Poisson(4, 16), adjacency=adjacency)
+    return optimizer.loader(TensorDataset(torch.ones(16, 2)), **keywords)
+
+
+def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
+    assert loader_of("add_remove").slots.block == 16
+    assert loader_of("replace_one").slots is None  # a replaced record is in the same draws
+    assert loader_of("replace_one", padding=True).slots is not None
+    assert loader_of("add_remove", padding=False).slots is None
+    assert loader_of("add_remove", physical_batch_size=6).slots.block == 6
+    assert {len(x) for (x,) in PhysicalBatches(loader_of("add_remove", steps=1), 8)} == {8}
+    run = runs.clipped(5)
+    assert run.opt.loader(*runs.agreeing(5)).slots is not None
+    with pytest.raises(ValueError, match="padding"):
+        loader_of("add_remove", padding="yes")
+
+
+class Words(Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, place: int) -> tuple[Tensor, str]:
+        return torch.ones(2), "word"
+
+
+def test_batches_that_cannot_be_filled_up_are_refused_by_name():
+    optimizer = make_optimizer(dp.attach(nn.Linear(2, 1)), Poisson(16, 16), adjacency="add_remove")
+    with pytest.raises(ValueError, match="padding=False"):
+        next(iter(optimizer.loader(Words())))
+    x, words = next(iter(optimizer.loader(Words(), padding=False)))
+    assert len(x) == len(words) == 16
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_other_data_sets_are_filled_up(workers):
+    class Squares(Dataset):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, place: int) -> dict[str, Tensor]:
+            return {"x": torch.tensor([1.0 + place]), "y": torch.tensor(1.0 + place**2)}
+
+    optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 16), adjacency="add_remove")
+    batch = next(iter(optimizer.loader(Squares(), num_workers=workers)))
+    assert batch["x"].shape == (16, 1)
+    for x, y in zip(batch["x"][:, 0].tolist(), batch["y"].tolist(), strict=True):
+        assert y == (1.0 + (x - 1.0) ** 2 if x else 0.0)
+    assert sorted(batch["x"][:, 0].tolist()) == [0.0] * 4 + [1.0 + k for k in range(12)]

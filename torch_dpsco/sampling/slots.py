@@ -1,0 +1,162 @@
+"""Where records stand in physical batches of one fixed public size, so that no record's arithmetic depends on others.
+
+Matrix libraries choose kernels by the number of rows, and may treat rows by their position: a record more changes the
+last bits of all others, which a kink of the loss makes as large as it likes. So each draw is delivered in blocks of
+exactly M rows, M public, filled up with rows of zeros that no oracle ever sees; a record's row in its block (its slot)
+does not depend on the other records:
+
+* units (records, or users) get places in [0, capacity), uniformly without replacement, from a stream that nobody sees;
+  a unit more takes a place that was free, and all others stay. Only where a draw has more units than the capacity does
+  one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-40;
+* a place fixes the columns of its unit's rows in all blocks. Users with several rows use blocks one after the other, a
+  few columns each; what is more than `_LEVELS` blocks of them goes to blocks of its user alone. Which of the blocks a
+  row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes.
+
+Proof and limits: docs/proofs/record_isolation.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpsco.accounting.designs import Design, Full, Poisson
+from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.rng import sampling_generator
+
+__all__ = ["Slots", "capacity"]
+
+_Indices = npt.NDArray[np.int64]
+_RARE = 40.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-40
+_MULTIPLE = 8  # a friendly number of rows
+_USER_ROWS, _EACH = (64, 256), 4  # of a block, where users have any number of rows: room for so many of each user
+_LEVELS = 32  # blocks in which a user has rows beside others
+
+
+def capacity(design: Design, *, processes: int = 1) -> int:
+    """Returns how many units the blocks of a draw have room for: public, from the design alone.
+
+    By the bound of Chernoff: a sum of independent indicators of mean m exceeds m + x with probability at most
+    exp(-m h(x / m)), h(t) = (1 + t) log(1 + t) - t.
+
+    Args:
+        design: how units are drawn.
+        processes: over which the units of a draw are spread.
+
+    Example:
+        >>> capacity(Poisson(256, 60_000)), capacity(Poisson(4096, 60_000))
+        (392, 4584)
+    """
+    if isinstance(design, Parts):
+        return max(capacity(part, processes=processes) for part, _ in design.parts)
+    mean, most = design.batch_size / processes, math.ceil(design.n / processes)
+    if isinstance(design, Full):  # all there are, whose number may be private and near the declared one
+        return most + 8 * math.isqrt(most) + 16
+    if not isinstance(design, (Poisson, Assigned)):
+        return max(1, math.ceil(mean))
+    room = math.ceil(mean)
+    while room < most and mean * _rate(room / mean - 1.0) < _RARE:
+        room += 1
+    return min(most, room + -room % _MULTIPLE)
+
+
+def _rate(excess: float) -> float:
+    return (1.0 + excess) * math.log1p(excess) - excess
+
+
+class Slots:
+    """Assigns the rows of draws to slots of blocks.
+
+    Args:
+        design: how units are drawn.
+        of_users: whether units have any number of rows, or exactly one.
+        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 256 rows of users.
+        processes: over which the units of a draw are spread.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        *,
+        of_users: bool = False,
+        physical_batch_size: int | None = None,
+        processes: int = 1,
+    ) -> None:
+        self.capacity, self._users = capacity(design, processes=processes), of_users
+        self.block = self._fitting(physical_batch_size)
+        self._rng = sampling_generator()
+        self._keeps, self._kept = isinstance(design, Full), np.empty(0, dtype=np.int64)
+
+    def _fitting(self, most: int | None) -> int:
+        if self._users:
+            return most or min(max(_USER_ROWS[0], _EACH * self.capacity), _USER_ROWS[1])
+        return math.ceil(self.capacity / math.ceil(self.capacity / (most or self.capacity)))
+
+    def of_size(self, physical_batch_size: int) -> Slots:
+        """Returns slots of smaller blocks for the same draws."""
+        part = copy.copy(self)
+        part.block = part._fitting(physical_batch_size)
+        return part
+
+    def places(self, units: int) -> _Indices:
+        """Returns the places of that many units; those past the capacity have the places of another round."""
+        if self._keeps and len(self._kept) == units:
+            return self._kept  # the same units as in the draw before, which was of all
+        rounds = range(max(1, math.ceil(units / self.capacity)))
+        drawn = [self._rng.permutation(self.capacity) + k * self.capacity for k in rounds]
+        # PRIVACY: places in the order of the records would move with each record before them
+        # (test_places_are_uniform_without_replacement)
+        self._kept = np.concatenate(drawn)[:units]
+        return self._kept
+
+    def of_records(self, size: int) -> Iterator[tuple[_Indices, _Indices]]:
+        """Yields (records, slots) of each block that has any; one empty block for an empty draw.
+
+        Args:
+            size: records of the draw.
+        """
+        blocks, slots = np.divmod(self.places(size), self.block)
+        return _grouped(blocks, slots)
+
+    def of_users(self, sizes: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+        """Yields (rows, slots) of each block that has any, for rows that are in order of their users.
+
+        Args:
+            sizes: rows of each user of the draw.
+        """
+        wide = max(1, self.block // self.capacity)  # columns of a place
+        cells = max(1, self.block // wide)
+        shared = np.minimum(sizes, wide * _LEVELS)
+        cell, owner = self.places(len(sizes)) % cells, np.repeat(np.arange(len(sizes)), sizes)
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of its user's rows
+        beside = nth < shared[owner]
+        alone = nth - shared[owner]
+        # blocks before a user's first one: those of the users of its cell that come before
+        depth = _before(cell, -(-shared // wide))
+        last = int((depth - (-shared // wide)).max(initial=0))
+        own = -(-(sizes - shared) // self.block)
+        first = last + np.cumsum(own) - own
+        blocks = np.where(beside, depth[owner] + nth // wide, first[owner] + alone // self.block)
+        slots = np.where(beside, cell[owner] * wide + nth % wide, alone % self.block)
+        return _grouped(blocks, slots)
+
+
+def _before(group: _Indices, sizes: _Indices) -> _Indices:
+    """Returns the sum of the sizes of earlier entries of the same group."""
+    order = np.argsort(group, kind="stable")
+    sums = np.cumsum(sizes[order]) - sizes[order]
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    out = np.empty_like(sizes)
+    out[order] = sums - np.repeat(sums[starts], np.diff(starts, append=len(group)))
+    return out
+
+
+def _grouped(blocks: _Indices, slots: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+    """Yields (indices, slots) of each block in use, by slot."""
+    order = np.lexsort((slots, blocks))
+    for part in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
+        yield part, slots[part]
