@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.doctor.findings import Diagnosis, Finding
+from torch_dpsco.doctor.isolation import note
 from torch_dpsco.doctor.loop_checks import LOOP_CHECKS
 from torch_dpsco.doctor.model_checks import MODEL_CHECKS
 from torch_dpsco.doctor.probe import examine
@@ -74,5 +75,6 @@ def doctor(
         return Diagnosis.of(())  # it reads records by itself: no model, loss or loader of the script is in its release
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
+    note(script, evidence)
     checks = (*MODEL_CHECKS, *LOOP_CHECKS) if script.row_free is None else ROW_FREE_CHECKS
     return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from torch_dpsco.doctor.isolation import Isolation
+
 __all__ = ["Evidence", "Line", "NotScalarError", "Pass", "Refused", "attempt"]
 
 _T = TypeVar("_T")
@@ -97,6 +99,7 @@ class Evidence:
         randomness: how far other random numbers move the gradient of the batch, relative.
         line: gradients of single records.
         refused: what could not be probed.
+        isolation: what moves the bits of a row.
     """
 
     size: int = 0
@@ -115,6 +118,7 @@ class Evidence:
     randomness: float = 0.0
     line: Line | None = None
     refused: list[Refused] = field(default_factory=list)
+    isolation: Isolation | None = None
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""

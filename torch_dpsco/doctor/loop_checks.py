@@ -16,6 +16,7 @@ from torch_dpsco.accounting.identify import identify
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import Evidence, Refused, attempt
 from torch_dpsco.doctor.findings import Finding
+from torch_dpsco.doctor.isolation import isolated_rows
 from torch_dpsco.doctor.script import Script
 from torch_dpsco.doctor.untouched import RandomStreams, same_values, seed_torch
 from torch_dpsco.errors import UnknownSamplerError
@@ -375,4 +376,5 @@ LOOP_CHECKS: tuple[Callable[[Script, Evidence], Iterator[Finding]], ...] = (
     expected_batch_size,
     split_with_workers,
     undeclared_sampling,
+    isolated_rows,
 )

@@ -18,10 +18,12 @@ from torch_dpsco.attach import attach
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, Refused, attempt
+from torch_dpsco.doctor.isolation import Isolation, look, remembered, rows_to_probe
 from torch_dpsco.doctor.made_up import MadeUp
 from torch_dpsco.doctor.script import Script
 from torch_dpsco.doctor.untouched import Untouched, seed_torch
 from torch_dpsco.gradbatch import Tape
+from torch_dpsco.gradbatch.base import Block
 
 __all__ = ["ROUNDING", "examine", "in_place"]
 
@@ -104,6 +106,7 @@ class _Probe:
         starts = {name: torch.zeros_like(p) if self.from_zero else p for name, p in script.trainable.items()}
         self.moves = {name: _small_move(p, generator) for name, p in starts.items()}
         self.scales: list[float] | None = None  # of the records
+        self._only: int | None = None  # the place of the row that is looked at; None for all rows
         self.records = list(range(made_up.size))
         self.others = [i + made_up.size for i in self.records]
 
@@ -128,6 +131,30 @@ class _Probe:
             self._look_at_outliers()
         evidence.again = evidence.keep(self._pass(self.records, before=self.records))
         evidence.after_other = evidence.keep(self._pass(self.records, before=self.others))
+        self._look_at_bits()
+
+    def _look_at_bits(self) -> None:
+        """Compares the bits of one row in batches of several sizes, places and companies."""
+        rows, script = rows_to_probe(self.script), self.script
+        if rows is None:
+            return
+
+        def row(records: list[int], place: int, other: bool) -> Tensor:
+            self._only = place
+            self._start(_OTHER_SEED if other else _SEED)
+            found = self._gradients(records).rows
+            return torch.cat([part.flatten().cpu() for part in found.values()])
+
+        def probe() -> Isolation:
+            try:
+                return look(row, len(self.records), rows)
+            finally:
+                self._only = None
+
+        device = next(iter(script.trainable.values())).device
+        found = attempt("comparing bits of rows", lambda: remembered(script.module, device, rows, probe))
+        if not isinstance(found, Refused):  # e.g. memory: then it is not known
+            self.evidence.isolation = found
 
     def _look_at_outliers(self) -> None:
         """Makes record 0 an outlier of several sizes, and moves the median of the records from small to large ones.
@@ -280,11 +307,15 @@ class _Probe:
             tape = getattr(p, "grad_factors", None)
             if isinstance(tape, Tape) and tape.uses:
                 blocks = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)
-                rows[name] = blocks[0].dense()[0].detach()
+                rows[name] = self._shown(blocks[0]).dense()[0].detach()
                 factored.add(name)
             elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = made.detach()
+                rows[name] = made.detach() if self._only is None else made[self._only].detach()
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
+
+    def _shown(self, block: Block) -> Block:
+        """Returns all rows, or the only one that is asked for."""
+        return block if self._only is None else block.select(torch.tensor([self._only]))
 
     def _ghost_gradients(self, value: Any) -> Pass:
         """Takes the norms from the hooks, and the gradient of each record's loss, which is what gets released."""

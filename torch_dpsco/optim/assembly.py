@@ -29,7 +29,7 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
-from torch_dpsco.sampling import DesignSampler, Partition, PrivateLoader, Slots, UserLoader
+from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoader, Slots, UserLoader
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
@@ -87,7 +87,7 @@ class Assembly(CommonOptimizer):
         self._drawn: tuple[BaseEvent, Event] | None = None  # the oracle's event, and that of a draw
         self._stills = 0  # releases of this phase that were no means
         self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
-        self._batch = LogicalBatch(self.design)
+        self._batch, self._isolation = LogicalBatch(self.design), Isolation()
         self._grad_scale: float | None = None
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         first = oracle.event() if oracle.sampled else design.event(oracle.event(), 1)
@@ -171,14 +171,17 @@ class Assembly(CommonOptimizer):
 
     def _slots(self, padding: bool | None, most: int | None, sampler: DesignSampler) -> Slots | None:
         """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
-        of_users = self.oracle.unit == "user"
         # PRIVACY: neighbors draw batches of different sizes
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
-        needed = (self.adjacency == ADD_REMOVE or of_users) and not isinstance(self.design, Undeclared)
-        if not (needed if padding is None else check.choice((True, False), padding=padding)):
+        if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
-        processes = getattr(sampler, "processes", 1)
+        processes, of_users = getattr(sampler, "processes", 1), self.oracle.unit == "user"
         return Slots(self.design, of_users=of_users, physical_batch_size=most, processes=processes)
+
+    @property
+    def sizes_are_private(self) -> bool:
+        """Whether neighboring data sets have draws of different numbers of rows."""
+        return (self.adjacency == ADD_REMOVE or self.oracle.unit == "user") and not isinstance(self.design, Undeclared)
 
     def _sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
         """Returns a sampler of the design for a data set of that many records, or users."""
@@ -222,6 +225,9 @@ class Assembly(CommonOptimizer):
             )
         self._world.require_own_draws(loader)
         self._batch.bind(loader, self.discard)
+        own = isinstance(loader, PrivateLoader)
+        self._isolation = loader.isolation if own else Isolation()
+        self._isolation.private = self.sizes_are_private
         return loader
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -287,7 +293,7 @@ class Assembly(CommonOptimizer):
             self._steps,
             self.schedule.steps,
             self.finalized,
-            self.oracle.assumptions,
+            (*self.oracle.assumptions, str(self._isolation)),
         )
         exact = self.design.one_pass or self.oracle.per_run or self.oracle.sampled
         ahead = self.ahead() if exact and run.planned else run.ahead()

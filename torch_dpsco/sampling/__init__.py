@@ -21,7 +21,7 @@ from torch_dpsco.sampling.samplers import (
     ShuffledSampler,
     poisson_positions,
 )
-from torch_dpsco.sampling.slots import Slots
+from torch_dpsco.sampling.slots import Isolation, Slots
 from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "DrawLog",
     "FixedSampler",
     "FullSampler",
+    "Isolation",
     "OnePassSampler",
     "Partition",
     "PartsSampler",

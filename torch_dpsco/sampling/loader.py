@@ -23,7 +23,7 @@ from torch_dpsco.losses.bounds import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn
 from torch_dpsco.sampling.fingerprint import records_of
 from torch_dpsco.sampling.samplers import DesignSampler
-from torch_dpsco.sampling.slots import Slots
+from torch_dpsco.sampling.slots import Isolation, Slots
 
 __all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded", "filled"]
 
@@ -91,6 +91,7 @@ class PrivateLoader:
         self.dataset, self.batch_sampler, self.slots = dataset, sampler, slots
         # of the newest draws: workers run ahead of what may come again
         self._arranged: deque[tuple[Drawn, list[tuple[Any, Tensor | None]]]] = deque(maxlen=2 * num_workers + 2)
+        self.isolation = Isolation(block=None if slots is None else slots.block)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)

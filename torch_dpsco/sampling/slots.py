@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from torch_dpsco.accounting.designs import Design, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.rng import sampling_generator
 
-__all__ = ["Slots", "capacity"]
+__all__ = ["Isolation", "Slots", "capacity"]
 
 _Indices = npt.NDArray[np.int64]
 _RARE = 40.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-40
@@ -66,6 +67,33 @@ def capacity(design: Design, *, processes: int = 1) -> int:
 
 def _rate(excess: float) -> float:
     return (1.0 + excess) * math.log1p(excess) - excess
+
+
+@dataclass
+class Isolation:
+    """What is taken for granted of the kernels that compute rows, and what is known of it.
+
+    Args:
+        private: whether the number of rows of a draw is.
+        block: rows of each batch, where they are filled up.
+        checked: what a probe of made-up records has found.
+    """
+
+    private: bool = False
+    block: int | None = None
+    checked: str = "it was not checked"
+
+    def __str__(self) -> str:
+        if self.private and self.block is None:
+            return (
+                f"batches are not filled up to a public size: a record's row must not depend on how many others are in "
+                f"its batch, to the last bit ({self.checked})"
+            )
+        size = "one size" if self.block is None else f"{self.block} rows, to which all are filled up"
+        return (
+            f"kernels for batches of {size} compute each row from its own record alone, to the last bit "
+            f"({self.checked})"
+        )
 
 
 class Slots:

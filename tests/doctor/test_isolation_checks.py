@@ -1,0 +1,105 @@
+"""What the doctor says of the bits of rows: how many there are, where they are, and what is beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from tests.problems import make_optimizer
+from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.doctor.isolation import Isolation
+
+DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
+
+
+class Moved(nn.Module):
+    """Numbers whose last bits depend on something else than their record."""
+
+    forwards = 0  # of the class, since the doctor puts back what objects hold
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        Moved.forwards += 1
+        bits = {
+            "nothing": torch.zeros(len(x)),
+            "size": torch.full((len(x),), float(len(x) % 2)),
+            "place": torch.arange(len(x)) % 2,
+            "company": (x.detach() - x.detach()[:1]).abs().sum() % 1.0 + torch.zeros(len(x)),
+        }[self.by]
+        return x * (1.0 + 2.0**-20 * bits[:, None])
+
+
+def diagnosed(by: str, adjacency: str = "add_remove", **loader: object) -> tuple[dp.Diagnosis, dp.PrivateOptimizer]:
+    torch.manual_seed(2**40 + 1)
+    model = dp.attach(nn.Sequential(nn.Linear(3, 2), Moved(by)), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(8, 32), adjacency=adjacency, noise=1.0)
+    return dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA, **loader), optimizer), optimizer
+
+
+def isolation_names(diagnosis: dp.Diagnosis) -> list[str]:
+    names = {"rows-not-isolated", "batches-not-filled-up"}
+    return [finding.name for finding in diagnosis.findings if finding.name in names]
+
+
+@pytest.mark.parametrize("by", ["nothing", "size", "place"])
+def test_what_filled_batches_take_care_of_is_no_finding(by):
+    assert isolation_names(diagnosed(by)[0]) == []
+
+
+def test_rows_that_depend_on_the_number_of_rows_need_filled_batches():
+    diagnosis, _ = diagnosed("size", padding=False)
+    assert isolation_names(diagnosis) == ["batches-not-filled-up"]
+    assert diagnosis.findings[0].severity == "warning"
+    assert isolation_names(diagnosed("size", "replace_one")[0]) == []  # neighbors draw batches of one size
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_rows_that_depend_on_others_to_the_last_bit_are_found(adjacency):
+    assert isolation_names(diagnosed("company", adjacency)[0]) == ["rows-not-isolated"]
+
+
+def test_the_report_quotes_what_was_found():
+    _, optimizer = diagnosed("size")
+    text = " ".join(str(optimizer.report(1e-5)).split())
+    rows = min(256, optimizer._isolation.block)
+    assert f"batches of {optimizer._isolation.block} rows, to which all are filled up" in text
+    assert f"it holds for made-up records in batches of {rows} rows; bits depend on the number of rows" in text
+    _, optimizer = diagnosed("company")
+    assert "it does NOT hold for made-up records" in " ".join(str(optimizer.report(1e-5)).split())
+
+
+def test_a_report_says_what_was_not_checked_and_what_was_not_filled_up():
+    optimizer = make_optimizer(dp.attach(nn.Linear(3, 2)), Poisson(8, 32), adjacency="add_remove", noise=1.0)
+    optimizer.loader(DATA, padding=False)
+    text = " ".join(str(optimizer.report(1e-5)).split())
+    assert "batches are not filled up to a public size" in text
+    assert "it was not checked" in text
+
+
+def test_random_models_are_said_to_be_unknown():
+    assert "could not be checked" in str(Isolation(8))
+    model = dp.attach(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(8, 32), adjacency="add_remove", noise=1.0)
+    diagnosis = dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA), optimizer)
+    assert isolation_names(diagnosis) == []
+    assert "since the model is random" in " ".join(str(optimizer.report(1e-5)).split())
+
+
+def test_a_model_is_probed_once_for_its_threads_and_rows():
+    model = nn.Sequential(nn.Linear(3, 2), Moved("nothing"))
+    made = []
+    for _ in range(2):
+        before = Moved.forwards
+        optimizer = make_optimizer(model, Poisson(8, 32), adjacency="add_remove", noise=1.0)
+        dp.fit(model, optimizer, DATA, F.mse_loss, steps=1, progress=False)
+        made.append(Moved.forwards - before)
+        dp.detach(model)
+        assert "holds for made-up records" in " ".join(str(optimizer.report(1e-5)).split())
+    assert made[1] < made[0]
