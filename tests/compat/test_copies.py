@@ -166,7 +166,7 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
     model = dp.attach(nn.Linear(DIM, 1), rows="factored", loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(RECORDS))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    for (x,) in optimizer.loader(torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1):
+    for (x,) in optimizer.loader(torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1, padding=False):
         with pytest.raises(dp.SequenceError, match="assign=True"):
             model(x)
     assert len(optimizer.accountant) == 0
@@ -185,7 +185,7 @@ def test_a_model_moved_after_attach_trains_the_same_parameters(move, rows):
     assert all(p is q for p, q in zip(model.parameters(), kept, strict=True))
     dtype = kept[0].dtype
     start = copy.deepcopy(dp.detach(copy.deepcopy(model)))
-    for x, y in optimizer.loader(dataset(), steps=1):
+    for x, y in optimizer.loader(dataset(), steps=1, padding=False):
         squared(model(x.to(dtype)), y.to(dtype)).backward()
         optimizer.step()
         expected = clipped_means(start, (x.to(dtype), y.to(dtype)), N)

@@ -39,7 +39,7 @@ class Run:
         self.draws: list[Batch] = []
 
     def loader(self, steps: int = STEPS, **options: Any) -> dp.PrivateLoader:
-        return self.optimizer.loader(dataset(), steps=steps, **options)
+        return self.optimizer.loader(dataset(), steps=steps, padding=False, **options)
 
     def backward(self, batch: Batch) -> Tensor:
         loss = squared(self.model(batch[0]), batch[1])
@@ -229,7 +229,7 @@ def pad(records: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nested_records_padded_by_collate_and_empty_draws(workers):
     run = Run(dp.Poisson(1, N))
-    for batch in run.optimizer.loader(Nested(), steps=12, collate_fn=pad, num_workers=workers):
+    for batch in run.optimizer.loader(Nested(), steps=12, collate_fn=pad, num_workers=workers, padding=False):
         x, lengths = batch["inputs"]["x"], batch["inputs"]["lengths"]
         means = x.sum(1) / lengths[:, None]  # all times of a record are alike
         run.draws.append((means, batch["target"]))
@@ -304,7 +304,7 @@ def test_two_forwards_of_parts_before_one_backward_are_right_or_refused():
     for rows in ("factored", "dense"):
         model = dp.attach(linear(), rows=rows, loss_reduction="sum")
         optimizer = private_optimizer(model, dp.Full(N))
-        for x, y in optimizer.loader(dataset(), steps=1):
+        for x, y in optimizer.loader(dataset(), steps=1, padding=False):
             first = squared(model(x[:5]), y[:5])
             if rows == "dense":
                 with pytest.raises(dp.SequenceError, match="waiting for its backward"):
@@ -347,7 +347,7 @@ def test_rows_left_by_autograd_grad_are_refused():
 def test_saliency_on_the_graph_of_the_loss_is_right_or_refused(rows):
     model = dp.attach(linear(), rows=rows, loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(N))
-    for x, y in optimizer.loader(dataset(), steps=1):
+    for x, y in optimizer.loader(dataset(), steps=1, padding=False):
         x.requires_grad_()
         loss = squared(model(x), y)
         torch.autograd.grad(loss, x, retain_graph=True)

@@ -270,7 +270,7 @@ def test_fewer_rows_than_drawn_are_refused(rows):
     model = dp.attach(nn.Linear(DIM, 2).double(), rows=rows, loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(4))
     before = [p.clone() for p in model.parameters()]
-    for (x,) in optimizer.loader(TensorDataset(numbers(TIMES, DIM, n=4)), steps=1):
+    for (x,) in optimizer.loader(TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, padding=False):
         model(x.transpose(0, 1)).sum().backward()  # batch_first says otherwise: three rows, each of all four records
         with pytest.raises(dp.SequenceError, match="one row per record"):
             optimizer.step()
@@ -287,7 +287,7 @@ def test_a_part_called_twice_by_itself_makes_no_step(rows):
         (model[0](x[:2]).sum() + model[0](x[2:]).sum()).backward()
         optimizer.step()
 
-    for (x,) in optimizer.loader(TensorDataset(numbers(DIM, n=4)), steps=1):
+    for (x,) in optimizer.loader(TensorDataset(numbers(DIM, n=4)), steps=1, padding=False):
         with pytest.raises(dp.SequenceError, match=r"attached model itself|one row per record"):
             halves(x)
     assert len(optimizer.accountant) == 0
