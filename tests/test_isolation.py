@@ -321,6 +321,16 @@ def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(m
     assert torch.equal(norms[own], other_norms[shared])
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_draw_that_is_delivered_again_has_the_slots_that_it_had(workers):
+    optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 32), adjacency="add_remove")
+    loader = optimizer.loader(TensorDataset(1.0 + torch.arange(32.0)[:, None]), steps=4, num_workers=workers)
+    (first,) = next(iter(loader))
+    optimizer.discard()
+    (again,) = next(iter(loader))
+    assert torch.equal(first, again)
+
+
 # -- which loaders fill up -------------------------------------------------------------------------------------------
 
 
@@ -336,7 +346,7 @@ def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
     assert loader_of("replace_one", padding=True).slots is not None
     assert loader_of("add_remove", padding=False).slots is None
     assert loader_of("add_remove", physical_batch_size=6).slots.block == 6
-    assert {len(x) for (x,) in PhysicalBatches(loader_of("add_remove", steps=1), 8)} == {8}
+    assert len(next(iter(PhysicalBatches(loader_of("add_remove", steps=1), 8)))[0]) == 8
     run = runs.clipped(5)
     assert run.opt.loader(*runs.agreeing(5)).slots is not None
     with pytest.raises(ValueError, match="padding"):
@@ -355,6 +365,7 @@ def test_batches_that_cannot_be_filled_up_are_refused_by_name():
     optimizer = make_optimizer(dp.attach(nn.Linear(2, 1)), Poisson(16, 16), adjacency="add_remove")
     with pytest.raises(ValueError, match="padding=False"):
         next(iter(optimizer.loader(Words())))
+    optimizer.discard()
     x, words = next(iter(optimizer.loader(Words(), padding=False)))
     assert len(x) == len(words) == 16
 

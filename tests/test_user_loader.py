@@ -295,7 +295,7 @@ def test_ids_that_the_loop_overwrites_are_refused() -> None:
     run = runs.clipped(3)
     rows, targets, ids = next(iter(run.opt.loader(runs.dataset(np.ones((10, 2))), [0] * 8 + [1, 2])))
     runs.linear_loss(run.model(rows), targets).backward()
-    ids.copy_(torch.arange(10))
+    ids.copy_(torch.arange(len(ids)))
     with pytest.raises(dp.UnitError, match="users must be the ids that the loader delivered"):
         run.opt.step(users=ids)
 
