@@ -139,7 +139,7 @@ def _items(origin: Any, arguments: tuple[Any, ...]) -> _Kind:
     def admits(value: Any) -> bool:
         if isinstance(value, (str, bytes, Mapping, type)) or not _iterable(value):
             return False
-        if origin is not Iterable and (isinstance(value, AbstractSet) or not hasattr(value, "__len__")):
+        if origin is not Iterable and (isinstance(value, AbstractSet) or not hasattr(value, "__getitem__")):
             return False
         if not hasattr(value, "__len__") or not inner:
             return True

@@ -82,7 +82,7 @@ class Schedule:
 
     def position(self, steps: int) -> tuple[int, int]:
         """Returns (phase, steps made in it) after that many steps; at the end of all, that of the last phase."""
-        if steps and steps == self.steps:
+        if check.count(steps=steps) and steps == self.steps:
             phase, k = self.locate(steps - 1)
             return phase, k + 1
         return self.locate(steps)

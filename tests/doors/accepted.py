@@ -100,16 +100,35 @@ FINE = {
     "dp.Problem.paper_grad_bound.radius": "zero part huge",
     "dp.Schedule.locate.step": COUNT,
     "dp.Schedule.position.steps": COUNT,
-    "dp.Statement.json.indent": "zero minus",
-    "dp.audit.pair": "tuple",
-    "dp.doctor.loader": "tuple list dict set Array Tensor Loader DataSet Model",
+    "dp.Statement.json.indent": "zero",
+    "dp.doctor.loader": "none tuple list dict set Array Tensor Loader DataSet Model",
     "dp.doctor.record": "*",
+    "dp.Accountant.authorize.releases": "dict",
+    "dp.Accountant.bind.loader": "Loader",
+    "dp.HolderSGD.step_on.rows": "none",  # the good call
+    "dp.audit_training.canary": "tuple",
+    "dp.audit.pair": "tuple list Tensor Array",
+    "dp.fit.users": "none",
+    "dp.fit[row-free].users": "none",
+    "dp.audit_training.other": "tuple",
+    "dp.losses.EpsilonInsensitive.width": NONNEGATIVE,
+    "dp.oracles.AdaptiveClipped.count_noise": "zero part",
+    "dp.oracles.HolderAbsolute.noise_std": "zero part huge tuple list",
+    "dp.oracles.median_of_means.rows": "DataSet Tensor",
+    "attack_norm": "inf",
+    "clip0": POSITIVE,
+    "dp.oracles.Centered.clipping": "Oracle",
+    "dp.UserClippedSGD.clipping": "none",
+    "coupling_failure": "zero",
+    "high": POSITIVE,
+    "normalizer": POSITIVE,
+    "tolerance": POSITIVE,
     "dp.per_record.loss": "Function Loss Model",
     "objectives.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",
     "sample_weight": "none",
     "intercept_scaling": POSITIVE,
-    "classes": "Array",
+    "classes": "tuple Array",
     "feature_center": "none",
     "feature_scale": "none",
     "dp.prox.Box.high": "zero part huge inf minus negative",
@@ -124,9 +143,10 @@ FINE = {
 }
 
 
-def accepted(name: str, argument: str, label: str, annotation: str) -> bool:
-    """Returns whether a value, of a type that the annotation names, may be accepted."""
-    words = FINE.get(f"{name}.{argument}", FINE.get(argument, ""))
+def accepted(name: str, argument: str, label: str, annotation: str, typed: bool) -> bool:
+    """Returns whether a value may be accepted; `typed`: whether it is of a type that the annotation names."""
+    own = FINE.get(f"{name}.{argument}")
+    words = (FINE.get(argument, "") if typed else "") if own is None else own
     if words == "*" or label in words.split():
         return True
-    return annotation != "Any" and (label in ("none", "true") or label[0].isupper())
+    return typed and annotation != "Any" and (label in ("none", "true") or label[0].isupper())

@@ -117,7 +117,19 @@ ALIASES = {
     "users": "users|optimizer",
     "dataset": r"\bdataset|data set",
 }
-CONSTANTS = {"problem", "dataset", "data_loader", "design", "budget", "accountant", "schedule", "score_share", "plan"}
+CONSTANTS = {
+    "problem",
+    "dataset",
+    "data_loader",
+    "design",
+    "budget",
+    "accountant",
+    "schedule",
+    "score_share",
+    "plan",
+    "typical_score",
+    "checkpoint",
+}
 CALLED = {"inner", "closure", "mechanism", "score", "make", "loss", "collate_fn", "backend", "exact_grad_bound"}
 
 
@@ -176,4 +188,9 @@ def _shows(text: str, value: Any) -> bool:
     if isinstance(value, (int, float)):
         shown |= {"inf", "nan", f"{float(min(max(value, -1e308), 1e308)):g}"}
     missing = value is None and ("given" in text or "give " in text or "needs" in text)
-    return missing or "got " in text or "shape" in text or any(item in text for item in shown)
+    return (
+        missing
+        or "got " in text
+        or any(word in text for word in ("shape", "not supported", "expecting"))
+        or any(item in text for item in shown)
+    )

@@ -136,7 +136,7 @@ def mistakes(name: str, labels: Any) -> list[str]:
     found = []
     for argument, annotation in arguments_of(function):
         for label in labels(argument):
-            if fits(label, annotation) and accepted(name, argument, label, annotation):
+            if accepted(name, argument, label, annotation, fits(label, annotation)):
                 continue
             function, arguments = CALLS[name]()
             arguments[argument] = VALUES[label]()

@@ -13,6 +13,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.event_json import event_to_json
@@ -92,6 +93,8 @@ class Statement:
     @typed
     def json(self, indent: int | None = 2) -> str:
         """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
+        if indent is not None:
+            check.between(0, 100, indent=indent)
         return json.dumps(_finite(_facts(self)), indent=indent, allow_nan=False)
 
     def _repr_markdown_(self) -> str:

@@ -7,7 +7,7 @@ the first of two classes is -1, the second is +1.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Classifier(ClassifierMixin, LinearModel):
         if isinstance(self.classes, str) or not hasattr(self.classes, "__iter__"):
             raise ValueError(f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})")
         given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
-        if len(set(given)) < max(2, len(given)):
+        if not all(isinstance(label, Hashable) for label in given) or len(set(given)) < max(2, len(given)):
             raise ValueError(f"classes must be two or more different labels (got {given})")
         return given
 

@@ -307,6 +307,7 @@ class Assembly(CommonOptimizer):
         """
         if steps is None:
             steps = (self.schedule.steps or self._steps) - self._steps
+        check.count(steps=steps)
         bases = self.oracle.events if isinstance(self.oracle, Phased) else [self.oracle.event()]
         if not self.design.one_pass and (self.oracle.per_run or self.oracle.sampled):
             return Repeat(bases[0], min(steps, 1) if self.oracle.per_run else steps)

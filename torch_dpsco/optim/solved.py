@@ -87,6 +87,8 @@ class SolvedOptimizer(CommonOptimizer):
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
         self.task, self.event = task, event
         self._inner = None if inner is None else inner(self._params)
+        if not isinstance(self._inner, (torch.optim.Optimizer, type(None))):
+            raise ValueError(f"inner must return a torch optimizer (got {type(self._inner).__name__})")
         device = checks.one_device(self._params)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._finalized = 0, False

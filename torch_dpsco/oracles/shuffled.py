@@ -245,6 +245,7 @@ class ShuffledClipped(_Shuffled):
         honest_fraction: float = 1.0,
     ) -> ShuffledClipped:
         """Returns the oracle whose releases are (epsilon, delta)-DP each; see `vector_parameters`."""
+        check.positive_count(batch_size=batch_size)
         sizes = vector_parameters(batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction)
         return cls(clip, sizes, batch_size, dim, failure=failure_of(delta), honest_fraction=honest_fraction)
 
@@ -330,6 +331,7 @@ class ShuffledMedian(_Shuffled):
         honest_fraction: float = 1.0,
     ) -> ShuffledMedian:
         """Returns the oracle whose releases are (epsilon, delta)-DP each; see `coordinate_parameters`."""
+        check.positive_count(batch_size=batch_size)
         sizes = coordinate_parameters(
             batch_size, groups, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
         )

@@ -136,7 +136,7 @@ class Filter:
         check.choice(("same", "two", "paper_corrected"), filter=self.kind)
         if self.kind == "paper_corrected":
             check.open_interval(0.0, 1.0, coupling_failure=self.coupling_failure)
-        elif self.coupling_failure:
+        elif check.nonnegative(coupling_failure=self.coupling_failure):
             raise ValueError(f"coupling_failure must be 0 for {self.kind!r} (got {self.coupling_failure})")
         object.__setattr__(self, "coefficient", self._bound())
 
