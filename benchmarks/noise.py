@@ -20,7 +20,7 @@ from torch_dpsco.noise import normal_
 from torch_dpsco.rng import Keystream
 from torch_dpsco.theory.exact_noise import exact_grid, with_grid
 
-SIZES = (1, 100, 10_000, 1_000_000)
+SIZES = (1, 100, 10_000, 100_000, 1_000_000)
 HEADS = (
     "numbers",
     "torch `normal_`, float32",
