@@ -317,6 +317,19 @@ def test_what_has_no_exact_form_refuses_by_name():
         assert words in str(error.value)
 
 
+def test_releases_without_an_exact_form_name_the_assumption():
+    given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0}
+    linear = nn.Linear(DIM, 1).double()
+    for optimizer in (
+        dp.ObjectivePerturbation.calibrated(linear.parameters(), **given),
+        dp.NoisyGD.calibrated(linear.parameters(), **given),
+        holder(None, sampling="uniform"),
+        output(None, budget=dp.Budget(1.0, 0.0)),
+    ):
+        assert said(optimizer.report()).count(IDEAL) == 1
+    assert IDEAL not in said(output("exact").report())  # nothing is released yet
+
+
 def test_a_refused_exact_release_draws_nothing(monkeypatch):
     def drawn(*arguments):
         raise AssertionError("drawn")

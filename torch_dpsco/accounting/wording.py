@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian, NonPrivate
+from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared, is_exact
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian, NonPrivate, Sequential
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report import OneRelease, PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 
@@ -46,6 +46,7 @@ _SAMPLING: dict[type[Design], str] = {
     Undeclared: "Not declared: each step is charged as a full release, and nothing is gained from random batches. It "
     "is taken for granted that a batch of {b} holds each {unit} at most once and is not chosen by looking at the data.",
 }
+_IDEAL = "floating-point attacks on the noise are out of scope"
 _COUPLING = "What one record contributes does not depend on the others: no batch statistics, no loss across records."
 
 
@@ -85,7 +86,7 @@ def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ..
         Section("What is covered", tuple(_covered(run))),
         Section("What is not covered", tuple(_not_covered(report, run))),
         Section("How batches are drawn", tuple(_sampling(report, run))),
-        Section("What must hold", (*assumptions, *run.assumptions, _COUPLING, *_promised(run))),
+        Section("What must hold", (*assumptions, *run.assumptions, _COUPLING, *_promised(report, run))),
         Section("How it was computed", tuple(_computed(report, run, version))),
     )
 
@@ -279,7 +280,12 @@ def _delta(report: PrivacyReport) -> Iterator[str]:
     )
 
 
-def _promised(run: Run) -> Iterator[str]:
+def _promised(report: PrivacyReport, run: Run) -> Iterator[str]:
+    released = run.event.events if isinstance(run.event, Sequential) else (run.event,)
+    said = any(_IDEAL in line for line in report.assumptions)
+    # PRIVACY: stated events do not tell their noise (test_releases_without_an_exact_form_name_the_assumption)
+    if isinstance(run, OneRelease) and not said and not any(map(is_exact, released)):
+        yield f"Ideal noise ({_IDEAL})."
     if isinstance(run, OneRelease) and isinstance(run.design, Full):
         yield "Bounds, n and n_max, classes, centers and scales are public numbers, chosen without looking at the data."
     elif isinstance(run, OneRelease):
