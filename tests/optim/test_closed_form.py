@@ -474,5 +474,5 @@ def test_given_rows_are_refused_beside_those_of_a_backward() -> None:
         optimizer.step_on(rows)
     assert len(optimizer.accountant) == optimizer.steps == 0
     with torch.no_grad():
-        optimizer.step_on(next(batches))
+        optimizer.step_on(next(form.batches(loader)))
     assert len(optimizer.accountant) == optimizer.steps == 1
