@@ -1,4 +1,4 @@
-"""An ordinary PyTorch loop, before and after: three lines change, the loop itself does not.
+"""An ordinary PyTorch loop, before and after: four lines change, the loop itself does not.
 
 python examples/existing_loop.py            # trains both, eps = 1 on 32,561 people
 python examples/existing_loop.py --quick
@@ -54,7 +54,7 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, dp.
         model.parameters(), problem=problem, n=len(dataset), budget=budget, lr=LR, batch_size=BATCH_SIZE, epochs=epochs
     )
     loader = optimizer.loader(dataset)
-    train(model, optimizer, loader, nn.BCEWithLogitsLoss(), epochs)
+    train(model, optimizer, loader, dp.per_record(nn.BCEWithLogitsLoss), epochs)
     return model, optimizer
 
 

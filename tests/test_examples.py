@@ -210,7 +210,7 @@ def test_the_diff_of_the_readme_is_that_of_the_example() -> None:
     module = load("existing_loop")
     before, after = source_lines(module, "before"), source_lines(module, "after")
     removed, added, common = ([line[1:] for line in lines if line[0] == sign] for sign in "-+ ")
-    assert len(removed) == 3
+    assert len(removed) == 4
     assert len(added) > 0
     assert len(common) > 0
     assert len(removed) + len(added) + len(common) == len(lines)
