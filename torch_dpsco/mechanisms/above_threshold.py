@@ -56,6 +56,7 @@ class AboveThreshold:
         `event(adjacencies)`, once for the whole run, and for a copy or a restart again.
 
     Example:
+        >>> import torch
         >>> run = AboveThreshold(8.0, threshold_scale=1e-3, query_scale=1e-3, sensitivity=2, steps=10)
         >>> generator = torch.Generator().manual_seed(0)
         >>> run.passes(9, generator), run.passes(7, generator), run.halted

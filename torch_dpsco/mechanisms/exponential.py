@@ -227,6 +227,7 @@ def draw_quantile(
     Guarantee: that of `quantile_law`, if the generator's draws are uniform.
 
     Example:
+        >>> import torch
         >>> draw_quantile([1.0] * 90 + [9.0] * 10, [0.5, 2.0, 16.0], 0.8, 5.0, 100, torch.Generator().manual_seed(0))
         2.0
     """

@@ -92,6 +92,7 @@ def draw_laplace(scale: float | Fraction, step: float | Fraction, generator: Sou
     Source: Canonne, Kamath and Steinke 2020, algorithm 2.
 
     Example:
+        >>> import torch
         >>> x = draw_laplace(2.0, Fraction(1, 8), torch.Generator().manual_seed(0))
         >>> (8 * x).denominator
         1

@@ -28,6 +28,7 @@ class Phased(MeanOracle):
         That of the oracle of the open batch, whose event it reports. Which oracle that is depends on the step alone.
 
     Example:
+        >>> import torch
         >>> from torch_dpsco.oracles import Clipped
         >>> oracle = Phased([(Clipped(1.0, 2.0, 10), 3), (Clipped(0.5, 4.0, 5), 2)])
         >>> oracle.open([torch.zeros(2)], step=3)
