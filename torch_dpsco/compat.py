@@ -33,7 +33,7 @@ __all__ = [
     "will_run",
 ]
 
-_RUN_WITH = "torch 2.6 to 2.15 and opacus 1.6"  # what .ci/weekly has run; see setup.cfg
+_RUN_WITH = "torch 2.6 and 2.15 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
 
 # Of every module, parameter, torch optimizer and Opacus optimizer.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {

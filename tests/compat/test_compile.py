@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 SIZES = (3, 4, 1, 0, 2, 7, 5, 3, 6, 8, 9, 4, 2)
 SLOW = pytest.mark.slow  # a compilation takes a second
 WHEN = pytest.mark.parametrize("when", ["before attach", "after attach", pytest.param("in place", marks=SLOW)])
+# refused there too, by an internal error of dynamo or a warning of torch.fx in the place of what the test expects
+EARLY_DYNAMO = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 fails with errors of its own")
 ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 
 
@@ -146,6 +148,7 @@ def test_a_compiled_loss_has_right_rows(rows):
 
 
 @ROWS
+@EARLY_DYNAMO
 def test_one_graph_for_a_whole_attached_model_is_refused(rows):
     run = compiled(build(), "after attach", rows, "sum", backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -153,6 +156,7 @@ def test_one_graph_for_a_whole_attached_model_is_refused(rows):
 
 
 @pytest.mark.parametrize("when", [pytest.param("before attach", marks=SLOW), "after attach"])
+@EARLY_DYNAMO
 def test_a_compiled_forward_that_changes_buffers_is_refused(when):
     def count(m: Wired, x: Tensor) -> Tensor:
         m.seen.add_(x.detach().mean())
@@ -203,6 +207,7 @@ def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
 
 @pytest.mark.representatives(1)
 @ROWS
+@EARLY_DYNAMO
 def test_compiled_autograd_is_right_or_refused(rows):
     model = dp.attach(build(), rows=rows)
     case, x = Case(build, tuple), numbers(2)
