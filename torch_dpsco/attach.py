@@ -23,6 +23,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.first_step import check_model, trace_loss
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
 from torch_dpsco.gradbatch.ghost import GhostHooks
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
@@ -37,7 +38,7 @@ __all__ = ["attach", "detach", "is_attached"]
 
 _OWN = (
     *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
-    *("dpsco_reset", "dpsco_retire", "dpsco_mean"),
+    *("dpsco_reset", "dpsco_retire", "dpsco_mean", "dpsco_checked"),
 )
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -71,6 +72,8 @@ class _Attachment:
         ]
         self.buffers: list[tuple[int, int]] = []
         self.values: list[str] | None = None  # during the first forward
+        self.checks_first_step = False
+        self.checked: dict[str, str] = {}  # what that has shown about records that reach each other
         self.compared = False
         self.used = 0  # number of the newest forward when rows were last used or dropped
         forget_wrappers(self.factored + self.dense)
@@ -81,7 +84,7 @@ class _Attachment:
         self.hooked = True
         for p in self.factored + self.dense:
             p.dpsco_reset, p.dpsco_retire = self.reset, self.retire  # type: ignore[attr-defined]
-            p.dpsco_mean = self.mean  # type: ignore[attr-defined]
+            p.dpsco_mean, p.dpsco_checked = self.mean, self.checked  # type: ignore[attr-defined]
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
         self.handles += [_after_accumulation(p, _drop_factored) for p in self.factored]
@@ -224,20 +227,23 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         )
     for p in attachment.dense:
         p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+    if attachment.checks_first_step and "model" not in attachment.checked:
+        attachment.checked["model"] = "found to couple records"  # unless it returns
+        attachment.checked["model"] = check_model(model, args, kwargs, attachment.batch_dim)
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     if not attachment.compared:
         attachment.values, attachment.compared = _values(attachment.layers), True
     attachment.buffers = _states(attachment.layers)
 
 
-def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
+def _after_forward(model: nn.Module, args: Any, output: Any) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     number = attachment.passes.tag
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: attachment.require_fresh(number))
     if number is None:
-        return
+        return None
     attachment.passes.close()
     changed = _changed_values(attachment)
     if _states(attachment.layers) != attachment.buffers:
@@ -251,6 +257,9 @@ def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
             f"a training forward must not change buffers or weights, they would carry private data out of the model "
             f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
         )
+    if not attachment.checks_first_step or "loss" in attachment.checked or attachment.batch_dim:
+        return None
+    return trace_loss(output, attachment.checked)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:
@@ -271,7 +280,14 @@ def _is_part_of_attached(model: nn.Module) -> bool:
 
 
 @typed
-def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", batch_first: bool = True) -> _Model:
+def attach(
+    model: _Model,
+    *,
+    rows: str = "auto",
+    loss_reduction: str = "mean",
+    batch_first: bool = True,
+    check_first_step: bool = False,
+) -> _Model:
     """Makes the model record per-sample gradients in every training backward, and returns the model itself.
 
     Args:
@@ -282,6 +298,9 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
             where layers cannot record; "ghost" keeps norms only, and needs `ghost_backward` and a second backward.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
         batch_first: whether the batch is the first dimension of the inputs.
+        check_first_step: look in the first training step, on made-up records, whether records reach each other in the
+            model, or in what the loop computes from its outputs (see `first_step`); `optimizer.report()` says what was
+            checked. Not the loss, if the batch is not first.
 
     Raises:
         ValueError: unknown option, no trainable parameter, layers that couple rows.
@@ -319,6 +338,7 @@ def attach(model: _Model, *, rows: str = "auto", loss_reduction: str = "mean", b
             )
     hooks = GhostHooks if rows == "ghost" else DenseHooks
     model._dpsco = _Attachment(model, factored, loss_reduction, batch_first, hooks)  # type: ignore[assignment]
+    model._dpsco.checks_first_step = check_first_step
     return model
 
 

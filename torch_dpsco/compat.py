@@ -31,6 +31,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "will_run",
+    "without_subclasses",
 ]
 
 _RUN_WITH = "torch 2.6 and 2.15 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
@@ -72,6 +73,7 @@ foreach_zero_ = _need(torch, "_foreach_zero_", "torch")
 standard_gamma = _need(torch, "_standard_gamma", "torch")
 will_run = _need(torch._C, "_will_engine_execute_node", "torch._C")
 _graph_task = _need(torch._C, "_current_graph_task_id", "torch._C")
+without_subclasses = _need(torch._C, "DisableTorchFunctionSubclass", "torch._C")
 _trees = _need(torch.utils, "_pytree", "torch.utils")
 tree_flatten = _need(_trees, "tree_flatten", "torch.utils._pytree")
 tree_leaves = _need(_trees, "tree_leaves", "torch.utils._pytree")

@@ -20,6 +20,7 @@ from torch.func import vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
+from torch_dpsco.first_step import untraced
 
 __all__ = ["PerRecord", "per_record"]
 
@@ -57,6 +58,7 @@ class PerRecord:
             ValueError: the tensors have not one entry per record; the function returns several numbers for a record, or
                 cannot be vectorized.
         """
+        output = untraced(output, f"evaluated record by record, by {self!r}")
         reduction = self.reduction if reduction is None else check.choice(("mean", "sum", "none"), reduction=reduction)
         _require_batch(output, target)
         try:

@@ -18,10 +18,10 @@ from torch_dpsco.doctor.evidence import Evidence, Refused, attempt
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.isolation import isolated_rows
 from torch_dpsco.doctor.script import Script
-from torch_dpsco.doctor.untouched import RandomStreams, same_values, seed_torch
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.common import CommonOptimizer
+from torch_dpsco.untouched import RandomStreams, same_values, seed_torch
 
 __all__ = ["LOOP_CHECKS", "drawn", "finalized_optimizer", "fixed_seed", "stale_parameters"]
 

@@ -21,9 +21,9 @@ from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, Re
 from torch_dpsco.doctor.isolation import Isolation, look, remembered, rows_to_probe
 from torch_dpsco.doctor.made_up import MadeUp
 from torch_dpsco.doctor.script import Script
-from torch_dpsco.doctor.untouched import Untouched, seed_torch
 from torch_dpsco.gradbatch import Tape
 from torch_dpsco.gradbatch.base import Block
+from torch_dpsco.untouched import Untouched, seed_torch
 
 __all__ = ["ROUNDING", "examine", "in_place"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -293,11 +293,17 @@ class Assembly(CommonOptimizer):
             self._steps,
             self.schedule.steps,
             self.finalized,
-            (*self.oracle.assumptions, str(self._isolation)),
+            (*self.oracle.assumptions, str(self._isolation), *self._checked()),
         )
         exact = self.design.one_pass or self.oracle.per_run or self.oracle.sampled
         ahead = self.ahead() if exact and run.planned else run.ahead()
         return self._statement(run, delta, ahead)
+
+    def _checked(self) -> Iterator[str]:
+        """Yields what the first step has shown, where `attach(check_first_step=True)` asked for it."""
+        found = next((p.dpsco_checked for p in self._all_params() if getattr(p, "dpsco_checked", None)), {})
+        for part, verdict in found.items():
+            yield f"Whether records reach each other in the {part}: {verdict}."
 
     def ahead(self, steps: int | None = None) -> Event:
         """Returns the event of the next steps, or of all that are planned.
