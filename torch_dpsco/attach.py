@@ -337,8 +337,9 @@ def attach(
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
     hooks = GhostHooks if rows == "ghost" else DenseHooks
-    model._dpsco = _Attachment(model, factored, loss_reduction, batch_first, hooks)  # type: ignore[assignment]
-    model._dpsco.checks_first_step = check_first_step
+    attachment = _Attachment(model, factored, loss_reduction, batch_first, hooks)
+    attachment.checks_first_step = check_first_step
+    model._dpsco = attachment  # type: ignore[assignment]
     return model
 
 

@@ -301,8 +301,8 @@ class Assembly(CommonOptimizer):
 
     def _checked(self) -> Iterator[str]:
         """Yields what the first step has shown, where `attach(check_first_step=True)` asked for it."""
-        found = next((p.dpsco_checked for p in self._all_params() if getattr(p, "dpsco_checked", None)), {})
-        for part, verdict in found.items():
+        checked: list[dict[str, str]] = [getattr(p, "dpsco_checked", {}) for p in self._all_params()]
+        for part, verdict in checked[0].items():
             yield f"Whether records reach each other in the {part}: {verdict}."
 
     def ahead(self, steps: int | None = None) -> Event:
