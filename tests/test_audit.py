@@ -480,7 +480,7 @@ def test_sides_of_different_size_are_refused():
         dp.audit_outputs(np.zeros((10, 2)), np.zeros((10, 3)), delta=0.1)
     with pytest.raises(ValueError, match="trials must be an integer >= 1"):
         dp.audit_outputs([], [], delta=0.1)
-    with pytest.raises(ValueError, match="one for each trial"):
+    with pytest.raises(ValueError, match="one output for each trial"):
         dp.audit_outputs(1.0, 2.0, delta=0.1)
     assert dp.audit_outputs(np.zeros((10, 0)), np.zeros((10, 0)), delta=0.1).epsilon_lower == 0
 

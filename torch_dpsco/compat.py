@@ -98,8 +98,8 @@ def in_backward() -> bool:
 
 
 def some_global_hook() -> bool:
-    """Returns whether there is a hook on the forwards or backwards of all modules."""
-    return any(_module_hooks)
+    """Returns whether there is a hook on the forwards or backwards of all modules, but for those that only look on."""
+    return any(not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values())
 
 
 def some_optimizer_hook() -> bool:

@@ -71,7 +71,7 @@ def events() -> st.SearchStrategy[Event]:
         (lambda: Gaussian("1", SENS), r"sigma must be a number \(got '1'\)"),
         (lambda: Gaussian(True, SENS), r"sigma must be a number \(got True\)"),
         (lambda: Gaussian(None, SENS), r"sigma must be a number \(got None\)"),
-        (lambda: Gaussian(torch.ones(2), SENS), r"sigma must be a number \(got tensor"),
+        (lambda: Gaussian(torch.ones(2), SENS), r"sigma must be a number \(got Tensor"),
         (lambda: Gaussian(1, {REPLACE_ONE: -2}), r"sens must be >= 0 \(got -2\.0\)"),
         (lambda: Gaussian(1, {REPLACE_ONE: math.inf}), r"sens must be finite \(got inf\)"),
         (lambda: Gaussian(1, {}), r"sens must name at least one adjacency \(got none\)"),

@@ -229,12 +229,19 @@ def test_a_second_backward_on_one_batch_is_refused(row: Row) -> None:
 
 def test_a_step_without_rows_is_refused_and_the_next_batch_is_usable(row: Row) -> None:
     run = row.make()
-    batches = iter(run.loader(steps=2))
-    next(batches)
+    loader = run.loader(steps=2)
+    batches = iter(loader)
+    first = next(batches)
     with pytest.raises(dp.SequenceError, match=r"per-sample gradients are missing.*dp.attach"):
         run.opt.step()
     assert len(run.opt.accountant) == 0
-    run.backward(next(batches))
+    with pytest.raises(dp.SequenceError, match="the draw was given up"):
+        next(batches)
+    if run.opt.design.one_pass:
+        loader = run.opt.loader(loader.dataset, resume=True, padding=False)
+    again = next(iter(loader))  # a new loop begins with the same draw
+    assert all(map(torch.equal, again, first))
+    run.backward(again)
     run.opt.step()
     assert len(run.opt.accountant) == run.opt.steps == 1
 

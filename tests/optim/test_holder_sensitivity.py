@@ -152,7 +152,7 @@ def test_a_gradient_bound_inside_the_ball_instead_of_at_its_boundary_is_caught(m
     bound = dp.Problem.grad_bound
     monkeypatch.setattr(dp.Problem, "grad_bound", lambda self, radius=None: bound(self, radius and radius / 2))
     for name in names:
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, dp.PrivacyError)):  # by the records, or by the step itself
             check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name)
 
 

@@ -138,7 +138,7 @@ def test_an_oracle_is_taken_once_with_all_of_its_parts() -> None:
     [
         ([], "phases must hold an oracle"),
         ([(Clipped(1.0, 0.0, 1), 0)], "steps must be"),
-        ([("clip", 1)], "must be .* a MeanOracle"),
+        ([("clip", 1)], "phases must be a list, each item a tuple of .*a MeanOracle"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(phases: Any, words: str) -> None:

@@ -41,7 +41,7 @@ class Backwards:
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(lambda p, k=k: _tell(this, k, p)) for k, p in enumerate(params)
         ]
-        self._handles.append(register_module_forward_pre_hook(lambda module, _: _look(this, module)))
+        self._handles.append(register_module_forward_pre_hook(_Onlooker(this)))
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
 
@@ -102,10 +102,18 @@ def _tell(watch: weakref.ref[Backwards], k: int, p: Tensor) -> None:
         backwards.note(k, p.grad)
 
 
-def _look(watch: weakref.ref[Backwards], module: nn.Module) -> None:
-    backwards = watch()
-    if backwards is not None:
-        backwards.look_at(module)
+class _Onlooker:
+    """A hook that changes no forward: models of others may take any path while it is there."""
+
+    only_looks = True
+
+    def __init__(self, watch: weakref.ref[Backwards]) -> None:
+        self._watch = watch
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        backwards = self._watch()
+        if backwards is not None:
+            backwards.look_at(module)
 
 
 def _after_accumulation(p: nn.Parameter) -> Mapping[int, Any]:

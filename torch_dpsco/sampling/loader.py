@@ -260,7 +260,7 @@ class PhysicalBatches:
         [([0, 1], False), ([2, 3], False), ([4], True)]
     """
 
-    def __init__(self, loader: PrivateLoader | DataLoader[Any], physical_batch_size: int) -> None:
+    def __init__(self, loader: PrivateLoader | BoundedLoader | DataLoader[Any], physical_batch_size: int) -> None:
         sampler = getattr(loader, "batch_sampler", None)
         if type(loader) is not PrivateLoader and isinstance(loader, PrivateLoader):
             raise UnknownSamplerError(
