@@ -1,4 +1,4 @@
-"""Losses evaluated record by record: whatever the function does, no record can be in the loss of another one.
+"""Losses evaluated record by record: whatever a function does with its arguments, no record is in another's loss.
 
     loss = per_record(nn.BCEWithLogitsLoss)
     loss(model(x), y).backward()

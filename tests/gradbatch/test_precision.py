@@ -120,3 +120,23 @@ def test_a_mean_loss_through_coarse_convolutions_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "conv", _Switch("bf16"), raising=False)
     with pytest.raises(dp.SequenceError, match=r"mkldnn\.conv"):
         model(torch.ones(2, 1, 3)).mean().backward()
+
+
+@pytest.mark.parametrize("setting", ["highest", "medium"])
+def test_frozen_single_precision_counts_for_a_mean_loss(setting):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen = nn.Linear(8, 4).double(), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.trained(x).float())
+
+    model, x = dp.attach(Mixed()), torch.ones(4, 8, dtype=torch.float64)
+    torch.set_float32_matmul_precision(setting)
+    loss = model(x).square().sum(1).mean()
+    if setting == "highest":
+        loss.backward()
+        return
+    with pytest.raises(dp.SequenceError, match="a mean loss needs products in full precision"):
+        loss.backward()

@@ -77,6 +77,14 @@ class HighWater:
         if safe:
             os.fsync(self._fd)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the file that is written, if any, is the one that others find under its name."""
+        try:
+            return self._fd < 0 or os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Lets go of the file."""
         if self._fd >= 0:

@@ -117,7 +117,8 @@ class Journal:
             PrivacyError: no file, one of another ledger, or one that is older than the book.
         """
         mine = self.book
-        if self.file is None or book.id != mine.id or not mine.knows(book):
+        brought = len(book.ledger) <= mine.config.get("brought", -1)
+        if self.file is None or book.id != mine.id or brought or not mine.knows(book):
             raise PrivacyError(
                 f"accountant must have the ledger file of the run, as new as its checkpoint (got ledger {mine.id}, "
                 f"{len(mine.ledger)} events, {'no file' if self.file is None else 'a file'}; the checkpoint has ledger "
@@ -152,6 +153,9 @@ class Journal:
                 "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
                 "before the accountant is charged for anything else"
             )
+        # PRIVACY: the file that was charged after this state was made is another one
+        # (test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run)
+        book.config["brought"] = len(book.ledger)
         self.replace(book)
 
     def replace(self, book: Book) -> None:

@@ -159,15 +159,15 @@ class LedgerFile:
             raise PrivacyError(f"ledger file {self.path!r} is closed or failed: make a new accountant on the same file")
         now = os.fstat(self._fd)
         try:
-            named = os.path.samestat(now, os.stat(self.path))
+            named = os.path.samestat(now, os.stat(self.path)) and self._mark.is_named
         except OSError:
             named = False
         if now.st_size != self._size or not named:
             # PRIVACY: charges must not go to a file that is gone, or that others do not find under its name
             # (test_a_file_deleted_moved_or_changed_in_a_run_is_noticed)
             raise PrivacyError(
-                f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in use: put it back "
-                f"as it was"
+                f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in use, or its mark "
+                f"was: put it back as it was"
             )
 
     # -- reading ------------------------------------------------------------------------------------------------------

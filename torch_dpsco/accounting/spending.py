@@ -100,6 +100,9 @@ class Spending(Planning, OpacusFace):
             if len(self) and budget != self._budget and known is not None and (known.adaptive or known.schedule):
                 # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
                 raise PrivacyError(f"budget must be fixed before the first event in this mode (got {budget})")
+        if len(self) and budget is None and self._budget is not None:
+            # PRIVACY: what is charged without it would keep no plan (test_a_budget_is_not_taken_away_once_charged)
+            raise PrivacyError("budget must not be taken away once something was charged: raise it, or make a new one")
         fixed = self._config["adjacency"]
         if budget is not None and (fixed not in (None, budget.adjacency) or budget.unit != self.unit):
             raise PrivacyError(f"budget must be for {self.adjacency!r} and {self.unit!r}, the accountant's")

@@ -44,11 +44,15 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str
 
     Args:
         layers: of the model; convolutions and recurrent layers have switches of their own.
-        params: its trained parameters: products of float64 numbers have no shortcut.
+        params: its trained parameters. Products of float64 numbers have no shortcut.
     """
-    if all(p.dtype == torch.float64 for p in params):
+    layers = list(layers)
+    # PRIVACY: frozen ones too lie between the loss and the rows (test_frozen_single_precision_counts_for_a_mean_loss)
+    if all(
+        p.dtype == torch.float64 for p in (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
+    ):
         return None
-    device, layers = params[0].device.type, list(layers)
+    device = params[0].device.type
     if torch.is_autocast_enabled(device):
         return f"torch.autocast({device!r})"
     if not products_are_exact():

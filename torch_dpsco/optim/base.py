@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import BaseEvent, Draw
 from torch_dpsco.accounting.events import Event
+from torch_dpsco.accounting.lock import LOCK
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
@@ -140,16 +141,18 @@ class PrivateOptimizer(Saved):
             planned = 1
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
         marks = {self._run: self._steps + 1}
-        if self.oracle.per_run and self.accountant.marked(self._run) > self._steps:
-            # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
-            raise SequenceError(
-                "this step may have been made by another optimizer, which goes on with the same run: only one may"
-            )
         if self.design.one_pass:
             marks[draw.partition] = draw.index + 1
-        self.accountant.authorize(
-            self._event_of(base, draw), planned=planned, adaptive=self.oracle.adaptive, releases=marks
-        )
+        with LOCK:  # of two threads one must see the mark of the other
+            if self.oracle.per_run and self.accountant.marked(self._run) > self._steps:
+                # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+                raise SequenceError(
+                    "this step may have been made already, by another optimizer that goes on with the same run or by a "
+                    "step that failed after its charge: resume the run from its last checkpoint, or finalize()"
+                )
+            self.accountant.authorize(
+                self._event_of(base, draw), planned=planned, adaptive=self.oracle.adaptive, releases=marks
+            )
 
     def _event_of(self, base: BaseEvent, draw: Draw) -> Event:
         if self.oracle.sampled:

@@ -237,7 +237,7 @@ class LogicalBatch:
 
     @staticmethod
     def _require_same_records(partition: Partition, loader: Any) -> None:
-        if partition.tag and partition.made and _tag(partition.key, loader) != partition.tag:
+        if partition.tag and _tag(partition.key, loader) != partition.tag:
             # PRIVACY: a record at another place is used twice (test_a_partition_goes_on_with_its_own_records_only)
             raise PrivacyError(
                 "dataset must hold the records of the run, unchanged and in their order (got others): they were cut "

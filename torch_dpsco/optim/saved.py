@@ -152,7 +152,8 @@ class Saved(Assembly):
             for key, value in self.__dict__.items()
             if key not in ("_noise", "_batch", "_shifts", "_world", "step")
         }
-        return {**kept, "_partition": self._batch.partition}
+        # PRIVACY: with the fingerprint of its records (test_a_copy_goes_on_with_the_records_of_its_run_only)
+        return {**kept, "_partition": self._batch.sealed()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         partition = state.pop("_partition", None)

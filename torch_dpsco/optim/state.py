@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,14 @@ class SecretState(dict[str, Any]):
 
     def __repr__(self) -> str:
         return f"SecretState(CONFIDENTIAL, {sorted(self)})"
+
+    def __copy__(self) -> SecretState:
+        return SecretState(self)
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SecretState:
+        return SecretState({key: deepcopy(value, memo) for key, value in self.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())

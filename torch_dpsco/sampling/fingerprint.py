@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from torch_dpsco.compat import tree_flatten
+from torch_dpsco.errors import PrivacyError
 
 __all__ = ["fingerprint", "records_of"]
 
@@ -43,13 +45,19 @@ def fingerprint(key: str, contents: Iterable[Any]) -> str:
 
 def _parts(leaf: Any) -> Iterator[Any]:
     """Yields what tells a value from others, and then its bytes."""
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
         yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
         yield leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    elif hasattr(leaf, "__array_interface__"):  # arrays and their scalars, images
+    elif isinstance(leaf, (bytes, str, int, float, complex, NoneType)):
+        yield type(leaf).__name__.encode()
+        yield leaf if isinstance(leaf, bytes) else repr(leaf).encode()
+    elif hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject:  # their scalars, images
         values = np.asarray(leaf)
         yield f"{values.dtype}{values.shape}".encode()
         yield values.tobytes()
     else:
-        yield type(leaf).__name__.encode()
-        yield leaf if isinstance(leaf, bytes) else repr(leaf).encode()
+        # PRIVACY: others may look alike (test_records_that_cannot_be_told_apart_are_refused)
+        raise PrivacyError(
+            f"dataset must hold dense tensors, arrays of numbers, numbers or strings, so that a run of one pass knows "
+            f"its records again (got a {type(leaf).__name__})"
+        )

@@ -181,7 +181,9 @@ class PrivateLoader:
         Args:
             tensors: (n, ...) each; who writes to a batch may write to them.
         """
-        share = isinstance(self.design, Full)  # other draws of all records have them in another order
+        # PRIVACY: in blocks that are filled up records stand where their places say, not in order
+        # (test_a_filled_block_of_all_records_has_them_at_their_places)
+        share = isinstance(self.design, Full) and self.slots is None  # other draws have records in another order
         return self._delivered(lambda parts: _gathered(tensors, parts, share=share))
 
     def _delivered(self, batches: Callable[[Iterator[_Indices]], Iterator[Any]]) -> Iterator[Any]:

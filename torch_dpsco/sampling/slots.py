@@ -54,12 +54,14 @@ def capacity(design: Design, *, processes: int = 1) -> int:
     """
     if isinstance(design, Parts):
         return max(capacity(part, processes=processes) for part, _ in design.parts)
-    mean, most = design.batch_size / processes, math.ceil(design.n / processes)
-    if isinstance(design, Full):  # all there are, whose number may be private and near the declared one
-        return most + 8 * math.isqrt(most) + 16
-    if not isinstance(design, (Poisson, Assigned)):
-        return max(1, math.ceil(mean))
-    room = math.ceil(mean)
+    if not isinstance(design, (Full, Poisson, Assigned)):
+        return max(1, math.ceil(design.batch_size / processes))
+    # PRIVACY: a neighbor has one record more than the declared number
+    # (test_a_record_more_than_declared_overflows_as_rarely)
+    records = design.n + 1
+    mean, most = design.batch_size * records / design.n / processes, math.ceil(records / processes)
+    most += 8 * math.isqrt(most) + 16  # the number of all may be private, and near the declared one
+    room = most if isinstance(design, Full) else math.ceil(mean)
     while room < most and mean * _rate(room / mean - 1.0) < _RARE:
         room += 1
     return min(most, room + -room % _MULTIPLE)

@@ -66,7 +66,9 @@ def _numbered(users: Any) -> Tensor:
             raise UnitError("users must hold integers below 2**63, or strings (got a larger one)") from None
     # PRIVACY: records without an id would be one user's, and 1, 1.0 and True are one id
     # (test_ids_that_cannot_be_are_refused_by_name)
-    if numbers or any(thing is None or not isinstance(thing, Hashable) for thing in things):
+    if numbers or any(
+        thing is None or not isinstance(thing, Hashable) or (thing == thing) is not True for thing in things
+    ):
         kinds = sorted({type(thing).__name__ for thing in things})
         raise UnitError(f"users must hold integers only, or only strings or other ids that hash (got {kinds})")
     places: dict[Any, int] = {}
