@@ -94,7 +94,7 @@ def test_statistics_of_targets_alone_are_not_seen_and_that_is_said() -> None:
 
 def test_numbers_that_leave_torch_are_said() -> None:
     model = step(lambda out, y: (out - y).square().sum() / float((out - y).detach().abs().max()))
-    assert "numbers that left torch (['__float__'])" in model._dpsco.checked["loss"]
+    assert "out of sight (['__float__'])" in model._dpsco.checked["loss"]
 
 
 def test_the_check_leaves_model_rows_and_random_numbers_as_they_are() -> None:
@@ -123,3 +123,29 @@ def test_later_steps_are_not_traced_and_the_report_says_what_was_checked() -> No
     said = " ".join(str(opt.report(1e-5)).split())
     assert "Whether records reach each other in the loss: checked at the first step on made-up records" in said
     assert "Whether records reach each other in the model: checked at the first step" in said
+
+
+class _ByTheLargest(torch.autograd.Function):
+    """Couples records in its backward, which no repeated operation shows."""
+
+    @staticmethod
+    def forward(ctx, scores):
+        ctx.save_for_backward(scores)
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (ctx.saved_tensors[0].abs().max() > 3)
+
+
+def _hooked(scores):
+    scores.register_hook(lambda g: g / g.abs().max())
+    return scores
+
+
+@pytest.mark.parametrize("couple", [_ByTheLargest.apply, _hooked], ids=["function", "hook"])
+def test_what_happens_out_of_sight_is_not_called_checked(couple):
+    model = dp.attach(nn.Linear(3, 1), check_first_step=True)
+    couple(model(torch.randn(8, 3))).square().mean().backward()
+    words = model._dpsco.checked["loss"]
+    assert "out of sight" in words or words.startswith("not checked")

@@ -8,7 +8,7 @@ and large records is moved by one; nothing of the other records may change by th
 * The loss is what a loop computes from the first training forward's outputs until `backward()`: its tensor operations
   are noted, and repeated on made-up outputs, targets and weights. Gradients of the other outputs must stay.
 
-What it cannot see, it says: numbers that leave torch (`.item()`, numpy), functions that take no subclass. It does
+What it cannot see, it says: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions of your own that take no subclass. It does
 not see what is done to a batch before the model, statistics of targets alone, nor what later steps compute.
 """
 
@@ -32,7 +32,9 @@ _SEED = 5_000_011
 _ROWS = 8  # of a made-up batch for the model
 _SMALL, _LARGE = 1e-3, 1e4
 _CAUGHT = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError)
-_LEAVES_TORCH = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "data_ptr"}
+# numbers that leave torch, and what is done to gradients: neither is repeated
+_OUT_OF_SIGHT = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "data_ptr"}
+_OUT_OF_SIGHT |= {"register_hook"}
 _MOST_CALLS = 10_000
 FOUND = (
     "records must not reach each other before the last sum or mean over the batch ({part}: with {what} as one made-up "
@@ -176,6 +178,8 @@ class _Trace:
     def _ref(self, t: Tensor) -> _Ref:
         if isinstance(t, Traced) and hasattr(t, "_place"):
             return _Ref(t._place)
+        if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
+            self.lost.add("an operation of your own")  # an autograd.Function, say, or rows of another forward
         known = [k for k, other in enumerate(self.externals) if other is t]
         if not known:
             self.externals.append(t)
@@ -187,7 +191,7 @@ class _Trace:
         name = getattr(func, "__name__", "")
         tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not tensors and name != "__setitem__":
-            self.lost |= {name} & _LEAVES_TORCH
+            self.lost |= {name} & _OUT_OF_SIGHT
             return
         places = []
         for t in tensors:
@@ -216,7 +220,7 @@ class _Trace:
             if any(not t.dim() or t.shape[0] != rows for t in self.externals):
                 verdict += ", tensors without a row for each record taken for constants"
             left = sorted(self.lost)
-            self.end(f"{verdict}, but not what is computed from numbers that left torch ({left})" if left else verdict)
+            self.end(f"{verdict}, but not what was done out of sight ({left})" if left else verdict)
 
     def _gradients(self, root: int, scales: Sequence[float], rows: int) -> list[Tensor]:
         seed_torch(_SEED)
