@@ -8,8 +8,9 @@ and large records is moved by one; nothing of the other records may change by th
 * The loss is what a loop computes from the first training forward's outputs until `backward()`: its tensor operations
   are noted, and repeated on made-up outputs, targets and weights. Gradients of the other outputs must stay.
 
-What it cannot see, it says: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions of your own that take no subclass. It does
-not see what is done to a batch before the model, statistics of targets alone, nor what later steps compute.
+What it cannot see, it says: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions of your own that
+take no subclass or have a backward of their own. It does not see what is done to a batch before the model, statistics
+of targets alone, nor what later steps compute.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ class _Trace:
         self.externals: list[Tensor] = []
         self.places = len(outputs)
         self.lost: set[str] = set()
+        self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
 
     def spec(self, args: Any, kwargs: Any) -> Any:
         if self.done:
@@ -210,6 +212,9 @@ class _Trace:
         if self.done:
             return
         rows, streams = self.shapes[0].shape[0], RandomStreams()
+        with without_subclasses():
+            if _own_backward(loss.grad_fn, self.ends):
+                self.lost.add("autograd.Function")
         verdict = "not checked, with fewer than three records"
         try:
             with torch.enable_grad(), without_subclasses():
@@ -249,6 +254,20 @@ class _Trace:
         return list(found)
 
 
+def _own_backward(root: Any, ends: set[Any]) -> bool:
+    """Returns whether a backward that torch does not know lies between a loss and the outputs."""
+    seen, waiting = set(ends), [root]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 def trace_loss(output: Any, checked: dict[str, str]) -> Any:
     """Returns the output of a training forward with its tensors traced, if they have a row for each record.
 
@@ -266,6 +285,8 @@ def trace_loss(output: Any, checked: dict[str, str]) -> Any:
     for place, k in enumerate(picked):
         traced = leaves[k].as_subclass(Traced)
         traced._trace, traced._place = trace, place
+        with without_subclasses():
+            trace.ends.add(traced.grad_fn)
         leaves[k] = traced
     return tree_unflatten(leaves, structure)
 

@@ -177,11 +177,14 @@ def fit(
         progress_bar = _Progress(bar, optimizer, delta)
         optimizer.zero_grad()
         saved.save()  # what the first step needs to be resumed: partition and thresholds
+        made = optimizer.steps
         with torch.set_grad_enabled(closed is None):
             for batch in batches:
                 if not _made(optimizer, make_step, batch):
                     break
-                saved.step_made()
+                if optimizer.steps > made:  # else it was a part of a draw
+                    made = optimizer.steps
+                    saved.step_made()
                 progress_bar.show(goal - optimizer.steps)
     saved.save()
     return model.eval()

@@ -449,7 +449,10 @@ def test_a_checkpoint_ahead_of_the_file_is_written_to_it(path):
     assert len(lines(path)) == 1
     target.close()
     again = Accountant(ledger_path=path)
-    assert image(again) == image(source)
+    stored = again.state_dict()
+    assert stored["config"].pop("brought") == 6  # the file is not that of the run, see Journal.continue_from
+    known = source.state_dict()
+    assert {key: stored[key] for key in known if key != "digest"} == {k: v for k, v in known.items() if k != "digest"}
     again.authorize(STEP)
     again.close()
     assert len(Accountant(ledger_path=path)) == 7

@@ -29,7 +29,7 @@ from torch_dpsco.sampling import PrivateLoader, make_sampler
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # generators and seeds of our own
 FALSE_ALARM = 1e-6
 EPSILON, DELTA, N, SEED = 1.0, 0.3, 12, 3
-TRIALS = 400  # runs a side
+TRIALS = 1000  # runs a side
 
 
 def pair(adjacency: str) -> tuple[TensorDataset, TensorDataset]:

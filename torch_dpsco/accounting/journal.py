@@ -153,9 +153,10 @@ class Journal:
                 "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
                 "before the accountant is charged for anything else"
             )
-        # PRIVACY: the file that was charged after this state was made is another one
-        # (test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run)
-        book.config["brought"] = len(book.ledger)
+        if self.file is not None:
+            # PRIVACY: the file that was charged after this state was made is another one
+            # (test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run)
+            book.config["brought"] = len(book.ledger)
         self.replace(book)
 
     def replace(self, book: Book) -> None:
