@@ -28,6 +28,7 @@ from torch_dpsco.sampling.slots import Isolation, Slots
 __all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded", "filled"]
 
 _Indices = npt.NDArray[np.int64]
+_MOST_WORKERS = 1024  # processes
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,15 @@ class PrivateLoader:
         slots: Slots | None = None,
     ) -> None:
         self.dataset, self.batch_sampler, self.slots = dataset, sampler, slots
+        if check.count(num_workers=num_workers) > _MOST_WORKERS:
+            raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
         # of the newest draws: workers run ahead of what may come again
         self._arranged: deque[tuple[Drawn, list[tuple[Any, Tensor | None]]]] = deque(maxlen=2 * num_workers + 2)
         self.isolation = Isolation(block=None if slots is None else slots.block)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
-        self.num_workers, self.pin_memory = check.count(num_workers=num_workers), pin_memory
+        self.num_workers, self.pin_memory = num_workers, pin_memory
         plain = collate_fn.collate if isinstance(collate_fn, _EmptyLikeOne) else collate_fn or default_collate
         self.collate_fn = _EmptyLikeOne(plain, dataset)
         # a subclass may override __getitem__
