@@ -27,7 +27,7 @@ from torch_dpsco.accounting.lock import LOCK
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
-from torch_dpsco.optim.common import in_turn
+from torch_dpsco.optim.common import check_call, in_turn
 from torch_dpsco.optim.saved import Saved
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rules.base import trained
@@ -81,6 +81,7 @@ class PrivateOptimizer(Saved):
             SequenceError: rows are missing or doubled, no batch is outstanding, the schedule is over, or finalized.
             BudgetExceeded: the step would pass the budget; parameters and ledger are unchanged.
         """
+        check_call(closure, users)
         scale = amp.take_scale(self, self._grad_scale)
         self._require_open()
         loss: float | None = None

@@ -10,8 +10,10 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar, cast
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from torch_dpsco import _validate as check
 from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import Event
@@ -21,7 +23,7 @@ from torch_dpsco.agreement import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.optim.checks import listed
 
-__all__ = ["CommonOptimizer", "in_turn", "require_one_process"]
+__all__ = ["CommonOptimizer", "check_call", "in_turn", "require_one_process"]
 
 _LARGEST = 1e100  # of what a plan is computed from
 _TYPED = ("__init__", "accumulate", "ahead", "calibrated", "load_state_dict", "loader", "plan", "privacy_spent")
@@ -64,6 +66,14 @@ def in_turn(method: _Method) -> _Method:
     return cast("_Method", alone)
 
 
+def check_call(closure: Any, users: Any = None) -> None:
+    """Checks the types of the arguments of a step, which torch.compile may trace."""
+    if closure is not None and not callable(closure):
+        raise ValueError(f"closure must be a function or None (got {check.shown(closure)})")
+    if users is not None and not isinstance(users, Tensor):
+        raise ValueError(f"users must be a Tensor or None (got {check.shown(users)})")
+
+
 class CommonOptimizer(Optimizer):
     """Base of all private optimizers: subclasses set the accountant last, which closes the construction."""
 
@@ -76,9 +86,7 @@ class CommonOptimizer(Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        type_members(
-            cls, *_TYPED, "report", "signal_skip_step", "solve", "certify", "step", "step_on", largest=_LARGEST
-        )
+        type_members(cls, *_TYPED, "report", "signal_skip_step", "solve", "certify", "step_on", largest=_LARGEST)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._turn = _Turn()

@@ -31,7 +31,7 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import in_turn, require_one_process
+from torch_dpsco.optim.common import check_call, in_turn, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.saved_row_free import SavedRowFree
 from torch_dpsco.prox import Prox
@@ -200,6 +200,7 @@ class RowFreeOptimizer(SavedRowFree):
                 broken off, the step size, parameters or averages were changed, or all planned steps are made.
             PrivacyError: the gradient breaks a promise; the run has ended and is charged.
         """
+        check_call(closure)
         self._require_open()
         loss: float | None = None
         if closure is not None:

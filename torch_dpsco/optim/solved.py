@@ -26,7 +26,7 @@ from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, in_turn, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, require_one_process
 from torch_dpsco.rng import noise_generator
 
 __all__ = ["SolvedOptimizer", "linear_shape"]
@@ -122,6 +122,7 @@ class SolvedOptimizer(CommonOptimizer):
         Raises:
             SequenceError: there is no inner optimizer, or the answer is released.
         """
+        check_call(closure)
         self._require_open()
         if self._inner is None:
             raise SequenceError("step() needs inner=, which makes the optimizer of a loop; or call solve(dataset)")
