@@ -48,9 +48,8 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str
     """
     layers = list(layers)
     # PRIVACY: frozen ones too lie between the loss and the rows (test_frozen_single_precision_counts_for_a_mean_loss)
-    if all(
-        p.dtype == torch.float64 for p in (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
-    ):
+    known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
+    if not params or all(p.dtype == torch.float64 for p in known):
         return None
     device = params[0].device.type
     if torch.is_autocast_enabled(device):

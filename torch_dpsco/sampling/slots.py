@@ -34,8 +34,8 @@ __all__ = ["Isolation", "Slots", "capacity"]
 _Indices = npt.NDArray[np.int64]
 _RARE = 40.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-40
 _MULTIPLE = 8  # a friendly number of rows
-_USER_ROWS, _EACH = (64, 256), 4  # of a block, where users have any number of rows: room for so many of each user
-_LEVELS = 32  # blocks in which a user has rows beside others
+_USER_ROWS, _EACH = (64, 1024), 4  # of a block, where users have any number of rows: room for so many of each user
+_LEVELS = 256  # blocks in which a user has rows beside others
 
 
 def capacity(design: Design, *, processes: int = 1) -> int:
@@ -104,7 +104,7 @@ class Slots:
     Args:
         design: how units are drawn.
         of_users: whether units have any number of rows, or exactly one.
-        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 256 rows of users.
+        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 1024 rows of users.
         processes: over which the units of a draw are spread.
     """
 
