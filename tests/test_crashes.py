@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,23 @@ def counts(accountant: dp.Accountant) -> Counter[str]:
 # -- killed at every step ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported everything, never runs a backward pass itself, and forks the runs that are killed."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.crashes.runs"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    ) as process:
+        yield process
+        process.communicate()  # the end of its input ends it
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoint(name: str) -> None:
+def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoint(name: str, forks: Any) -> None:
     """SIGKILL after each charge and after each release, under a budget of exactly the run."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.crashes.runs", name],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    points = [json.loads(line) for line in done.stdout.splitlines()]
+    print(name, file=forks.stdin, flush=True)
+    points = [json.loads(line) for line in iter(forks.stdout.readline, "\n")]
     assert {point["point"][0] for point in points if point["ends"][0] == -9} == {"charge", "step"}
     for point in points:
         check(name, point)

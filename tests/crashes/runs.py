@@ -1,8 +1,9 @@
-"""Runs that are killed and resumed: python -m tests.crashes.runs NAME, a process of its own, which only forks.
+"""Runs that are killed and resumed: python -m tests.crashes.runs NAME ..., a process of its own, which only forks.
 
 For each optimizer, under a budget that is calibrated for the run to the last bit: a forked child trains with a ledger
 file and checkpoints, publishes each release, and kills itself at one point; another child runs the same script again.
-Prints a line of JSON per point, which `test_crashes` checks.
+Prints a line of JSON per point, which `test_crashes` checks, and an empty one after each case. Without names it takes
+them from the standard input, one a line: a fork costs a hundredth of the imports of a new process, and dies like one.
 """
 
 from __future__ import annotations
@@ -224,12 +225,11 @@ def forked(case: Case, folder: Path, point: tuple[str, int] | None) -> int:
         os._exit(1)
 
 
-def main(name: str, points: int | None = None) -> None:
+def kill(case: Case) -> None:
     """Prints, for each point of a case, what was published; stops at the point that no run reaches."""
-    torch.set_num_threads(1)
-    case = CASES[name]
+    case.build(case.model().parameters(), dp.Accountant(case.budget))  # plans are remembered in the children
     for kind in ("charge", "step"):
-        for number in range(1, (points or 12) + 1):
+        for number in range(1, 13):
             with tempfile.TemporaryDirectory() as folder:
                 ends = [forked(case, Path(folder), (kind, number))]
                 if ends == [-signal.SIGKILL]:
@@ -241,4 +241,7 @@ def main(name: str, points: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or map(str.strip, sys.stdin):
+        kill(CASES[name])
+        print(flush=True)
