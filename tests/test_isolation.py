@@ -276,16 +276,16 @@ def test_a_draw_that_overflows_is_split_into_more_blocks_of_the_same_size():
 def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users):
     rng = np.random.default_rng(n_users)
     slots = Slots(Full(n_users), of_users=True)
-    slots.places(n_users)
+    places = slots.places(n_users)
 
     def of_first(sizes: np.ndarray) -> list[list[int]]:
         """Returns the slots of the rows of each user but the last, in the order in which they are added up."""
         owner = np.repeat(np.arange(n_users), sizes)
         found: list[list[tuple[int, int]]] = [[] for _ in range(n_users)]
-        for rows, places in slots.of_users(sizes):
-            assert len(set(places.tolist())) == len(places)
-            assert not len(places) or 0 <= places.min() <= places.max() < slots.block
-            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+        for rows, taken in slots.of_users(sizes, places):
+            assert len(set(taken.tolist())) == len(taken)
+            assert not len(taken) or 0 <= taken.min() <= taken.max() < slots.block
+            for row, place in zip(rows.tolist(), taken.tolist(), strict=True):
                 found[owner[row]].append((row - int((np.cumsum(sizes) - sizes)[owner[row]]), place))
         assert [[nth for nth, _ in own] for own in found] == [list(range(size)) for size in sizes]
         return [[place for _, place in own] for own in found[:-1]]
@@ -322,13 +322,43 @@ def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(m
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_draw_that_is_delivered_again_has_the_slots_that_it_had(workers):
-    optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 32), adjacency="add_remove")
-    loader = optimizer.loader(TensorDataset(1.0 + torch.arange(32.0)[:, None]), steps=4, num_workers=workers)
-    (first,) = next(iter(loader))
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit):
+    """By the same loader, a new one, and a new one after one that does not fill batches up."""
+    params, data = dp.attach(nn.Linear(1, 1)).parameters(), TensorDataset(1.0 + torch.arange(64.0)[:, None])
+    if unit == "user":
+        optimizer = dp.UserClippedSGD(params, 0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n_users=32)
+    else:
+        optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove")
+    users = [torch.arange(64) % 32] if unit == "user" else []
+
+    def loader(**keywords: object) -> PrivateLoader:
+        return optimizer.loader(data, *users, steps=4, num_workers=workers, **keywords)
+
+    first = loader()
+    kept, *_ = next(iter(first))
+    assert len(kept) == first.slots.block
+    for make in (lambda: first, loader, lambda: loader(padding=False), loader):
+        optimizer.discard()
+        again, *_ = next(iter(make()))
+        if len(again) == len(kept):
+            assert torch.equal(again, kept)
+        else:  # nothing but the records, in their own order
+            assert torch.equal(again.sort(dim=0).values, kept[kept > 0].sort().values[:, None])
+
+
+def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
+    optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove")
+    loader = optimizer.loader(TensorDataset(1.0 + torch.arange(64.0)[:, None]), steps=1)
+    (whole,) = next(iter(loader))
     optimizer.discard()
-    (again,) = next(iter(loader))
-    assert torch.equal(first, again)
+    log, parts = loader.batch_sampler.log, []
+    for (part,) in PhysicalBatches(loader, 8):
+        parts.append(part)
+        log.take()
+        log.taken = None  # used, as a part of the draw
+    parts = torch.cat(parts)
+    assert torch.equal(parts[parts > 0], whole[whole > 0])  # by place
 
 
 # -- which loaders fill up -------------------------------------------------------------------------------------------

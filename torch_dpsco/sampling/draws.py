@@ -39,6 +39,7 @@ class Chunk(NamedTuple):
         slots: (rows,) int64, ascending: where the records are in the batch, all other rows of which are filling; None
             for a batch of records only.
         block: rows of the batch, filling included; None for `rows`.
+        places: of the draw's units, see `Slots`: who delivers the draw again gives them the same.
     """
 
     draw: Draw
@@ -49,6 +50,7 @@ class Chunk(NamedTuple):
     users: Tensor | None = None
     slots: Tensor | None = None
     block: int | None = None
+    places: npt.NDArray[np.int64] | None = None
 
     @property
     def size(self) -> int:

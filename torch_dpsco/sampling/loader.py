@@ -92,8 +92,6 @@ class PrivateLoader:
         self.dataset, self.batch_sampler, self.slots = dataset, sampler, slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
-        # of the newest draws: workers run ahead of what may come again
-        self._arranged: deque[tuple[Drawn, list[tuple[Any, Tensor | None]]]] = deque(maxlen=2 * num_workers + 2)
         self.isolation = Isolation(block=None if slots is None else slots.block)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
@@ -132,30 +130,34 @@ class PrivateLoader:
         self, source: Drawn, indices: _Indices, chunks: deque[Chunk], sizes: _Indices | None = None
     ) -> Iterator[_Indices]:
         draw = replace(source[0], size=len(indices))  # another one each time that it is delivered
-        blocks, start = self._blocks(source, len(indices), sizes), 0
+        places = self._places(source, len(indices) if sizes is None else len(sizes))
+        blocks, start = self._blocks(len(indices), sizes, places), 0
         for k, (part, slots) in enumerate(blocks, start=1):
             rows = indices[part]
             size = len(rows) if self.slots is None else self.slots.block
             users = self._users_of(rows)
             if slots is not None and users is not None:  # rows of the filling are nobody's
                 users = filled(users, slots, size, -1)
-            chunks.append(Chunk(draw, len(rows), k == len(blocks), start, source, users, slots, size))
+            chunks.append(Chunk(draw, len(rows), k == len(blocks), start, source, users, slots, size, places))
             start += len(rows)
             yield rows
 
-    def _blocks(self, source: Drawn, size: int, sizes: _Indices | None) -> list[tuple[Any, Tensor | None]]:
+    def _places(self, source: Drawn, units: int) -> _Indices | None:
+        """Returns the places of the units of a draw; those that it had, if it is delivered again."""
+        held = self.batch_sampler.log.held
+        if held is not None and held.source is source and held.places is not None:
+            # PRIVACY: none can be chosen, by no other loader either
+            # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
+            return held.places
+        return None if self.slots is None else self.slots.places(units)
+
+    def _blocks(self, size: int, sizes: _Indices | None, places: _Indices | None) -> list[tuple[Any, Tensor | None]]:
         """Returns which rows of a draw are delivered together, and their slots where they have some."""
-        if self.slots is None:
+        if self.slots is None or places is None:
             step = self.physical_batch_size or max(1, size)
             return [(slice(start, start + step), None) for start in range(0, max(1, size), step)]
-        for known, blocks in self._arranged:
-            if known is source:
-                # PRIVACY: a draw that is delivered again has the slots that it had: none can be chosen
-                # (test_a_draw_that_is_delivered_again_has_the_slots_that_it_had)
-                return blocks
-        made = self.slots.of_records(size) if sizes is None else self.slots.of_users(sizes)
-        self._arranged.append((source, [(part, torch.from_numpy(slots)) for part, slots in made]))
-        return self._arranged[-1][1]
+        made = self.slots.of_records(places) if sizes is None else self.slots.of_users(sizes, places)
+        return [(part, torch.from_numpy(slots)) for part, slots in made]
 
     def _users_of(self, part: _Indices) -> Tensor | None:
         """Returns the user of each record, where users are drawn."""

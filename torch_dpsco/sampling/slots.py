@@ -143,25 +143,26 @@ class Slots:
         self._kept = np.concatenate(drawn)[:units]
         return self._kept
 
-    def of_records(self, size: int) -> Iterator[tuple[_Indices, _Indices]]:
+    def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
         """Yields (records, slots) of each block that has any; one empty block for an empty draw.
 
         Args:
-            size: records of the draw.
+            places: of the records of the draw.
         """
-        blocks, slots = np.divmod(self.places(size), self.block)
+        blocks, slots = np.divmod(places, self.block)
         return _grouped(blocks, slots)
 
-    def of_users(self, sizes: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+    def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
         """Yields (rows, slots) of each block that has any, for rows that are in order of their users.
 
         Args:
             sizes: rows of each user of the draw.
+            places: of these users.
         """
         wide = max(1, self.block // self.capacity)  # columns of a place
         cells = max(1, self.block // wide)
         shared = np.minimum(sizes, wide * _LEVELS)
-        cell, owner = self.places(len(sizes)) % cells, np.repeat(np.arange(len(sizes)), sizes)
+        cell, owner = places % cells, np.repeat(np.arange(len(sizes)), sizes)
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of its user's rows
         beside = nth < shared[owner]
         alone = nth - shared[owner]
