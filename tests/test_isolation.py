@@ -267,15 +267,16 @@ def test_a_draw_that_overflows_is_split_into_more_blocks_of_the_same_size():
         sizes.append(len(x))
         model(x).sum().backward()
         optimizer.step()
-    assert sizes == [56] * 6 == [capacity(optimizer.design)] * 6
+    assert sizes == [65] * 4 == [capacity(optimizer.design)] * 4
     assert optimizer.steps == 2
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), -2 * 130 / 16.0))
 
 
+@pytest.mark.parametrize("most", [None, 1, 100])
 @pytest.mark.parametrize("n_users", [3, 40, 500])
-def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users):
+def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users, most):
     rng = np.random.default_rng(n_users)
-    slots = Slots(Full(n_users), of_users=True)
+    slots = Slots(Full(n_users), of_users=True, physical_batch_size=most)
     places = slots.places(n_users)
 
     def of_first(sizes: np.ndarray) -> list[list[int]]:
@@ -294,6 +295,13 @@ def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users):
     sizes[0] = 700
     changed = [of_first(np.append(sizes[:-1], last)) for last in (0, 1, 2, 50, 3000)]
     assert all(other == changed[0] for other in changed)
+
+
+def test_blocks_of_users_are_of_few_rows_more_than_the_users_have():
+    sizes = np.full(3000, 50)
+    slots = Slots(Full(3000), of_users=True)
+    assert len(list(slots.of_users(sizes, slots.places(3000)))) * slots.block < 2 * sizes.sum()
+    assert Slots(Full(3000), of_users=True, dim=10**9).block == 64
 
 
 def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(monkeypatch):
@@ -371,7 +379,7 @@ def loader_of(adjacency: str, **keywords: object) -> object:
 
 
 def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
-    assert loader_of("add_remove").slots.block == capacity(Poisson(4, 16)) == 32
+    assert loader_of("add_remove").slots.block == capacity(Poisson(4, 16)) == 40
     assert loader_of("replace_one").slots is None  # a replaced record is in the same draws
     assert loader_of("replace_one", padding=True).slots is not None
     assert loader_of("add_remove", padding=False).slots is None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, Points, neighbor_counts, neighbors
+from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, Points, batch, neighbor_counts, neighbors
 
 UNIT = Fraction(1, 2**53)
 
@@ -237,6 +237,26 @@ def test_the_sum_of_a_user_depends_on_no_other_rows():
     alone = users == 1
     assert torch.equal(batch_of(other).sum_by(users, 3).dense()[0][1], expected)
     assert torch.equal(batch_of(rows[alone]).sum_by(users[alone], 3).dense()[0][1], expected)
+
+
+def test_rows_of_a_user_are_added_in_their_order():
+    """As on devices whose index_add_ has no order: turn by turn, no user twice in one."""
+    rows = torch.randn(300, 3, generator=torch.Generator().manual_seed(0)).exp()
+    users = torch.randint(40, (300,), generator=torch.Generator().manual_seed(1)).square() % 40  # of many or no rows
+    sums = torch.zeros(40, 3)
+    for turn in batch._turns(users):
+        assert len(users[turn].unique()) == len(turn)
+        sums[users[turn]] += rows[turn]
+    assert torch.equal(sums, batch_of(rows).sum_by(users, 40).dense()[0])
+    assert not list(batch._turns(users[:0]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_sums_by_user_on_a_gpu_are_those_of_the_cpu():
+    rows = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0)).exp()
+    users = torch.randint(40, (3000,), generator=torch.Generator().manual_seed(1))
+    there = batch_of(rows.cuda()).sum_by(users.cuda(), 40).dense()[0]
+    assert torch.equal(there.cpu(), batch_of(rows).sum_by(users, 40).dense()[0])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -292,7 +292,7 @@ class GradBatch:
         for index in torch.arange(len(self), device=users.device).split(step):
             rows = self._in_order([part for block in self.blocks for part in block.select(index).dense()])
             flat = torch.cat([part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows], dim=1)
-            sums.index_add_(0, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale))
+            _add_in_order(sums, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale))
 
     def sum_by(self, users: Tensor, n_users: int) -> GradBatch:
         """Returns the sums of the rows of each user: a batch of n_users rows, 0 for users without any.
@@ -345,3 +345,22 @@ class GradBatch:
         for place, tensor in zip(self.order, tensors, strict=True):
             out[place] = tensor
         return out
+
+
+def _add_in_order(sums: Tensor, users: Tensor, rows: Tensor) -> None:
+    """Adds rows (B, D) to the sums of their users (n, D), those of one user in their order."""
+    if rows.device.type == "cpu":
+        sums.index_add_(0, users, rows)
+        return
+    # PRIVACY: elsewhere index_add_ adds in any order (test_rows_of_a_user_are_added_in_their_order)
+    for turn in _turns(users):
+        sums[users[turn]] += rows[turn]
+
+
+def _turns(users: Tensor) -> Iterator[Tensor]:
+    """Yields the places of the first rows of all users, of their second ones, and so on."""
+    order = users.argsort(stable=True)
+    runs = users[order].unique_consecutive(return_counts=True)[1]
+    nth = torch.arange(len(users), device=users.device) - (runs.cumsum(0) - runs).repeat_interleave(runs)
+    for k in range(int(runs.max()) if len(runs) else 0):
+        yield order[nth == k]

@@ -175,8 +175,13 @@ class Assembly(CommonOptimizer):
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
         if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
-        processes, of_users = getattr(sampler, "processes", 1), self.oracle.unit == "user"
-        return Slots(self.design, of_users=of_users, physical_batch_size=most, processes=processes)
+        return Slots(
+            self.design,
+            of_users=self.oracle.unit == "user",
+            physical_batch_size=most,
+            processes=getattr(sampler, "processes", 1),
+            dim=sum(p.numel() for p in self._trained()),
+        )
 
     @property
     def sizes_are_private(self) -> bool:

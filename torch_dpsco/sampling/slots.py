@@ -7,10 +7,10 @@ does not depend on the other records:
 
 * units (records, or users) get places in [0, capacity), uniformly without replacement, from a stream that nobody sees;
   a unit more takes a place that was free, and all others stay. Only where a draw has more units than the capacity does
-  one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-40;
-* a place fixes the columns of its unit's rows in all blocks. Users with several rows use blocks one after the other, a
-  few columns each; what is more than `_LEVELS` blocks of them goes to blocks of its user alone. Which of the blocks a
-  row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes.
+  one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-60;
+* the rows of a user stand side by side in one block, in as many columns as the next power of 2, the first of them a
+  multiple of it that the place fixes; users of more rows than a block has fill whole blocks first. Which of the blocks
+  a row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes.
 
 Proof and limits: docs/proofs/record_isolation.md.
 """
@@ -32,10 +32,9 @@ from torch_dpsco.rng import sampling_generator
 __all__ = ["Isolation", "Slots", "capacity"]
 
 _Indices = npt.NDArray[np.int64]
-_RARE = 40.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-40
+_RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows
-_USER_ROWS, _EACH = (64, 1024), 4  # of a block, where users have any number of rows: room for so many of each user
-_LEVELS = 256  # blocks in which a user has rows beside others
+_EACH, _LEAST, _MOST, _NUMBERS = 4, 64, 8192, 2**26  # of blocks of users: rows of a user, rows, numbers of all rows
 
 
 def capacity(design: Design, *, processes: int = 1) -> int:
@@ -50,7 +49,7 @@ def capacity(design: Design, *, processes: int = 1) -> int:
 
     Example:
         >>> capacity(Poisson(256, 60_000)), capacity(Poisson(4096, 60_000))
-        (392, 4584)
+        (416, 4696)
     """
     if isinstance(design, Parts):
         return max(capacity(part, processes=processes) for part, _ in design.parts)
@@ -104,8 +103,9 @@ class Slots:
     Args:
         design: how units are drawn.
         of_users: whether units have any number of rows, or exactly one.
-        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 1024 rows of users.
+        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 8192 rows of users.
         processes: over which the units of a draw are spread.
+        dim: numbers in the gradient of a row; blocks of users hold 2^26 numbers, or 64 rows.
     """
 
     def __init__(
@@ -115,15 +115,17 @@ class Slots:
         of_users: bool = False,
         physical_batch_size: int | None = None,
         processes: int = 1,
+        dim: int = 1,
     ) -> None:
-        self.capacity, self._users = capacity(design, processes=processes), of_users
+        self.capacity, self._users, self._dim = capacity(design, processes=processes), of_users, dim
         self.block = self._fitting(physical_batch_size)
         self._rng = sampling_generator()
         self._keeps, self._kept = isinstance(design, Full), np.empty(0, dtype=np.int64)
 
     def _fitting(self, most: int | None) -> int:
         if self._users:
-            return most or min(max(_USER_ROWS[0], _EACH * self.capacity), _USER_ROWS[1])
+            rows = max(_LEAST, min(_EACH * self.capacity, _MOST, _NUMBERS // self._dim))
+            return most or 1 << (rows.bit_length() - 1)  # a power of 2, which all widths divide
         return math.ceil(self.capacity / math.ceil(self.capacity / (most or self.capacity)))
 
     def of_size(self, physical_batch_size: int) -> Slots:
@@ -159,21 +161,31 @@ class Slots:
             sizes: rows of each user of the draw.
             places: of these users.
         """
-        wide = max(1, self.block // self.capacity)  # columns of a place
-        cells = max(1, self.block // wide)
-        shared = np.minimum(sizes, wide * _LEVELS)
-        cell, owner = places % cells, np.repeat(np.arange(len(sizes)), sizes)
-        nth = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of its user's rows
-        beside = nth < shared[owner]
-        alone = nth - shared[owner]
-        # blocks before a user's first one: those of the users of its cell that come before
-        depth = _before(cell, -(-shared // wide))
-        last = int((depth - (-shared // wide)).max(initial=0))
-        own = -(-(sizes - shared) // self.block)
-        first = last + np.cumsum(own) - own
-        blocks = np.where(beside, depth[owner] + nth // wide, first[owner] + alone // self.block)
-        slots = np.where(beside, cell[owner] * wide + nth % wide, alone % self.block)
-        return _grouped(blocks, slots)
+        # a user's rows in pieces: whole blocks, and what is left
+        whole, rest = np.divmod(sizes, self.block)
+        pieces = whole + (rest > 0)
+        owner = np.repeat(np.arange(len(sizes)), pieces)
+        length = np.full(len(owner), self.block)
+        length[np.cumsum(pieces)[rest > 0] - 1] = rest[rest > 0]
+        # PRIVACY: columns by the user's own rows and place
+        # (test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others)
+        width = np.minimum(2 ** np.ceil(np.log2(length)).astype(np.int64), self.block)
+        column = places[owner] % (self.block // width) * width
+        block = _stacked(column, width, self.block)
+        nth = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)  # of its piece's rows
+        return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
+
+
+def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:
+    """Returns the block of each piece, the wide ones first: the first one in which its columns, and later, are free."""
+    block, used = np.empty_like(column), np.zeros(columns, dtype=np.int64)
+    for wide in np.unique(width)[::-1]:
+        mine = np.flatnonzero(width == wide)
+        # narrower widths divide this one: all columns of a piece are used equally far
+        block[mine] = used[column[mine]] + _before(column[mine], np.ones_like(mine))
+        cells = used[: columns // wide * wide].reshape(-1, wide)  # a view
+        cells += np.bincount(column[mine] // wide, minlength=len(cells))[:, None]
+    return block
 
 
 def _before(group: _Indices, sizes: _Indices) -> _Indices:
