@@ -62,14 +62,20 @@ def exact_bias(r, k, C):
     return (k - 1) ** (k - 1) / k**k * mpmath.mpf(r) ** k / C ** (k - 1)
 
 
-def exact_ballfree(task, r2k):
-    """(A_i, C_i, sigma_i, T_i) of the specification and the sum of its bound, in mpmath."""
+def is_count(found, x):
+    """Whether a number of steps is ceil(x), or at least 1; next to an integer float64 may round up to its neighbor."""
+    low, high = (max(1, int(mpmath.ceil(x * (1 + e * mpmath.mpf(10) ** -9)))) for e in (-1, 1))
+    return low <= found <= high
+
+
+def exact_ballfree(task, r2k, counts):
+    """(A_i, C_i, sigma_i, T_i) of the specification and the sum of its bound, in mpmath, for these numbers of steps."""
     k, d, S = mpmath.mpf(task["moment_order"]), task["dim"], mpmath.mpf(sensitivity_factor(task["adjacency"]))
     rho, total, rows = mpmath.mpf(task["rho"]), mpmath.mpf(0), []
-    for i in range(1, task["n"].bit_length()):
+    for i, T in enumerate(counts, start=1):
         m = task["n"] // 2**i
         nu = 2 * d / (mpmath.mpf(m) ** 2 * rho) * (S / 2) ** 2
-        T = max(1, int(mpmath.ceil((4 + 8 * mpmath.sqrt(nu)) / nu)))
+        assert is_count(T, (4 + 8 * mpmath.sqrt(nu)) / nu)
         T = min(T, task["max_steps"] or T)
         a = mpmath.sqrt(nu * (1 + (1 + mpmath.log(T)) / T) + (4 + 8 * mpmath.sqrt(nu)) / T)
         C = r2k * (((k - 1) / k) ** k / min(a, mpmath.mpf(1))) ** (1 / k)
@@ -83,12 +89,13 @@ def exact_ballfree(task, r2k):
 def test_the_ballfree_schedule_agrees_with_40_digits(task):
     found = localized_schedule_ballfree(**task, moment_2k=3.0)
     with mpmath.workdps(40):
-        rows, total = exact_ballfree(task, mpmath.mpf(3))
+        assert len(found.phases) == task["n"].bit_length() - 1
+        rows, total = exact_ballfree(task, mpmath.mpf(3), [phase.uncapped_steps for phase in found.phases])
         D = mpmath.mpf(task["diameter"])
         assert found.bound == pytest.approx(float(D * mpmath.sqrt(2 * total)), rel=1e-9)
         for i, (phase, (A, C, sigma, T)) in enumerate(zip(found.phases, rows, strict=True)):
             lam = 8**i * mpmath.sqrt(2 * total) / D
-            assert abs(phase.steps - T) <= 1e-9 * T
+            assert phase.steps == T
             for value, exact in ((phase.error, A), (phase.clip, C), (phase.noise_std, sigma), (phase.reg, lam)):
                 assert value == pytest.approx(float(exact), rel=1e-9)
             assert phase.radius == math.inf
@@ -113,7 +120,8 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
             q = 8 * task["dim"] / (mpmath.mpf(m) ** 2 * rho)
             C = r * ((k - 1) * ((k - 1) ** (k - 1) / k**k) ** 2 / q) ** (1 / (2 * k))
             T = phase.steps
-            assert abs(phase.uncapped_steps - max(1, mpmath.ceil(4 * (1 + Lb / C) ** 2 / q))) <= 1e-9 * T + 1e-9
+            assert is_count(phase.uncapped_steps, 4 * (1 + Lb / C) ** 2 / q)
+            assert T == min(phase.uncapped_steps, task["max_steps"] or math.inf)
             A2 = exact_bias(r, k, C) ** 2 + q * C**2 * mpmath.mpf(T) / (T + 1) + 4 * (C + Lb) ** 2 / mpmath.mpf(T + 1)
             assert phase.error == pytest.approx(float(mpmath.sqrt(A2)), rel=1e-9)
             assert phase.clip == pytest.approx(float(C), rel=1e-9)
