@@ -291,8 +291,9 @@ def test_few_numbers_are_summed_in_float64_whatever_the_plan():
 def test_short_rows_are_summed_in_larger_tiles_within_the_claim(make, share, batch_size):
     plan, dim = plan_for(batch_size)
     rows = make(plan.rows, dim)
-    weights = clip_weights(GradBatch([DenseBlock(rows)]).norms(), 1.0) * share
-    mean_norm = float(weights @ GradBatch([DenseBlock(rows)]).norms()) / plan.rows
+    norms = GradBatch([DenseBlock(rows)]).norms()
+    weights = clip_weights(norms, 1.0) * share
+    mean_norm = math.fsum((weights * norms).tolist()) / plan.rows  # sums of other orders may round to above the share
     assert mean_norm <= max(share, 1e-9)
     used = plan.for_rows(plan.rows, mean_norm)
     assert used.vector_tile >= plan.vector_tile
