@@ -121,7 +121,7 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
             C = r * ((k - 1) * ((k - 1) ** (k - 1) / k**k) ** 2 / q) ** (1 / (2 * k))
             T = phase.steps
             assert is_count(phase.uncapped_steps, 4 * (1 + Lb / C) ** 2 / q)
-            assert T == min(phase.uncapped_steps, task["max_steps"] or math.inf)
+            assert min(phase.uncapped_steps, task["max_steps"] or math.inf) == T
             A2 = exact_bias(r, k, C) ** 2 + q * C**2 * mpmath.mpf(T) / (T + 1) + 4 * (C + Lb) ** 2 / mpmath.mpf(T + 1)
             assert phase.error == pytest.approx(float(mpmath.sqrt(A2)), rel=1e-9)
             assert phase.clip == pytest.approx(float(C), rel=1e-9)
