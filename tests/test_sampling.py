@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
+from torch_dpsco.rng import Repeatable, Stream
 from torch_dpsco.sampling import (
     Chunk,
     DesignSampler,
@@ -28,6 +31,7 @@ from torch_dpsco.sampling import (
     ShuffledSampler,
     make_sampler,
     poisson_positions,
+    samplers,
 )
 
 N = 20
@@ -75,34 +79,59 @@ def positions(sampler: DesignSampler) -> list[list[int]]:
 # -- draws ------------------------------------------------------------------------------------------------------------
 
 
-class FixedUniform:
-    """A generator whose uniform numbers are all the same."""
+class FixedNumber(Stream):
+    """All numbers that it draws have the same bits: those of a number in (0, 1), and further ones when asked for."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    def __init__(self, bits: list[int]) -> None:
+        self.word, *self.further = bits
+        self.asked = 0
 
-    def random(self, size: int) -> np.ndarray:
-        return np.full(size, self.value)
+    def words(self, count: int) -> np.ndarray:
+        return np.full(count, 2 * self.word, dtype=np.uint64).view(np.int64)
+
+    def read(self, size: int) -> bytes:
+        self.asked += 1
+        return self.further[(self.asked - 1) % len(self.further)].to_bytes(size, "little")
 
 
 @given(st.integers(0, 3000), st.floats(1e-6, 1))
 def test_the_gap_method_reaches_the_first_and_the_last_position(size, rate):
-    """Uniform numbers of 0 are gaps of 0: every position is drawn, over as many chunks as it takes."""
-    assert poisson_positions(size, rate, FixedUniform(0.0)).tolist() == list(range(size))
+    """Numbers above 1 - rate are gaps of 0: every position is drawn, over as many chunks as it takes."""
+    assert poisson_positions(size, rate, FixedNumber([int(2**63 * (1 - rate / 2))])).tolist() == list(range(size))
 
 
-@given(st.integers(0, 10**5), st.floats(1e-12, 0.999))
-def test_the_longest_gap_that_a_generator_can_draw_leads_where_it_should(size, rate):
-    """The largest float64 uniform is 1 - 2^-53."""
-    drawn = poisson_positions(size, rate, FixedUniform(1 - 2.0**-53))
-    gap = math.floor(53 * math.log(2) / -math.log1p(-rate))
-    assert len(drawn) == 0 or abs(drawn[0] - gap) <= 1
-    assert len(drawn) <= size / max(gap, 1) + 1
+@pytest.mark.parametrize("rate", [1e-7, 1e-4, 256 / 60_000, 0.3, 0.9, 1 - 2.0**-40])
+@pytest.mark.parametrize("mean", [1e-3, 1.0, 9.0, 20.0, 50.0])
+def test_gaps_have_exactly_the_law_of_the_rate_that_is_charged(rate, mean):
+    """P(gap >= k) = (1 - q)^k: numbers next to it, of which 127 bits decide nothing, are on their side of it."""
+    k = max(1, int(mean / -math.log1p(-rate)))
+    with mpmath.mp.workprec(2000):
+        edge = int((1 - mpmath.mpf(rate)) ** k * 2**191)
+    for number, gap in ((edge - 4, k), (edge + 4, k - 1)):
+        stream = FixedNumber([number >> 128, (number >> 64) % 2**64, number % 2**64])
+        assert poisson_positions(k + 1, rate, stream)[0] == gap
+        assert stream.asked % 2 == 0 < stream.asked
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_no_gap_is_too_long_to_be_drawn(more):
+    """Beyond 2^-53 and 2^-63, where float64 and the first word end."""
+    stream = FixedNumber([0, *[0] * more, 2**60, 0])
+    longest = (63 + 64 * more + 4) * math.log(2) / -math.log1p(-1e-6)
+    assert abs(poisson_positions(int(longest) + 2, 1e-6, stream)[0] - longest) < 1
+
+
+def test_batches_are_drawn_at_the_rate_that_is_charged(monkeypatch):
+    seen = []
+    monkeypatch.setattr(samplers, "poisson_positions", lambda size, rate, rng: seen.append(rate) or np.arange(0))
+    for design in (Poisson(7, 49), Poisson(3, 1001)):
+        list(PoissonSampler(design, steps=1).draws())
+        assert design.draw_event(clipped_gaussian(1.0), Draw(0)).q == seen[-1]
 
 
 @pytest.mark.parametrize(("size", "rate"), [(0, 0.5), (0, 1.0), (1, 1.0), (7, 1.0), (10**7, 1e-7), (5, 1e-300)])
 def test_drawn_positions_are_distinct_sorted_and_in_range(size, rate):
-    rng = np.random.default_rng(0)
+    rng = Repeatable(np.random.default_rng(0))
     for _ in range(20):
         drawn = poisson_positions(size, rate, rng)
         assert drawn.dtype == np.int64

@@ -69,13 +69,6 @@ class Stream(ABC):
         size = (bits + 7) // 8
         return int.from_bytes(self.read(size), "little") >> (8 * size - bits)
 
-    def random(self, count: int) -> npt.NDArray[np.float64]:
-        """Returns numbers that are uniform in [0, 1): multiples of 2^-63, rounded to float64."""
-        numbers = self.words(count).astype(np.float64)
-        np.abs(numbers, out=numbers)
-        numbers *= 2.0**-63
-        return np.minimum(numbers, 1.0 - 2.0**-53, out=numbers)
-
     def integers(self, limit: int, count: int) -> npt.NDArray[np.int64]:
         """Returns integers that are exactly uniform in 0..limit - 1, limit <= 2^63."""
         most = 2**64 // limit * limit - 1
