@@ -225,6 +225,23 @@ def test_noise_is_added_to_any_tensor_of_the_host(real, make):
     assert torch.equal(filled, plain)
 
 
+@pytest.mark.parametrize("fill", [normal_, add_normal_])
+def test_what_has_no_law_is_refused_by_name(fill):
+    numbers = torch.zeros(6, dtype=torch.float64)
+    for kind in (torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e5m2):
+        with pytest.raises(ValueError, match=f"out must be of torch.float32 or torch.float64 .got {kind}"):
+            fill(torch.empty(6, dtype=kind), 1.0, Keystream())
+    for std in (-1.0, -1e-300, math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=rf"std must be >= 0 and finite \(got {std}\)"):
+            fill(numbers, std, Keystream())
+    for shared in (numbers[:1].expand(6), numbers.as_strided((3, 3), (1, 1)), numbers.view(2, 1, 3).expand(2, 4, 3)):
+        with pytest.raises(ValueError, match=r"out must have each number at a place of its own .got shape"):
+            fill(shared, 1.0, Keystream())
+    assert not numbers.any()
+    assert fill(numbers.view(2, 1, 3).expand(2, 1, 3).transpose(0, 2), 1.0, Keystream()).all()
+    assert not fill(torch.zeros(6), 0.0, Keystream()).any()
+
+
 def test_noise_of_a_large_tensor_is_that_of_its_pieces():
     size = 3 * 2**16 + 5
     drawn, added = gaussians(size, seeded(7)), add_normal_(torch.zeros(size, dtype=torch.float64), 1.0, seeded(7))

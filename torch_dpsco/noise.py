@@ -48,10 +48,14 @@ def normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Fills a tensor with independent numbers N(0, std^2), and returns it.
 
     Args:
-        out: float32 or float64, on any device.
+        out: float32 or float64, on any device, each number at a place of its own.
         std: >= 0, finite; rounded up where the tensor's precision cannot hold it.
         source: of the bits.
+
+    Raises:
+        ValueError: numbers of another kind, or that share places; std out of range.
     """
+    _require(out, std)
     if out.device.type != "cpu" or not out.is_contiguous():
         return out.copy_(add_normal_(torch.zeros_like(out), std, source))
     flat = out.detach().numpy().reshape(-1)
@@ -63,6 +67,7 @@ def normal_(out: Tensor, std: float, source: Source) -> Tensor:
 
 def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
+    _require(out, std)
     flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
     piece = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
     noise = piece.numpy()
@@ -71,6 +76,25 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
         pairs.write(noise[: len(part)])
         part.add_(piece[: len(part)].to(out.device))
     return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
+
+
+def _require(out: Tensor, std: float) -> None:
+    """Raises ValueError for tensors and standard deviations of which the law would be another one."""
+    # PRIVACY: half precision would round the tail off, and NaN is no noise (test_what_has_no_law_is_refused_by_name)
+    if out.dtype is not torch.float64 and out.dtype is not torch.float32:
+        raise ValueError(f"out must be of torch.float32 or torch.float64 (got {out.dtype}): draw there, then convert")
+    if not 0.0 <= std < math.inf:
+        raise ValueError(f"std must be >= 0 and finite (got {std})")
+    if not out.is_contiguous():
+        reach = 0
+        for step, size in sorted(zip(out.stride(), out.shape, strict=True)):
+            # PRIVACY: numbers at one place are one number (test_what_has_no_law_is_refused_by_name)
+            if size > 1 and step <= reach:
+                raise ValueError(
+                    f"out must have each number at a place of its own (got shape {tuple(out.shape)} with strides "
+                    f"{out.stride()}): use out.contiguous()"
+                )
+            reach += step * (size - 1)
 
 
 def normal(std: float, source: Source) -> float:
