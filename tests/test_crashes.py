@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def test_a_killed_run_goes_on_or_loses(name: str, released: bool, tmp_path: Path
         assert [found[f"{part} Gaussian"] for part in range(2)] == [4, 3]
         assert [found[f"{part} AboveThreshold"] for part in range(2)] == [1, 1]
     accountant.close()
-    again, ledger = train(CASES[name], tmp_path)  # the script, run once more: nothing is left to do
+    with pytest.warns(dp.UtilityWarning, match="nothing was trained"):  # the script, run once more
+        again, ledger = train(CASES[name], tmp_path)
     assert again.finalized
     assert counts(ledger) == found
 
@@ -475,6 +477,24 @@ def test_a_checkpoint_needs_a_ledger_file(tmp_path: Path) -> None:
     with pytest.raises(dp.PrivacyError, match="must have a ledger file for a run with checkpoints"):
         dp.fit(model, optimizer, case.data()[0], case.loss, checkpoint=tmp_path / "checkpoint", progress=False)
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("name", ["holder-poisson", "accelerated", "holder-output", "user-clipped"])
+def test_a_finished_run_says_that_it_trains_nothing(name: str, tmp_path: Path) -> None:
+    """Also with other records, of which it keeps no fingerprint, for it is not confidential."""
+    case = CASES[name]
+    _, accountant = train(case, tmp_path)
+    accountant.close()
+    text = "nothing was trained: checkpoint='.*checkpoint' is of a finished run"
+    with pytest.warns(dp.UtilityWarning, match=text):
+        optimizer, ledger = train(replace(case, data=lambda: (changed(case.data()[0]), case.data()[1])), tmp_path)
+    ledger.close()
+    assert optimizer.finalized
+    fewer = torch.utils.data.TensorDataset(*(t[1:] for t in case.data()[0].tensors))
+    if optimizer.accountant.unit == "user":
+        return  # who are not all in the data
+    with pytest.raises(dp.UnitError, match="n must be the number of records under replace_one"):
+        train(replace(case, data=lambda: (fewer, None)), tmp_path)
 
 
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: Any) -> None:

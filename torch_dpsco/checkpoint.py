@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Shuffled
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.agreement import world_size
 from torch_dpsco.engine import require_same_parameters
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.optim import checks
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 
@@ -24,7 +27,7 @@ __all__ = ["Checkpoint", "Unsaved", "open_checkpoint"]
 class Unsaved:
     """A run without checkpoints."""
 
-    def is_over(self) -> bool:
+    def is_over(self, dataset: Dataset[Any]) -> bool:
         """Returns whether the run that was taken up has no steps to make, after installing its answer."""
         return False
 
@@ -90,13 +93,28 @@ class Checkpoint(Unsaved):
                 f"checkpoint must be a file of this run (got {self.path!r}, of another one): name another file"
             )
 
-    def is_over(self) -> bool:
-        """Returns whether the run that was taken up has no steps to make, after installing its answer."""
+    def is_over(self, dataset: Dataset[Any]) -> bool:
+        """Returns whether the run that was taken up has no steps to make, after installing its answer.
+
+        Warns if that was installed before: nothing is left of the records by which a finished run could know them.
+
+        Raises:
+            UnitError: the data set is another one, as its public number of records shows.
+        """
         optimizer = self._optimizer
         planned = optimizer.planned_steps if isinstance(optimizer, RowFreeOptimizer) else optimizer.schedule.steps
         if not optimizer.finalized and (planned is None or optimizer.steps < planned):
             return False
-        if not optimizer.finalized:
+        if optimizer.accountant.unit == "example":
+            checks.require_universe(optimizer.design, optimizer.adjacency, checks.number_of_records(dataset))
+        if optimizer.finalized:
+            warnings.warn(
+                f"nothing was trained: checkpoint={self.path!r} is of a finished run, whose model is returned, "
+                f"whatever dataset holds; to train another one, name another file",
+                UtilityWarning,
+                stacklevel=4,
+            )
+        else:
             optimizer.finalize()
             self.save()
         return True

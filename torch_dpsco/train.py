@@ -86,8 +86,8 @@ def fit(
         compile: compute rows by `CompiledRows`: seconds to half a minute at first, then faster steps where layers are
             not Linear on 2-D input (linear models have a closed form, which is taken before). Without it, and with a
             UtilityWarning where it is not possible, as `attach` does.
-        checkpoint: CONFIDENTIAL file that is written from time to time, and taken up if it exists (see `resume`).
-            The accountant must have a ledger file.
+        checkpoint: CONFIDENTIAL file that is written from time to time, and taken up if it exists (see `resume`);
+            that of a finished run gives its model, with a warning. The accountant must have a ledger file.
         every: steps between two checkpoints.
         padding: see `PrivateOptimizer.loader`.
 
@@ -137,7 +137,7 @@ def fit(
     progress = progress and is_first()
     require_same_parameters(model, optimizer)
     saved = open_checkpoint(checkpoint, every, model, optimizer)
-    if saved.is_over():
+    if saved.is_over(dataset):
         return model.eval()
     goal = _steps_to_make(optimizer, steps) + optimizer.steps
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
@@ -243,7 +243,7 @@ def _fit_row_free(
     """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
     require_same_parameters(model, optimizer)
     _require_pairs(dataset)
-    if saved.is_over():
+    if saved.is_over(dataset):
         return model.eval()
     if is_attached(model):
         raise SequenceError(
