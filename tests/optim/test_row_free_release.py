@@ -235,6 +235,25 @@ def test_a_run_resumed_between_epochs_ends_like_one_that_was_never_interrupted(l
     assert len(parted.opt.accountant) == 1
 
 
+def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
+    started = make(epochs=3).train(steps=EPOCH)
+    first, second = resumed(started).train(), resumed(started).train()
+    first.opt.finalize()
+    with refused(second, dp.SequenceError, "released by another optimizer from the same checkpoint"):
+        second.opt.finalize()
+    assert (len(first.opt.accountant), len(second.opt.accountant)) == (1, 0)
+    with refused(started.train(), dp.SequenceError, "released by another optimizer"):
+        started.opt.finalize()
+    accountant = dp.Accountant(dp.Budget(4.0, 1e-3))  # of all that have to do with one run: each answer is charged
+    started = make(epochs=3, accountant=accountant).train(steps=EPOCH)
+    for again in [resumed(started, accountant=accountant) for _ in range(2)]:
+        again.train().opt.finalize()
+    assert len(accountant) == 2
+    new = make(epochs=3)
+    for again in (resumed(new), resumed(new)):  # nothing was drawn that they could share
+        again.train().opt.finalize()
+
+
 def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
     for steps in (1, EPOCH, 3 * EPOCH):
         state, _ = saved(make(epochs=3, sampling="uniform").train(steps=steps))

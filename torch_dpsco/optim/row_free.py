@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,7 @@ class RowFreeOptimizer(SavedRowFree):
     _fixed = frozenset(
         {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
     ) | {"average"}
+    _answered: ClassVar[set[str]] = set()  # runs whose answer was released in this process
 
     def __init__(
         self,
@@ -298,7 +299,8 @@ class RowFreeOptimizer(SavedRowFree):
         """Charges the release, and installs the noised answer into the parameters.
 
         Raises:
-            SequenceError: planned steps are missing, or the answer was released already.
+            SequenceError: planned steps are missing, or the answer was released already: here, or from the same
+                checkpoint under another accountant of this process.
             BudgetExceeded: the release does not fit the budget any more; nothing is released.
         """
         if self._finalized:
@@ -308,8 +310,16 @@ class RowFreeOptimizer(SavedRowFree):
         if missing := self.planned_steps - self._steps:
             raise SequenceError(f"{missing} of {self.planned_steps} planned steps are missing: nothing is released yet")
         self._kept.require_same()
+        if self._run in self._answered and not self.accountant.marked(self._run):
+            # PRIVACY: two answers, each under a ledger that knows one
+            # (test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process)
+            raise SequenceError(
+                "the answer of this run was released by another optimizer from the same checkpoint, and charged to "
+                "another accountant: give both the same accountant, or each process the ledger file of the run"
+            )
         # PRIVACY: marked with its charge (test_an_answer_lost_to_a_crash_is_charged_again_or_refused)
         self.accountant.authorize(self.event, releases={self._run: 1})
+        self._answered.add(self._run)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector

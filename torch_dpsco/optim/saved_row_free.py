@@ -74,6 +74,9 @@ class SavedRowFree(CommonOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state, ledger included. Load the model's state too: it holds the iterate.
 
+        The run has one charge. Answers to two loads of one state are charged twice only where their accountants know
+        of each other: in several processes by the ledger file of the run, see `resume`.
+
         Raises:
             ValueError: the state is of another plan or version; says which settings differ.
             PrivacyError: the state's ledger would forget events charged here.
@@ -88,6 +91,8 @@ class SavedRowFree(CommonOptimizer):
                 "use sampling='shuffle', which can be continued between epochs"
             )
         self.accountant.load_state_dict(private["ledger"])
+        if not private["t"]:  # nothing was drawn: a run of its own
+            private = private | {"run": self._run}
         self._restore(public, private)
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
