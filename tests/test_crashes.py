@@ -376,6 +376,39 @@ def test_a_run_of_noisy_tests_goes_on_in_one_place(tmp_path: Path) -> None:
     first.step(next(iter(first.opt.loader(data, ids, padding=False))))
 
 
+@pytest.mark.parametrize("name", ["user-filtered", "localized-user"])
+def test_ctrl_c_between_charge_and_answer_ends_a_run_of_noisy_tests(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """In this process; from its checkpoint it goes on without the step."""
+    case = CASES[name]
+    run = runs.Run(dp.attach(case.model(), loss_reduction="sum"), None, runs.linear_loss)
+    run.opt = case.build(run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
+    (data, ids), oracle = case.data(), type(run.opt.oracle)
+    loader = run.opt.loader(data, ids)
+    state = run.opt.state_dict()
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(oracle, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(next(iter(loader)))
+    charged = len(run.opt.accountant)
+    assert charged
+    with pytest.raises(dp.SequenceError, match=r"failed after its charge: resume the run .* or finalize\(\)"):
+        run.step(next(iter(run.opt.loader(data, ids, resume=True))))
+    assert (run.opt.steps, len(run.opt.accountant)) == (0, charged)
+    run.opt.finalize()
+    run.opt.accountant.close()
+    run.opt = case.build(run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
+    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 0 were lost"):
+        assert run.opt.resume(state) == 1
+    run.step(next(iter(run.opt.loader(data, ids, resume=True))))
+    assert run.opt.steps == 2
+
+
 def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(tmp_path: Path, monkeypatch: Any) -> None:
     killed("localized-pilot", tmp_path, 1, monkeypatch, released=True)
     with pytest.warns(dp.UtilityWarning) as told:
