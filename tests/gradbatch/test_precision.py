@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +115,46 @@ def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device
         monkeypatch.setattr(library, kernels, _Switch(value), raising=False)
         assert (precision.coarse_setting([layer], [on_device]) is not None) == coarse
         assert precision.coarse_setting([nn.Linear(1, 1)], [on_device]) is None
+
+
+def test_a_refusal_names_what_switches_it_off(monkeypatch):
+    """On CUDA convolutions are in TF32 by default."""
+    conv, weight = nn.Conv2d(1, 1, 1), SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", _Switch("tf32"), raising=False)
+    text = precision.inexact_mean([conv], [weight])
+    assert "torch.backends.cudnn.conv.fp32_precision='tf32' rounds its 1/B" in text
+    assert text.endswith("switch it off: torch.backends.cudnn.allow_tf32 = False")
+    assert "dp.attach(model, loss_reduction='sum')" in text
+    monkeypatch.setattr(torch.backends.cudnn, "conv", _Switch("bf16"), raising=False)
+    assert "switch it off: torch.backends.cudnn.conv.fp32_precision = 'ieee'" in precision.inexact_mean(
+        [conv], [weight]
+    )
+    monkeypatch.delattr(torch.backends.cudnn, "conv")  # torch < 2.9
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        assert bool(precision.inexact_mean([conv], [weight])) is allowed
+    torch.set_float32_matmul_precision("high")
+    found = precision.inexact_mean([conv], [weight])
+    assert found.endswith("switch it off: torch.set_float32_matmul_precision('highest')")
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch < 2.9 has one switch")
+@pytest.mark.parametrize("name", ["cudnn.conv", "cudnn", ""])
+def test_what_switches_a_setting_off_does(name):
+    """With the switches of this torch, which inherit from each other in a way of their own."""
+    conv, weight = nn.Conv2d(1, 1, 1), SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    asked = operator.attrgetter(name)(torch.backends) if name else torch.backends
+    kept = [torch.backends, torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    before = [switch.fp32_precision for switch in kept]
+    try:
+        asked.fp32_precision = "tf32"
+        where, value = precision.coarse_setting([conv], [weight]).cure.split(" = ")
+        *path, field = where.split(".")[2:]
+        setattr(operator.attrgetter(".".join(path))(torch.backends), field, ast.literal_eval(value))
+        assert precision.coarse_setting([conv], [weight]) is None
+    finally:
+        for switch, value in zip(kept, before, strict=True):
+            switch.fp32_precision = value
 
 
 def test_a_mean_loss_through_coarse_convolutions_is_refused(monkeypatch):

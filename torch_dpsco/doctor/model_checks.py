@@ -263,16 +263,18 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Where products round to 8 or 11 bits, so does 1/B, in all rows alike."""
-    setting = coarse_setting(script.module.modules(), list(script.trainable.values()))
+    coarse = coarse_setting(script.module.modules(), list(script.trainable.values()))
     rows = evidence.base.rows if evidence.base is not None else {}
     halves = [name for name, made in rows.items() if made.dtype in _HALF]
-    if "mean" in script.reductions.values() and (halves or setting):
-        seen = f"rows of {some(halves)} are in half precision" if halves else f"{setting} is in effect"
+    if "mean" in script.reductions.values() and (halves or coarse is not None):
+        seen, off = f"rows of {some(halves)} are in half precision", "train them in float32"
+        if coarse is not None and not halves:
+            seen, off = f"{coarse.setting} is in effect", coarse.cure
         yield Finding(
             "critical",
             "half-precision-rows",
             f"{seen} and the loss is a mean: the rounding of 1/B moves all rows when one record comes or goes",
-            "use a loss that sums and loss_reduction='sum', or switch reduced precision off for loss and backward",
+            f"use a loss that sums and loss_reduction='sum', or: {off}",
         )
 
 

@@ -9,6 +9,7 @@ that sums has no 1/B, and is never refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,14 @@ def products_are_exact() -> bool:
         return False
 
 
-def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
+class Coarse(NamedTuple):
+    """A setting by which products round to fewer bits than float32 has, and what switches it off."""
+
+    setting: str
+    cure: str
+
+
+def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coarse | None:
     """Returns the setting by which a backward rounds to fewer bits than float32 has; None if there is none.
 
     Args:
@@ -53,23 +61,29 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str
         return None
     device = params[0].device.type
     if torch.is_autocast_enabled(device):
-        return f"torch.autocast({device!r})"
+        return Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
     if not products_are_exact():
-        return "torch.set_float32_matmul_precision, or another switch of products in reduced precision"
+        setting = "torch.set_float32_matmul_precision, or another switch of products in reduced precision,"
+        return Coarse(setting, "torch.set_float32_matmul_precision('highest')")
     library = "cudnn" if device == "cuda" else "mkldnn"
     kinds = [("conv", ConvNd), ("rnn", nn.RNNBase)]
     used = [name for name, kind in kinds if any(isinstance(layer, kind) for layer in layers)]
-    return next((text for name in used if (text := _coarse_kernels(library, name))), None)
+    return next((found for name in used if (found := _coarse_kernels(library, name))), None)
 
 
-def _coarse_kernels(library: str, kernels: str) -> str | None:
+def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     """Returns the switch by which convolutions or recurrent layers are rounded; torch < 2.9 has one for CUDA only."""
     backend = getattr(torch.backends, library)
     switch = getattr(backend, kernels, None)
+    for_all = f"torch.backends.{library}.allow_tf32"
     if switch is None:
-        return f"torch.backends.{library}.allow_tf32" if getattr(backend, "allow_tf32", False) else None
-    exact = switch.fp32_precision in _EXACT
-    return None if exact else f"torch.backends.{library}.{kernels}.fp32_precision={switch.fp32_precision!r}"
+        return Coarse(f"{for_all}=True", f"{for_all} = False") if getattr(backend, "allow_tf32", False) else None
+    if switch.fp32_precision in _EXACT:
+        return None
+    own = f"torch.backends.{library}.{kernels}.fp32_precision"
+    # on by default on CUDA, where nothing was asked for
+    default = (library, switch.fp32_precision, backend.fp32_precision) == ("cudnn", "tf32", "none")
+    return Coarse(f"{own}={switch.fp32_precision!r}", f"{for_all} = False" if default else f"{own} = 'ieee'")
 
 
 def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
@@ -79,12 +93,12 @@ def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str |
         layers: of the model, as far as they are known.
         params: its trained parameters.
     """
-    setting = coarse_setting(layers, params)
-    if setting is None:
+    found = coarse_setting(layers, params)
+    if found is None:
         return None
     # PRIVACY: one record more moves all rows of a mean (test_a_mean_loss_in_reduced_matmul_precision_is_refused)
     return (
-        f"a mean loss needs products in full precision, and {setting} rounds its 1/B to fewer bits, in the rows of all "
-        f"records: use a loss that sums, dp.attach(model, loss_reduction='sum') and criterion(..., reduction='sum') "
-        f"(the optimizer divides by the batch size), or switch it off for the backward"
+        f"a mean loss needs products in full precision, and {found.setting} rounds its 1/B to fewer bits, in the rows "
+        f"of all records: use a loss that sums, dp.attach(model, loss_reduction='sum') and criterion(..., "
+        f"reduction='sum') (the optimizer divides by the batch size), or switch it off: {found.cure}"
     )
