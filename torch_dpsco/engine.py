@@ -102,19 +102,16 @@ def make_private(
     batch_size = getattr(data_loader, "batch_size", None)  # a PrivateLoader has none
     if batch_size is None:
         raise ValueError(
-            "data_loader must be a torch DataLoader with a fixed batch_size (got None); use HolderSGD.calibrated and "
+            "data_loader must be a torch DataLoader with a fixed batch_size (got None); use HolderSGD and "
             "optimizer.loader(dataset) instead"
         )
     if isinstance(data_loader.dataset, IterableDataset):
         raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
-    private = HolderSGD.calibrated(
+    lr = optimizer.param_groups[0]["lr"]
+    plan = HolderSGD.plan(problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr)
+    private = HolderSGD(
         optimizer.param_groups,
-        problem=problem,
-        n=n,
-        budget=budget,
-        batch_size=batch_size,
-        epochs=epochs,
-        lr=optimizer.param_groups[0]["lr"],
+        plan,
         rule=TorchRule(optimizer, average),
         prox=prox,
         reg=reg,

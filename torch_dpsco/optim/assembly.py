@@ -33,7 +33,7 @@ from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoa
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["Assembly"]
+__all__ = ["Assembly", "planned_event"]
 
 
 class Assembly(CommonOptimizer):
@@ -319,10 +319,7 @@ class Assembly(CommonOptimizer):
         if steps is None:
             steps = (self.schedule.steps or self._steps) - self._steps
         check.count(steps=steps)
-        bases = self.oracle.events if isinstance(self.oracle, Phased) else [self.oracle.event()]
-        if not self.design.one_pass and (self.oracle.per_run or self.oracle.sampled):
-            return Repeat(bases[0], min(steps, 1) if self.oracle.per_run else steps)
-        return self.design.between(self._steps, self._steps + steps, bases, self._batch.partition_name)
+        return planned_event(self.oracle, self.design, self._steps, self._steps + steps, self._batch.partition_name)
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
@@ -336,3 +333,11 @@ class Assembly(CommonOptimizer):
             "adjacency": self.adjacency,
             **({} if self._secure is None else {"secure": self._secure}),
         }
+
+
+def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str) -> Event:
+    """Returns the event of the draws in [start, stop) of a run."""
+    bases = oracle.events if isinstance(oracle, Phased) else [oracle.event()]
+    if not design.one_pass and (oracle.per_run or oracle.sampled):
+        return Repeat(bases[0], min(stop - start, 1) if oracle.per_run else stop - start)
+    return design.between(start, stop, bases, partition)

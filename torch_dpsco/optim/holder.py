@@ -16,66 +16,97 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.calibrate import design_epsilon, epoch_steps
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Fixed, Poisson
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.heavy_plan import dimension
+from torch_dpsco.optim.planned import (
+    SAMPLING,
+    PlannedOptimizer,
+    StepPlan,
+    agreed_adjacency,
+    dimension,
+    sampled,
+    steps_of,
+)
 from torch_dpsco.oracles.absolute import HolderAbsolute
 from torch_dpsco.oracles.holder import NOISES, HolderClipped
 from torch_dpsco.problem import Problem
-from torch_dpsco.prox import Ball, Identity, Prox
-from torch_dpsco.rules import SGD, UpdateRule
+from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import AVERAGES
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.holder import HolderPlan, average_risk_bound, balanced_lr
+from torch_dpsco.theory.holder import average_risk_bound, balanced_lr
 from torch_dpsco.theory.holder_paper import search_split_paper
 
-__all__ = ["HolderSGD"]
+__all__ = ["HolderPlan", "HolderSGD"]
 
-_Self = TypeVar("_Self", bound="HolderSGD")
-_DESIGNS: dict[str, type[Poisson] | type[Fixed]] = {"poisson": Poisson, "fixed": Fixed}
 _DEFAULT_BATCH, _DEFAULT_EPOCHS = 512, 10
 
 
-class HolderSGD(PrivateOptimizer):
+@dataclass(frozen=True, kw_only=True)
+class HolderPlan(StepPlan):
+    """Public numbers of a run of HolderSGD.
+
+    Args:
+        problem: promised constants.
+        noise: "adaptive", "constant", "paper" or "absolute"; see `HolderSGD.plan`.
+        noise_multiplier: noise std on the sum of rows over the bound; None with "absolute".
+        noise_std: of the noise on the mean: with "absolute" as given; else at `grad_bound`.
+        grad_bound: clip at the radius, or at the start on an unbounded domain.
+        mode: "tight" or "paper".
+        risk_bound: on the expected excess risk of the average; None where no theorem applies.
+        split: the paper's beta (mode "paper").
+    """
+
+    problem: Problem
+    noise: str
+    noise_multiplier: float | None
+    noise_std: float | tuple[float, ...]
+    grad_bound: float
+    mode: str = "tight"
+    risk_bound: float | None = None
+    split: float | None = None
+
+    def oracle(self, prox: Prox) -> HolderClipped | HolderAbsolute:
+        """Returns a new oracle with the plan's numbers."""
+        if not prox.contains_zero:
+            raise ValueError(f"prox must have a feasible set that contains 0 (got {prox})")
+        if self.noise_multiplier is None:
+            return HolderAbsolute(self.problem, self.noise_std, self.batch_size, radius=prox.radius)
+        return HolderClipped(self.problem, self.noise_multiplier, self.batch_size, noise=self.noise, radius=prox.radius)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if isinstance(self.noise_std, float):
+            share = self.noise_std / self.grad_bound
+            where = "at the start" if math.isinf(self.radius) and self.noise == "adaptive" else "at most"
+            yield (
+                "noise",
+                f"std {self.noise_std:.3g} on a mean of norm {self.grad_bound:.3g} {where}: {share:.2g} of it",
+            )
+        yield "assumed", "rows do not depend on other records; the bounds of the problem are enforced by clipping"
+        if self.risk_bound is not None:
+            yield "expected", f"excess risk of the average at most {self.risk_bound:.3g}, if the promises hold"
+
+
+class HolderSGD(PlannedOptimizer):
     """Private SGD whose noise is calibrated from the loss, with no clipping threshold to guess.
 
     Args:
         params: parameters or groups; all of them count as one vector for norms and projection.
-        lr: step size, > 0.
-        problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
-        noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private. Not with "absolute".
-        batch_size: expected batch size, the public divisor.
-        noise: "adaptive" (bound at the iterate), "constant" (bound over the feasible set), "paper", or "absolute":
-            bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes it cost: the
-            budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full batches), and the run
-            stops where a step is refused; without a budget `get_epsilon` is an odometer.
-        noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
-        design: how batches are drawn; get them from `loader(dataset)`.
-        n: public number of records (a reference under add_remove): shorthand for design=Poisson(batch_size, n).
-            Without design and n no sampling is claimed, under replace_one only.
-        steps: planned number of steps; a step past it raises. None for no limit but the budget.
-        adjacency: default that of the accountant, or "replace_one".
-        average: "last", "uniform" or "weighted"; not with `rule`.
-        rule: another update rule, e.g. `TorchRule(torch.optim.Adam(...))`.
+        plan: from `HolderSGD.plan`.
+        rule: another update rule, e.g. `TorchRule(torch.optim.Adam(...))`; it has averages of its own.
         prox: default the projection on the ball of problem.radius, if that is finite.
         reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
-        accountant: ledger and budget.
+        accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
-        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         Adjacency: add_remove, zero_out or replace_one under Poisson sampling, the latter two under fixed batches. Unit:
@@ -89,99 +120,68 @@ class HolderSGD(PrivateOptimizer):
         >>> model = dp.attach(torch.nn.Linear(3, 1))
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
         >>> problem = dp.losses.Logistic().problem(bound_x=2.0)
-        >>> optimizer = dp.HolderSGD.calibrated(
-        ...     model.parameters(), problem=problem, n=100, budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> plan = dp.HolderSGD.plan(problem=problem, n=100, budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> optimizer = dp.HolderSGD(model.parameters(), plan)
         >>> for x, y in optimizer.loader(data, steps=10):
         ...     optimizer.zero_grad()
         ...     dp.losses.Logistic()(model(x), y).backward()
         ...     optimizer.step()
         >>> optimizer.finalize()
-        >>> optimizer.privacy_spent().epsilon <= 1.0
+        >>> optimizer.report().report.epsilon == plan.epsilon() <= 1.0
         True
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        problem: Problem,
-        noise_multiplier: float | None = None,
-        batch_size: int,
-        noise: str = "adaptive",
-        noise_std: float | Sequence[float] | None = None,
-        design: Design | None = None,
-        n: int | None = None,
-        steps: int | None = None,
-        adjacency: Adjacency | None = None,
-        average: str = "last",
-        rule: UpdateRule | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> None:
-        if prox is None:
-            prox = Ball(problem.radius) if math.isfinite(problem.radius) else Identity()
-        if not prox.contains_zero:
-            raise ValueError(f"prox must have a feasible set that contains 0 (got {prox})")
-        if rule is not None and average != "last":
-            raise ValueError(f"average must be given to the rule when there is one (got {average!r})")
-        if problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
-            warnings.warn(
-                f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge",
-                UtilityWarning,
-                stacklevel=2,
-            )
-        super().__init__(
-            params,
-            lr,
-            oracle=_oracle(problem, noise, noise_multiplier, noise_std, batch_size, prox.radius),
-            rule=rule or SGD(average),
-            design=checks.declared(design, n, batch_size),
-            schedule=Schedule((Phase(steps),)),
-            prox=prox,
-            reg=reg,
-            accountant=accountant,
-            adjacency=adjacency,
-            generator=generator,
-            secure=secure,
-        )
+    plans = HolderPlan
 
     @classmethod
     def plan(
         cls,
         *,
         problem: Problem,
-        n: int,
-        budget: Budget,
-        dim: int | None = None,
-        mode: str = "tight",
+        n: int | None = None,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        noise_std: float | Sequence[float] | None = None,
+        steps: int | None = None,
+        epochs: float | None = None,
         batch_size: int | None = None,
-        epochs: float = _DEFAULT_EPOCHS,
         lr: float | None = None,
         sampling: str | None = None,
         noise: str | None = None,
         average: str | None = None,
+        adjacency: Adjacency | None = None,
+        mode: str = "tight",
+        dim: Any = None,
         distance: float | None = None,
+        secure: str | None = None,
     ) -> HolderPlan:
         """Returns noise, steps, epsilon and risk bound of a run, before anything is spent.
 
         Args:
-            problem: promised constants.
-            n: public number of records (a reference under add_remove).
-            budget: target.
-            dim: number of parameters; needed to choose lr for a loss that is not smooth, and for the risk bound.
-            mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
-            batch_size: default 512 (at most n) for smooth losses, else a power of 2 that makes the noise per record
-                pair, noise_multiplier/2, closest to 2.
-            epochs: passes over the data on average.
-            lr: default 1/smoothness, or `theory.holder.balanced_lr`.
+            problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
+            n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
+                replace_one only.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
+            noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private.
+            noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
+            steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
+                choose there is no limit but the budget.
+            epochs: passes over the data on average; default 10 where the noise is chosen.
+            batch_size: expected batch size, the public divisor; default 512 (at most n) for smooth losses, else a power
+                of 2 that makes the noise per record pair, noise_multiplier/2, closest to 2.
+            lr: step size; default 1/smoothness, or `theory.holder.balanced_lr`.
             sampling: "poisson" (default; "fixed" in mode "paper") or "fixed".
-            noise: default "adaptive" ("paper" in mode "paper").
-            average: default "last" for smooth losses, else "uniform".
+            noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
+                "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
+                it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
+                batches), and the run stops where a step is refused; without a budget `get_epsilon` is an odometer.
+            average: default "last" for smooth losses or where the noise is given, else "uniform".
+            adjacency: default the budget's, or "replace_one".
+            mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
+            dim: number of parameters, or the model; needed to choose lr for a loss that is not smooth, and for the
+                risk bound.
             distance: guess of |w_1 - w*|; default the radius.
+            secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
             InfeasibleError: the target cannot be reached; names the way out.
@@ -189,142 +189,90 @@ class HolderSGD(PrivateOptimizer):
             AdjacencyError: sampling, mode and adjacency do not go together.
         """
         check.choice(("tight", "paper"), mode=mode)
-        check.choice((*AVERAGES, None), average=average), check.choice((*NOISES, None), noise=noise)
-        if dim is not None:
-            dim = check.positive_count(dim=dim)
-        paper = mode == "paper"
-        sampling = check.choice(_DESIGNS, sampling=sampling or ("fixed" if paper else "poisson"))
+        check.choice((*AVERAGES, None), average=average), check.choice((*NOISES, "absolute", None), noise=noise)
+        paper, dim, given = mode == "paper", dimension(dim), noise_multiplier is not None or noise == "absolute"
+        sampling = check.choice(SAMPLING, sampling=sampling or ("fixed" if paper else "poisson"))
         noise = noise or ("paper" if paper else "adaptive")
-        if paper and (budget.adjacency != REPLACE_ONE or sampling != "fixed" or noise != "paper"):
+        adjacency = agreed_adjacency(adjacency, budget)
+        if paper and (adjacency != REPLACE_ONE or sampling != "fixed" or noise != "paper"):
             raise AdjacencyError(
                 "mode='paper' is proved for replace_one, sampling='fixed' and noise='paper' only "
-                f"(got {budget.adjacency}, {sampling!r}, {noise!r}); mode='tight' covers the others"
+                f"(got {adjacency}, {sampling!r}, {noise!r}); mode='tight' covers the others"
             )
-        check.positive_count(n=n)
-        if budget.delta >= 1.0 / n:
+        _require_noise(noise, noise_multiplier, noise_std, budget)
+        if not given and n is None:
+            raise ValueError("n must be given for the noise to be chosen: the public number of records")
+        if n is not None and budget is not None and budget.delta >= 1.0 / check.positive_count(n=n):
             warnings.warn(
                 f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 2
             )
         smooth = problem.smoothness is not None
         if batch_size is None:
-            batch_size = min(_DEFAULT_BATCH, n) if smooth or paper else _balanced_batch(n, budget, sampling, epochs)
-        design = _DESIGNS[sampling](batch_size, n)
-        steps = epoch_steps(design, epochs)
-        multiplier, split = _noise(design, steps, budget, paper)
+            if n is None:
+                raise ValueError("batch_size must be given where n is not")
+            choose = not (smooth or paper or given)
+            passes = _DEFAULT_EPOCHS if epochs is None else epochs
+            batch_size = _balanced_batch(n, budget, sampling, passes) if choose and budget else min(_DEFAULT_BATCH, n)
+        design = sampled(sampling, batch_size, n, adjacency)
+        steps = steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
+        multiplier, split = noise_multiplier, None
+        if not given and budget is not None and steps is not None:
+            multiplier, split = _noise(design, steps, budget, paper)
         radius = problem.radius if distance is None else min(problem.radius, check.positive(distance=distance))
-        start = noise == "adaptive" and math.isinf(radius)
+        start = noise in ("adaptive", "absolute") and math.isinf(radius)
         bound = problem.paper_grad_bound() if noise == "paper" else problem.grad_bound(0.0 if start else radius)
-        noise_std = multiplier * bound / batch_size
+        std = _stds(noise_std) if multiplier is None else multiplier * bound / batch_size
         if lr is None:
-            lr = (
-                1.0 / problem.smoothness if smooth and problem.smoothness else _lr(radius, steps, bound, dim, noise_std)
+            spread = std if isinstance(std, float) else max(std)
+            lr = 1.0 / problem.smoothness if problem.smoothness else _lr(radius, steps, bound, dim, spread)
+        elif problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
+            warnings.warn(
+                f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge", UtilityWarning, 2
             )
-        average = average or ("last" if smooth and not paper else "uniform")
-        bounded = dim is not None and math.isfinite(problem.radius) and average == "uniform"
+        average = average or ("last" if given or (smooth and not paper) else "uniform")
+        risk = None
+        if dim is not None and math.isfinite(problem.radius) and average == "uniform" and multiplier and steps:
+            risk = _risk(problem, noise, steps, lr, dim, multiplier, batch_size)
         return HolderPlan(
-            n=n,
-            batch_size=batch_size,
+            budget=budget,
+            adjacency=adjacency,
+            design=design,
             steps=steps,
             lr=check.positive(lr=lr),
-            noise_multiplier=multiplier,
-            noise=noise,
-            average=average,
-            sampling=sampling,
-            adjacency=budget.adjacency,
-            epsilon=design_epsilon(multiplier, budget.delta, design=design, steps=steps, adjacency=budget.adjacency),
-            delta=budget.delta,
-            mode=mode,
             radius=problem.radius,
+            average=average,
+            secure=secure,
+            problem=problem,
+            noise=noise,
+            noise_multiplier=multiplier,
+            noise_std=std,
             grad_bound=bound,
-            noise_std=noise_std,
-            risk_bound=_risk(problem, noise, steps, lr, dim, multiplier, batch_size) if bounded and dim else None,
+            mode=mode,
+            risk_bound=risk,
             split=split,
         )
 
-    @classmethod
-    def calibrated(
-        cls: type[_Self],
-        params: Any,
-        *,
-        problem: Problem,
-        n: int,
-        budget: Budget,
-        mode: str = "tight",
-        batch_size: int | None = None,
-        epochs: float = _DEFAULT_EPOCHS,
-        lr: float | None = None,
-        sampling: str | None = None,
-        noise: str | None = None,
-        average: str | None = None,
-        distance: float | None = None,
-        rule: UpdateRule | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> _Self:
-        """Returns an optimizer that spends the budget in exactly the planned steps; arguments as in `plan`.
 
-        Raises:
-            AdjacencyError: the given accountant has another budget, or another adjacency, than `budget`.
-            ValueError: both `rule` and `average` are given.
-        """
-        params, dim = dimension(params)
-        plan = cls.plan(
-            problem=problem,
-            n=n,
-            budget=budget,
-            dim=dim,
-            mode=mode,
-            batch_size=batch_size,
-            epochs=epochs,
-            lr=lr,
-            sampling=sampling,
-            noise=noise,
-            average=average,
-            distance=distance,
-        )
-        if accountant is not None:
-            checks.require_budget(accountant, budget)
-        return cls(
-            params,
-            plan.lr,
-            problem=problem,
-            noise_multiplier=plan.noise_multiplier,
-            batch_size=plan.batch_size,
-            noise=plan.noise,
-            design=_DESIGNS[plan.sampling](plan.batch_size, n),
-            steps=plan.steps,
-            average=plan.average if rule is None else average or "last",
-            rule=rule,
-            prox=prox,
-            reg=reg,
-            accountant=Accountant(budget) if accountant is None else accountant,
-            generator=generator,
-            secure=secure,
-        )
+def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budget | None) -> None:
+    if noise == "absolute":
+        if std is None or multiplier is not None:
+            raise ValueError(
+                f"noise_std must be given for noise='absolute', and noise_multiplier must not (got {std} and {multiplier})"
+            )
+        return
+    if std is not None:
+        raise ValueError(f"noise_std must not be given for noise={noise!r}: noise_multiplier, or a budget (got {std})")
+    if multiplier is None and budget is None:
+        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
 
 
-def _oracle(
-    problem: Problem,
-    noise: str,
-    multiplier: float | None,
-    noise_std: float | Sequence[float] | None,
-    batch_size: int,
-    radius: float,
-) -> HolderClipped | HolderAbsolute:
-    given, other = ("noise_std", "noise_multiplier") if noise == "absolute" else ("noise_multiplier", "noise_std")
-    values = {"noise_std": noise_std, "noise_multiplier": multiplier}
-    if values[given] is None or values[other] is not None:
-        raise ValueError(f"{given} must be given for noise={noise!r}, and {other} must not (got {values})")
-    if noise_std is not None:
-        return HolderAbsolute(problem, noise_std, batch_size, radius=radius)
-    assert multiplier is not None
-    return HolderClipped(problem, multiplier, batch_size, noise=noise, radius=radius)
+def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...]:
+    if isinstance(noise_std, Sequence):
+        return tuple(float(std) for std in noise_std)
+    return check.positive(noise_std=noise_std)
 
 
-def _noise(design: Poisson | Fixed, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:
+def _noise(design: Design, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:
     epsilon, delta = budget.epsilon, budget.delta
     if not paper:
         return calibrate_noise(epsilon, delta, design=design, steps=steps, adjacency=budget.adjacency), None
@@ -337,7 +285,7 @@ def _balanced_batch(n: int, budget: Budget, sampling: str, epochs: float) -> int
 
     @cache
     def log_noise(power: int) -> float:
-        design = _DESIGNS[sampling](2**power, n)
+        design = SAMPLING[sampling](2**power, n)
         noise = calibrate_noise(
             budget.epsilon, budget.delta, design=design, epochs=epochs, adjacency=budget.adjacency, rtol=1e-3
         )
@@ -349,14 +297,16 @@ def _balanced_batch(n: int, budget: Budget, sampling: str, epochs: float) -> int
     return 1 << best
 
 
-def _lr(distance: float, steps: int, bound: float, dim: int | None, noise_std: float) -> float:
+def _lr(distance: float, steps: int | None, bound: float, dim: int | None, noise_std: float) -> float:
     if math.isinf(distance):
         raise MissingConstantError(
             "lr cannot be chosen for this loss without a scale: give distance= (a guess of |w*|), a problem with a "
             "finite radius, or lr="
         )
-    if dim is None:
-        raise MissingConstantError("dim (the number of parameters) is needed to choose lr for this loss; or give lr=")
+    if dim is None or steps is None:
+        raise MissingConstantError(
+            "dim (the number of parameters, or the model) and steps are needed to choose lr for this loss; or give lr="
+        )
     return balanced_lr(distance, steps, bound, dim, noise_std)
 
 

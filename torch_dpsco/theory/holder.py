@@ -6,7 +6,6 @@ Source: spec holder.md sections 3.3, 3.5 and 6; Wang, Lei, Ying, Zhang, Algorith
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 from torch_dpsco.theory.holder_mixture import (
@@ -32,7 +31,6 @@ from torch_dpsco.theory.holder_stability import (
 __all__ = [
     "Arithmetic",
     "HolderOutputPlan",
-    "HolderPlan",
     "LossPromises",
     "RunPath",
     "average_risk_bound",
@@ -101,46 +99,3 @@ def average_risk_bound(
     """
     second_moment = grad_bound**2 * (1.0 + 1.0 / batch_size) + dim * noise_std**2
     return distance**2 / (2.0 * lr * steps) + 0.5 * lr * second_moment
-
-
-@dataclass(frozen=True)
-class HolderPlan:
-    """Public numbers of a planned run of HolderSGD, known before anything is spent.
-
-    Args:
-        n: public (reference) number of records.
-        batch_size: expected batch size and divisor.
-        steps: number of steps.
-        lr: step size.
-        noise_multiplier: noise std on the sum over the clip.
-        noise: "adaptive", "constant" or "paper"; see `oracles.HolderClipped`.
-        average: which iterate is the answer.
-        sampling: "poisson" or "fixed".
-        adjacency: neighboring relation.
-        epsilon: what all steps together spend at delta, by the library's own accountant.
-        delta: the delta of epsilon.
-        mode: "tight" or "paper".
-        radius: of the feasible set; inf for the whole space.
-        grad_bound: clip at the radius, or at the start on an unbounded domain.
-        noise_std: std of the noise on the mean at that clip.
-        risk_bound: see `average_risk_bound`; None where no theorem applies (last iterate, unbounded domain).
-        split: the paper's beta (mode "paper").
-    """
-
-    n: int
-    batch_size: int
-    steps: int
-    lr: float
-    noise_multiplier: float
-    noise: str
-    average: str
-    sampling: str
-    adjacency: str
-    epsilon: float
-    delta: float
-    mode: str
-    radius: float
-    grad_bound: float
-    noise_std: float
-    risk_bound: float | None = None
-    split: float | None = None

@@ -1,0 +1,204 @@
+"""What plans of optimizers that make private steps have in common, and how an optimizer is made of one."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.calibrate import epoch_steps
+from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.assembly import planned_event
+from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.plan import Plan
+from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.rules import SGD, UpdateRule
+from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.theory.exact_noise import asks_exact
+
+__all__ = ["SAMPLING", "PlannedOptimizer", "StepPlan", "agreed_adjacency", "dimension", "sampled", "steps_of"]
+
+SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"poisson": Poisson, "fixed": Fixed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(Plan):
+    """Public numbers of a run of private steps.
+
+    Args:
+        design: how batches are drawn.
+        steps: number of steps; None for no limit but the budget.
+        lr: step size, > 0.
+        radius: of the ball that the iterates stay in; inf for none.
+        average: which iterates are the answer, where no rule is given: "last", "uniform" or "weighted".
+        secure: "exact" for noise in integers on a public grid; None for floating point.
+    """
+
+    design: Design
+    steps: int | None
+    lr: float
+    radius: float = math.inf
+    average: str = "last"
+    secure: str | None = None
+
+    @property
+    def n(self) -> int:
+        """Public number of records (or users); a reference under add_remove."""
+        return self.design.n
+
+    @property
+    def batch_size(self) -> int:
+        """Public divisor of a step."""
+        return self.design.batch_size
+
+    @abstractmethod
+    def oracle(self, prox: Prox) -> MeanOracle:
+        """Returns a new oracle with the plan's numbers, for iterates that stay in the feasible set."""
+
+    def rule(self) -> UpdateRule:
+        """Returns the update rule that is taken where none is given."""
+        return SGD(self.average)
+
+    def prox(self) -> Prox:
+        """Returns the constraint that is taken where none is given."""
+        return Ball(self.radius) if math.isfinite(self.radius) else Identity()
+
+    def schedule(self) -> Schedule:
+        """Returns the phases of the run."""
+        return Schedule((Phase(self.steps),))
+
+    def event(self) -> Event:
+        """Returns everything that the run charges, as `Plan.event`."""
+        oracle = self.oracle(self.prox())
+        if asks_exact(self.secure):
+            oracle.use_exact_noise()
+        if oracle.adaptive:
+            raise ConditionError("a step costs what the iterates before it make it cost")
+        if self.steps is None:
+            raise ConditionError("the run has no last step: give steps=")
+        return planned_event(oracle, self.design, 0, self.steps, "planned")
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what all such plans say; see `Plan.lines`."""
+        yield "batches", _words(self.design, self.unit)
+        passes = "" if self.steps is None else f", {self.steps * self.batch_size / self.design.n:.3g} passes"
+        often = "steps until the budget is spent" if self.steps is None else f"{self.steps} steps{passes}"
+        yield "steps", f"{often}, step size {self.lr:g}, answer: {_ANSWERS[self.average]}"
+
+
+_ANSWERS = {"last": "the last iterate", "uniform": "the average of all iterates", "weighted": "later iterates more"}
+
+
+def _words(design: Design, unit: str) -> str:
+    if isinstance(design, Undeclared):
+        return f"{design.batch_size} {unit}s each; how they are drawn is not declared, so that nothing is gained by it"
+    if isinstance(design, Full):
+        return f"all {design.n} {unit}s"
+    return f"{type(design).__name__}: {design.batch_size} of {design.n} {unit}s"
+
+
+class PlannedOptimizer(PrivateOptimizer):
+    """Base of the named optimizers that make private steps: a plan in, everything else follows.
+
+    Args:
+        params: parameters or groups; all of them count as one vector.
+        plan: from the class's own `plan`.
+        rule: another update rule, e.g. `rules.TorchRule(torch.optim.Adam(...))`; it has averages of its own.
+        prox: constraint or penalty, in place of the plan's.
+        reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
+        accountant: ledger to charge; default a new one with the plan's budget.
+        generator: noise generator of your own (warns).
+    """
+
+    plans: ClassVar[type[StepPlan]]  # what this class runs
+
+    def __init__(
+        self,
+        params: Any,
+        plan: StepPlan,
+        *,
+        rule: UpdateRule | None = None,
+        prox: Prox | None = None,
+        reg: float = 0.0,
+        accountant: Accountant | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(plan, self.plans):
+            raise ValueError(f"plan must be made by {name}.plan(...), the list of keywords (got {plan!r})")
+        if accountant is None:
+            accountant = ledger_of(plan)
+        elif plan.budget is not None:
+            checks.require_budget(accountant, plan.budget)
+        prox = plan.prox() if prox is None else prox
+        self._plan = plan
+        super().__init__(
+            params,
+            plan.lr,
+            oracle=plan.oracle(prox),
+            rule=plan.rule() if rule is None else rule,
+            design=plan.design,
+            schedule=plan.schedule(),
+            prox=prox,
+            reg=reg,
+            accountant=accountant,
+            adjacency=plan.adjacency,
+            generator=generator,
+            secure=plan.secure,
+        )
+
+
+def ledger_of(plan: Plan) -> Accountant:
+    """Returns a new ledger with the plan's budget, or with its adjacency and unit alone."""
+    if plan.budget is not None:
+        return Accountant(plan.budget)
+    return Accountant(adjacency=plan.adjacency, unit=plan.unit)
+
+
+def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None) -> Adjacency:
+    """Returns the adjacency of a plan: the budget's, or "replace_one" where nothing is said."""
+    if budget is None:
+        return check_adjacency(adjacency or REPLACE_ONE)
+    if adjacency not in (None, budget.adjacency):
+        raise AdjacencyError(f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})")
+    return budget.adjacency
+
+
+def sampled(sampling: str, batch_size: int, n: int | None, adjacency: Adjacency) -> Design:
+    """Returns the design of a word: "poisson" or "fixed" batches; where n is not public, none is claimed."""
+    check.choice(SAMPLING, sampling=sampling)
+    if n is None:
+        if adjacency == ADD_REMOVE:
+            raise AdjacencyError("n must be given under add_remove: a public number, for reference")
+        return checks.declared(None, None, batch_size)
+    return SAMPLING[sampling](batch_size, n)
+
+
+def steps_of(design: Design, steps: int | None, epochs: float | None, default: float | None) -> int | None:
+    """Returns the number of steps: given, or of so many passes; None where neither is and there is no default."""
+    if steps is not None and epochs is not None:
+        raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
+    if steps is not None:
+        return check.positive_count(steps=steps)
+    passes = default if epochs is None else epochs
+    return None if passes is None else epoch_steps(design, passes)
+
+
+def dimension(dim: Any) -> int | None:
+    """Returns the number of parameters: a number, or a model or parameters that are counted; None for None."""
+    if dim is None or isinstance(dim, (int, float)):
+        return None if dim is None else check.positive_count(dim=dim)
+    items = checks.listed(dim.parameters() if isinstance(dim, torch.nn.Module) else dim)
+    tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
+    return max(1, sum((p[1] if isinstance(p, tuple) else p).numel() for p in tensors))

@@ -1,0 +1,198 @@
+"""Plans: every public number of a run, fixed before anything is spent.
+
+    plan = dp.HolderSGD.plan(problem=problem, n=n, budget=budget)   # the only list of keywords
+    print(plan)                                                     # what it promises, costs and takes for granted
+    optimizer = dp.HolderSGD(model.parameters(), plan)
+
+A plan holds no tensor and nothing that was computed from records, so that it may be printed, saved, sent and compared.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch_dpsco import _validate as check
+from torch_dpsco import losses
+from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.event_json import event_from_json, event_to_json
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Event
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.losses.base import TableGradBound
+from torch_dpsco.problem import Problem
+from torch_dpsco.schedule import Phase, Schedule
+
+__all__ = ["Plan"]
+
+_Self = TypeVar("_Self", bound="Plan")
+_VERSION = 1
+_LABEL, _WIDTH = 12, 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
+    """Public numbers of a run; a subclass per family adds its own.
+
+    Args:
+        budget: target that noise and steps were chosen for; None where they were given.
+        adjacency: of the guarantee.
+    """
+
+    budget: Budget | None
+    adjacency: Adjacency
+
+    unit: ClassVar[str] = "example"
+    values: ClassVar[tuple[type, ...]] = ()  # frozen dataclasses that fields may hold, beside those of `_VALUES`
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Returns everything that the run charges.
+
+        Raises:
+            ConditionError: it is not known beforehand: the run has no last step, or a step costs what the iterates make
+                it cost.
+        """
+
+    @abstractmethod
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields (label, text) of what is to be said beside the promise: noise, steps, assumptions, expectations."""
+
+    def epsilon(self, delta: float | None = None, adjacency: Adjacency | None = None) -> float:
+        """Returns what the whole run spends.
+
+        Args:
+            delta: in [0, 1); default the budget's.
+            adjacency: default the plan's.
+
+        Raises:
+            ConditionError: see `event`.
+            AdjacencyError: nothing is proved under this adjacency.
+            ValueError: delta is needed, since there is no budget.
+        """
+        if delta is None:
+            if self.budget is None:
+                raise ValueError("delta must be given: the plan has noise and steps of yours, and no budget")
+            delta = self.budget.delta
+        return Ledger([self.event()]).epsilon(check.between(0.0, 1.0, delta=delta), adjacency or self.adjacency)
+
+    def __str__(self) -> str:
+        rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
+        out = [f"{type(self).__name__} for one {self.unit}, {self.adjacency}"]
+        for label, text in rows:
+            out += textwrap.wrap(
+                text, _WIDTH, initial_indent=f"  {label:<{_LABEL}}", subsequent_indent=" " * (_LABEL + 2)
+            )
+        return "\n".join(out)
+
+    def _promise(self) -> str:
+        if self.budget is None:
+            return "no budget: noise and steps are given"
+        target, unit = self.budget, self.unit
+        worlds = {"replace_one": f"another {unit} in its place", "add_remove": "leaving it out"}
+        other = worlds.get(self.adjacency, f"an empty {unit} in its place")
+        return (
+            f"what is released hardly changes by {other}: ({rounded_up(target.epsilon)}, {rounded_up(target.delta)})-"
+            f"differential privacy"
+        )
+
+    def _epsilons(self) -> str:
+        delta = 1e-6 if self.budget is None else self.budget.delta
+        found = []
+        try:
+            for adjacency in ADJACENCIES:
+                try:
+                    found.append(f"{adjacency} {rounded_up(self.epsilon(delta, adjacency))}")
+                except AdjacencyError:
+                    found.append(f"{adjacency} none")
+        except ConditionError as error:
+            return f"not known beforehand: {error}"
+        return f"{', '.join(found)} at delta {rounded_up(delta)}"
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as what JSON holds; `Plan.from_dict` reads it, exactly.
+
+        Raises:
+            ValueError: it holds a function of yours (`Problem.exact_grad_bound`).
+        """
+        row: dict[str, Any] = _encoded(self, self._kinds())
+        return {"version": _VERSION, **row}
+
+    @classmethod
+    def from_dict(cls: type[_Self], row: Mapping[str, Any]) -> _Self:
+        """Returns the plan of `to_dict`; raises ValueError for anything else."""
+        if row.get("version") != _VERSION:
+            raise ValueError(f"version of a saved plan must be {_VERSION} (got {row.get('version')!r})")
+        kinds = {kind.__name__: kind for kind in _subclasses(cls)}
+        kind = kinds.get(row.get("type", ""))
+        if kind is None:
+            raise ValueError(
+                f"type of a saved plan must be one of {', '.join(sorted(kinds))} (got {row.get('type')!r})"
+            )
+        made: _Self = _decoded({key: value for key, value in row.items() if key != "version"}, kind._kinds())
+        return made
+
+    @classmethod
+    def _kinds(cls) -> dict[str, type]:
+        return {kind.__name__: kind for kind in (cls, *cls.values, *_VALUES)}
+
+
+# -- what may be saved -------------------------------------------------------------------------------------------------
+
+_VALUES = (
+    *(Budget, Problem, Phase, Schedule, TableGradBound),
+    *(Assigned, Disjoint, Fixed, Full, Parts, Poisson, Shuffled, Undeclared),
+    *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
+)
+
+
+def _subclasses(kind: type[Any]) -> set[type[Any]]:
+    return {kind, *(inner for direct in kind.__subclasses__() for inner in _subclasses(direct))}
+
+
+def _encoded(value: Any, kinds: Mapping[str, type]) -> Any:
+    if isinstance(value, Event):
+        return {"type": "event", "event": event_to_json(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"type": "float", "value": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_encoded(item, kinds) for item in value]
+    kind = type(value)
+    if kinds.get(kind.__name__) is not kind:
+        raise ValueError(f"a plan is saved with values of the library alone (got {kind.__name__}: {value!r})")
+    own = {field.name: _encoded(getattr(value, field.name), kinds) for field in fields(value) if field.init}
+    return {"type": kind.__name__, **own}
+
+
+def _decoded(value: Any, kinds: Mapping[str, type]) -> Any:
+    if isinstance(value, list):
+        return tuple(_decoded(item, kinds) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("type") == "event":
+        return event_from_json(value["event"])
+    if value.get("type") == "float":
+        return float(value["value"])
+    kind = kinds.get(value.get("type", ""))
+    if kind is None:
+        raise ValueError(f"type must be one of {', '.join(kinds)} (got {value.get('type')!r})")
+    given = {name: _decoded(item, kinds) for name, item in value.items() if name != "type"}
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ValueError(f"fields of a saved {kind.__name__} must be its own (got {sorted(given)})") from error
