@@ -159,16 +159,18 @@ def by_gradient(data: TensorDataset, batch_size: int, epochs: int, lr: float | N
     """Returns weights by gradient perturbation, averaged over the iterates."""
     model = dp.attach(nn.Linear(DIM, 1, bias=False).double())
     nn.init.zeros_(model.weight)
-    optimizer = dp.HolderSGD.calibrated(
+    optimizer = dp.HolderSGD(
         model.parameters(),
-        problem=hinge_problem(POWER, RADIUS),
-        n=len(data),
-        budget=BUDGET,
-        batch_size=batch_size,
-        epochs=epochs,
-        lr=lr,
-        sampling=sampling,
-        average="uniform",
+        dp.HolderSGD.plan(
+            problem=hinge_problem(POWER, RADIUS),
+            n=len(data),
+            budget=BUDGET,
+            batch_size=batch_size,
+            epochs=epochs,
+            lr=lr,
+            sampling=sampling,
+            average="uniform",
+        ),
     )
     with optimizer:
         for x, y in optimizer.loader(data):

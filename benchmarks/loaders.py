@@ -133,12 +133,14 @@ def private_epoch(data: TensorDataset, size: int) -> None:
     model = nn.Linear(data.tensors[0].shape[1], 1)
     optimizer = dp.HolderSGD(
         model.parameters(),
-        LR,
-        problem=dp.Problem(lipschitz=1.0),
-        noise_multiplier=1.0,
-        batch_size=size,
-        design=dp.Poisson(size, len(data)),
-        adjacency="add_remove",
+        dp.HolderSGD.plan(
+            lr=LR,
+            problem=dp.Problem(lipschitz=1.0),
+            noise_multiplier=1.0,
+            batch_size=size,
+            n=len(data),
+            adjacency="add_remove",
+        ),
     )
     dp.fit(model, optimizer, data, dp.losses.Squared(), steps=round(len(data) / size), progress=False)
 

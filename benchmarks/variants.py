@@ -72,12 +72,14 @@ def _training_step(
 def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Poisson | dp.Full) -> dp.HolderSGD:
     return dp.HolderSGD(
         model.parameters(),
-        setting.lr,
-        problem=dp.Problem(lipschitz=setting.clip),  # so that the clip is fixed, as Opacus' is
-        noise_multiplier=setting.noise_multiplier,
-        batch_size=size,
-        design=design,
-        adjacency="add_remove",
+        dp.HolderSGD.plan(
+            lr=setting.lr,
+            problem=dp.Problem(lipschitz=setting.clip),
+            noise_multiplier=setting.noise_multiplier,
+            batch_size=size,
+            design=design,
+            adjacency="add_remove",
+        ),
     )
 
 

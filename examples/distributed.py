@@ -35,12 +35,14 @@ def train(epochs: float) -> dict[str, float]:
     dataset = TensorDataset(data.train_features, data.train_labels[:, None])  # the whole data set, on every rank
     torch.manual_seed(0)  # ranks must start from the same weights; noise and batches do not come from this seed
     model = nn.Linear(data.train_features.shape[1], 1)
-    optimizer = dp.HolderSGD.calibrated(
+    optimizer = dp.HolderSGD(
         model.parameters(),
-        problem=dp.losses.Logistic().problem(bound_x=ROW_NORM_BOUND),
-        n=len(dataset),
-        budget=dp.Budget(EPSILON, DELTA, adjacency="add_remove"),
-        epochs=epochs,
+        dp.HolderSGD.plan(
+            problem=dp.losses.Logistic().problem(bound_x=ROW_NORM_BOUND),
+            n=len(dataset),
+            budget=dp.Budget(EPSILON, DELTA, adjacency="add_remove"),
+            epochs=epochs,
+        ),
     )
     dp.fit(model, optimizer, dataset, nn.BCEWithLogitsLoss())
     with torch.no_grad():

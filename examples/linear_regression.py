@@ -55,7 +55,7 @@ def train(loss_name: str, variant: str, data: Flights, epsilon: float, epochs: f
         f"plan, {variant} {loss_name}: {planned.steps} steps of about {planned.batch_size} rows, lr {planned.lr:.3g},"
         f" gradient bound {planned.grad_bound:.3g} and noise {planned.noise_std:.2g} per coordinate at the start"
     )
-    optimizer = dp.HolderSGD.calibrated(model.parameters(), **plan)
+    optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**plan))
     return dp.fit(model, optimizer, dataset, loss), optimizer
 
 

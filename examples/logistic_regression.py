@@ -51,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     # What is promised about ONE record, before any is seen; its per-sample gradient bound follows from it.
     problem = dp.losses.Logistic().problem(bound_x=ROW_NORM_BOUND)
-    optimizer = dp.HolderSGD.calibrated(
+    optimizer = dp.HolderSGD(
         model.parameters(),
-        problem=problem,
-        n=len(dataset),
-        budget=dp.Budget(args.epsilon, args.delta, adjacency=args.adjacency),
-        epochs=QUICK_EPOCHS if args.quick else args.epochs,
+        dp.HolderSGD.plan(
+            problem=problem,
+            n=len(dataset),
+            budget=dp.Budget(args.epsilon, args.delta, adjacency=args.adjacency),
+            epochs=QUICK_EPOCHS if args.quick else args.epochs,
+        ),
     )
     start = time.perf_counter()
     dp.fit(model, optimizer, dataset, nn.BCEWithLogitsLoss())

@@ -67,15 +67,17 @@ def by_gradient(
     for p in model.parameters():
         nn.init.zeros_(p)
     problem = loss.problem(bound_x=ROW_NORM_BOUND, radius=RADIUS)
-    optimizer = dp.HolderSGD.calibrated(
+    optimizer = dp.HolderSGD(
         model.parameters(),
-        problem=problem,
-        n=len(dataset),  # public: under add_remove a reference, which sets the rate and the number of steps
-        budget=dp.Budget(epsilon, DELTA, adjacency=ledger.adjacency),
-        batch_size=BATCH_SIZE,
-        epochs=epochs,
-        lr=lr,
-        average=AVERAGE,
+        dp.HolderSGD.plan(
+            problem=problem,
+            n=len(dataset),
+            budget=dp.Budget(epsilon, DELTA, adjacency=ledger.adjacency),
+            batch_size=BATCH_SIZE,
+            epochs=epochs,
+            lr=lr,
+            average=AVERAGE,
+        ),
         accountant=ledger,
     )
     print(

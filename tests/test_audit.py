@@ -336,13 +336,15 @@ def maker(design: Design, adjacency: str, noise_multiplier: float, steps: int = 
         with pytest.warns(dp.UtilityWarning, match="repeatable"):
             optimizer = dp.HolderSGD(
                 model.parameters(),
-                0.01,
-                problem=LOSS.problem(bound_x=1.0),
-                noise_multiplier=noise_multiplier,
-                batch_size=design.batch_size,
-                design=design,
-                steps=steps,
-                adjacency=adjacency,
+                dp.HolderSGD.plan(
+                    lr=0.01,
+                    problem=LOSS.problem(bound_x=1.0),
+                    noise_multiplier=noise_multiplier,
+                    batch_size=design.batch_size,
+                    design=design,
+                    steps=steps,
+                    adjacency=adjacency,
+                ),
                 accountant=shared,
                 generator=generator,
             )

@@ -230,13 +230,11 @@ def test_going_back_to_a_checkpoint_does_not_exchange_a_draw() -> None:
 def test_fit_goes_on_with_the_draw_that_a_loop_has_left() -> None:
     data = TensorDataset(torch.randn(N, 3), torch.ones(N, 1))
     model = nn.Linear(3, 1)
-    optimizer = dp.HolderSGD.calibrated(
+    optimizer = dp.HolderSGD(
         model.parameters(),
-        problem=dp.losses.Logistic().problem(bound_x=2.0),
-        n=N,
-        budget=dp.Budget(1.0, 1e-3),
-        batch_size=8,
-        epochs=1,
+        dp.HolderSGD.plan(
+            problem=dp.losses.Logistic().problem(bound_x=2.0), n=N, budget=dp.Budget(1.0, 1e-3), batch_size=8, epochs=1
+        ),
     )
     next(iter(optimizer.loader(data)))
     dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)

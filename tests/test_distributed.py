@@ -104,7 +104,8 @@ def layer(seed: int = 0, *, inputs: int = DIM, dtype: torch.dtype = torch.float6
 def holder(model: nn.Module, noise: float = 0.0, batch_size: int = 6, n: int = N, **options: Any) -> dp.HolderSGD:
     problem = dp.losses.Squared().problem(bound_x=3.0, bound_y=2.0)  # its clip follows the iterate
     return dp.HolderSGD(
-        model.parameters(), 0.01, problem=problem, noise_multiplier=noise, batch_size=batch_size, n=n, **options
+        model.parameters(),
+        dp.HolderSGD.plan(lr=0.01, problem=problem, noise_multiplier=noise, batch_size=batch_size, n=n, **options),
     )
 
 
@@ -179,8 +180,9 @@ def fitted(rank: int) -> dict[str, Any]:
     torch.manual_seed(3)
     model = nn.Linear(DIM, 1)
     budget = dp.Budget(2.0, 1e-3)
-    optimizer = dp.HolderSGD.calibrated(
-        model.parameters(), problem=dp.losses.Logistic().problem(bound_x=3.0), n=N, budget=budget, batch_size=8
+    optimizer = dp.HolderSGD(
+        model.parameters(),
+        dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=3.0), n=N, budget=budget, batch_size=8),
     )
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):

@@ -120,16 +120,18 @@ def test_the_result_is_that_of_the_calibrated_optimizer(inner: str) -> None:
     model, optimizer, loader = private(model, inner, epochs=2)
     other = INNER[inner](twin.parameters())
     rule = {} if inner == "sgd" else {"rule": dp.rules.TorchRule(other)}
-    reference = dp.HolderSGD.calibrated(
+    reference = dp.HolderSGD(
         other.param_groups if rule else twin.parameters(),
-        problem=PROBLEM,
-        n=N,
-        budget=BUDGET,
-        batch_size=BATCH,
-        epochs=2,
-        lr=other.param_groups[0]["lr"],
-        average=None if rule else "last",
-        **rule,
+        dp.HolderSGD.plan(
+            problem=PROBLEM,
+            n=N,
+            budget=BUDGET,
+            batch_size=BATCH,
+            epochs=2,
+            lr=other.param_groups[0]["lr"],
+            average=None if rule else "last",
+            **rule,
+        ),
     )
     assert optimizer.oracle.settings() == reference.oracle.settings()
     assert (optimizer.design, optimizer.schedule) == (reference.design, reference.schedule)

@@ -493,12 +493,14 @@ def fitted(size: int, seed: int, adjacency: str) -> dp.HolderSGD:
     budget = dp.Budget(1.0, 1e-5, adjacency=adjacency)
     optimizer = dp.HolderSGD(
         model.parameters(),
-        0.5,
-        problem=dp.losses.Logistic().problem(bound_x=1.5),
-        noise_multiplier=12.0,
-        n=1000,
-        batch_size=100,
-        steps=8,
+        dp.HolderSGD.plan(
+            lr=0.5,
+            problem=dp.losses.Logistic().problem(bound_x=1.5),
+            noise_multiplier=12.0,
+            n=1000,
+            batch_size=100,
+            steps=8,
+        ),
         accountant=dp.Accountant(budget),
     )
     loader = optimizer.loader(torch.utils.data.TensorDataset(x, y), steps=8)

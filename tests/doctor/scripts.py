@@ -63,8 +63,9 @@ def secret_generator() -> torch.Generator:
 def private(model: nn.Module, dataset: Any, **keywords: Any) -> tuple[dp.PrivateOptimizer, Any]:
     """Our optimizer with its loader."""
     problem = dp.losses.Logistic().problem(bound_x=2.0)
-    optimizer = dp.HolderSGD.calibrated(
-        model.parameters(), problem=problem, n=N, budget=dp.Budget(2.0, 1e-3), batch_size=BATCH, epochs=2
+    optimizer = dp.HolderSGD(
+        model.parameters(),
+        dp.HolderSGD.plan(problem=problem, n=N, budget=dp.Budget(2.0, 1e-3), batch_size=BATCH, epochs=2),
     )
     return optimizer, optimizer.loader(dataset, **keywords)
 

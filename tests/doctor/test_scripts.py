@@ -152,7 +152,9 @@ def test_the_next_step_is_the_one_without_the_doctor():
         design, noise = dp.Full(scripts.N), torch.Generator().manual_seed(3)
         with pytest.warns(dp.UtilityWarning):
             optimizer = dp.HolderSGD(
-                parts.model.parameters(), 0.5, **mechanism, batch_size=scripts.N, design=design, generator=noise
+                parts.model.parameters(),
+                dp.HolderSGD.plan(lr=0.5, **mechanism, batch_size=scripts.N, design=design),
+                generator=noise,
             )
         loader = optimizer.loader(parts.loader.dataset)
         for x, y in loader:

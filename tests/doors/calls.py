@@ -538,7 +538,8 @@ simple("dp.PhysicalBatches", dp.PhysicalBatches, loader=lambda: loader(), physic
 def _fit() -> Good:
     net = model()
     optimizer = dp.HolderSGD(
-        net.parameters(), 0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24, steps=2
+        net.parameters(),
+        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24, steps=2),
     )
     return dp.fit, {"model": net, "optimizer": optimizer, "dataset": records(24), "loss_fn": LOSS, "progress": False}
 
@@ -588,7 +589,9 @@ simple("dp.detach", dp.detach, model=lambda: dp.attach(model()))
 @call("dp.doctor")
 def _doctor() -> Good:
     net = dp.attach(model())
-    optimizer = dp.HolderSGD(net.parameters(), 0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24)
+    optimizer = dp.HolderSGD(
+        net.parameters(), dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24)
+    )
     return dp.doctor, {"model": net, "loss": LOSS, "loader": optimizer.loader(records(24)), "optimizer": optimizer}
 
 
@@ -596,7 +599,8 @@ def _doctor() -> Good:
 def _ghost() -> Good:
     net = dp.attach(model(), rows="ghost")
     optimizer = dp.HolderSGD(
-        net.parameters(), 0.1, problem=problem(), noise_multiplier=2.0, batch_size=24, design=dp.Full(24)
+        net.parameters(),
+        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=24, design=dp.Full(24)),
     )
     ((x, y),) = optimizer.loader(records(24))
     net._watch = optimizer
@@ -619,7 +623,8 @@ simple(
 def _run() -> tuple[nn.Module, dp.PrivateOptimizer]:
     net = dp.attach(model())
     return net, dp.HolderSGD(
-        net.parameters(), 0.1, problem=problem(), noise_multiplier=2.0, batch_size=3, design=dp.Full(3)
+        net.parameters(),
+        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=3, design=dp.Full(3)),
     )
 
 

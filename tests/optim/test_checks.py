@@ -19,7 +19,7 @@ def test_a_stream_cannot_be_sampled_from():
             return iter(())
 
     params = torch.nn.Linear(2, 1).parameters()
-    opt = dp.HolderSGD(params, 0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10)
+    opt = dp.HolderSGD(params, dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10))
     with pytest.raises(ValueError, match=r"dataset must be map-style, to be sampled from \(got Stream"):
         opt.loader(Stream())
 
@@ -29,7 +29,7 @@ def test_a_parameter_given_twice_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns, we refuse
         with pytest.raises(ValueError, match="params must hold each parameter once"):
-            dp.HolderSGD([p, p], 0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10)
+            dp.HolderSGD([p, p], dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10))
 
 
 def test_an_undefined_adjacency_names_the_way_out():
@@ -37,12 +37,15 @@ def test_an_undefined_adjacency_names_the_way_out():
     with pytest.raises(dp.AdjacencyError, match=r"give n= \(Poisson batches, every adjacency\)"):
         dp.HolderSGD(
             params,
-            0.1,
-            problem=PROBLEM,
-            noise_multiplier=1.0,
-            batch_size=1,
-            design=dp.Fixed(1, 10),
-            adjacency="add_remove",
+            dp.HolderSGD.plan(
+                lr=0.1,
+                problem=PROBLEM,
+                noise_multiplier=1.0,
+                batch_size=1,
+                n=10,
+                sampling="fixed",
+                adjacency="add_remove",
+            ),
         )
 
 

@@ -33,12 +33,12 @@ def parameter(dtype: torch.dtype = torch.float32, device: str = "cpu", **kind: A
 def holder(accountant: dp.Accountant | None = None, params: Any = None, **changes: Any) -> dp.HolderSGD:
     """Returns a good optimizer, but for the changes."""
     kind = {"lr": 0.1, "problem": PROBLEM, "noise_multiplier": 2.0, "batch_size": BATCH, "n": N, **changes}
-    return dp.HolderSGD([parameter()] if params is None else params, accountant=accountant, **kind)
+    return dp.HolderSGD([parameter()] if params is None else params, dp.HolderSGD.plan(**kind), accountant=accountant)
 
 
 def calibrated(accountant: dp.Accountant, **changes: Any) -> dp.HolderSGD:
     kind = {"problem": PROBLEM, "n": N, "budget": dp.Budget(1.0, DELTA), "batch_size": BATCH, **changes}
-    return dp.HolderSGD.calibrated([parameter()], accountant=accountant, **kind)
+    return dp.HolderSGD([parameter()], dp.HolderSGD.plan(**kind), accountant=accountant)
 
 
 def built(accountant: dp.Accountant, attached: bool = True) -> tuple[nn.Linear, dp.HolderSGD]:

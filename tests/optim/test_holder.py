@@ -1,4 +1,4 @@
-"""HolderSGD.plan and .calibrated: defaults, budgets, modes, bounds, shared accountants, and what the report says."""
+"""HolderSGD and its plans: defaults, budgets, modes, bounds, shared accountants, and what the report says."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(model: nn.Module, opt: dp.PrivateOptimizer, loader: Any, loss: dp.loss
 def test_smooth_losses_take_ten_epochs_of_512_at_one_over_smoothness(n: int, batch: int, steps: int) -> None:
     plan = dp.HolderSGD.plan(problem=SMOOTH, n=n, budget=BUDGET)
     assert (plan.batch_size, plan.steps, plan.average, plan.noise) == (batch, steps, "last", "adaptive")
-    assert (plan.lr, plan.sampling, plan.mode) == (1 / SMOOTH.smoothness, "poisson", "tight")
+    assert (plan.lr, type(plan.design), plan.mode) == (1 / SMOOTH.smoothness, dp.Poisson, "tight")
     assert plan.risk_bound is None
 
 
@@ -90,8 +90,8 @@ def test_what_is_given_overrides_the_defaults() -> None:
     chosen = {"batch_size": 50, "lr": 0.05, "sampling": "fixed", "noise": "constant", "average": "weighted"}
     plan = dp.HolderSGD.plan(problem=KINK, n=300, budget=BUDGET, epochs=0.5, **chosen)
     assert plan.steps == 3
-    assert chosen.items() <= vars(plan).items()
-    opt = dp.HolderSGD.calibrated(linear().parameters(), problem=KINK, n=300, budget=BUDGET, epochs=0.5, **chosen)
+    assert (plan.lr, plan.noise, plan.average) == (0.05, "constant", "weighted")
+    opt = dp.HolderSGD(linear().parameters(), plan)
     assert (opt.design, opt.schedule.steps, opt.rule.average) == (dp.Fixed(50, 300), 3, "weighted")
     assert opt.param_groups[0]["lr"] == 0.05
     assert opt.oracle.noise_multiplier == plan.noise_multiplier
@@ -106,8 +106,8 @@ def test_ten_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_planned_
 ) -> None:
     data, budget = records(300), dp.Budget(1.0, 1e-4, adjacency=adjacency)
     model = linear()
-    opt = dp.HolderSGD.calibrated(
-        model.parameters(), problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling
+    opt = dp.HolderSGD(
+        model.parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling)
     )
     planned = dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling)
     loader = opt.loader(data)
@@ -116,7 +116,7 @@ def test_ten_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_planned_
     spent = opt.privacy_spent().epsilon
     assert opt.steps == planned.steps == opt.schedule.steps == 50
     assert 0.999 < spent <= 1.0
-    assert spent == pytest.approx(planned.epsilon, rel=1e-12)
+    assert spent == pytest.approx(planned.epsilon(), rel=1e-12)
     assert opt.accountant.get_epsilon(1e-4) == spent
     with pytest.raises(dp.SequenceError, match="all 50 planned steps"):
         train(model, opt, loader, dp.losses.Logistic())
@@ -126,7 +126,7 @@ def test_ten_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_planned_
 @pytest.mark.parametrize("epsilon", [0.1, 8.0])
 def test_calibration_uses_nearly_all_of_small_and_large_budgets(adjacency: str, epsilon: float) -> None:
     plan = dp.HolderSGD.plan(problem=SMOOTH, n=2000, budget=dp.Budget(epsilon, 1e-6, adjacency=adjacency))
-    assert 0.999 * epsilon < plan.epsilon <= epsilon
+    assert 0.999 * epsilon < plan.epsilon() <= epsilon
     assert plan.adjacency == adjacency
 
 
@@ -136,11 +136,9 @@ def test_one_more_step_than_planned_is_past_the_budget() -> None:
     accountant = dp.Accountant(budget)
     opt = dp.HolderSGD(
         model.parameters(),
-        plan.lr,
-        problem=SMOOTH,
-        noise_multiplier=plan.noise_multiplier,
-        batch_size=64,
-        n=300,
+        dp.HolderSGD.plan(
+            problem=SMOOTH, noise_multiplier=plan.noise_multiplier, batch_size=64, n=300, adjacency="replace_one"
+        ),
         accountant=accountant,
     )
     with pytest.raises(dp.BudgetExceeded):
@@ -156,7 +154,7 @@ def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
     plan = dp.HolderSGD.plan(problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, epochs=1)
     s = search_gradient_noise_paper(1000, 1, 1000, 2.0, 1e-6)
     assert plan.noise_multiplier == pytest.approx(2 * math.sqrt(s), rel=1e-12)
-    assert (plan.sampling, plan.noise, plan.average, plan.steps) == ("fixed", "paper", "uniform", 1000)
+    assert (plan.design, plan.noise, plan.average, plan.steps) == (dp.Fixed(1, 1000), "paper", "uniform", 1000)
     assert plan.grad_bound == pytest.approx(2 + 2)  # M + L R^0 of the hinge
     assert plan.split is not None
     noise = gradient_noise_paper(1000, 1, 1000, 2.0, 1e-6, plan.split, plan.grad_bound)
@@ -164,7 +162,7 @@ def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
     assert noise.condition_b
     assert plan.noise_std == pytest.approx(math.sqrt(noise.variance), rel=1e-6)
     tight = dp.HolderSGD.plan(problem=KINK, n=1000, budget=budget, dim=4, batch_size=1, epochs=1, sampling="fixed")
-    assert plan.epsilon < 2.0  # the theorem wastes some
+    assert plan.epsilon() < 2.0  # the theorem wastes some
     assert tight.noise_multiplier < plan.noise_multiplier
     assert tight.split is None
 
@@ -187,7 +185,7 @@ def test_paper_mode_refuses_what_its_theorem_does_not_cover(adjacency: str, choi
 def test_an_infeasible_paper_calibration_names_the_way_out() -> None:
     with pytest.raises(dp.InfeasibleError, match=r'n=4000, batch_size=512, .*mode="tight"'):
         dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4, mode="paper")
-    assert dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4).epsilon <= 1.0
+    assert dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4).epsilon() <= 1.0
 
 
 # -- the risk bound ---------------------------------------------------------------------------------------------------
@@ -222,8 +220,10 @@ def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> Non
     excess = []
     for seed in range(5):
         model = linear()
-        opt = dp.HolderSGD.calibrated(
-            model.parameters(), problem=KINK, n=n, budget=budget, generator=torch.Generator().manual_seed(seed)
+        opt = dp.HolderSGD(
+            model.parameters(),
+            plan,
+            generator=torch.Generator().manual_seed(seed),
         )
         assert opt.param_groups[0]["lr"] == plan.lr
         sampler = make_sampler(opt.design, steps=plan.steps, seed=seed)
@@ -241,7 +241,10 @@ def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> Non
 def test_adaptive_noise_follows_the_iterate_and_constant_noise_the_ball(noise: str) -> None:
     problem = dp.losses.Squared().problem(bound_x=math.sqrt(2), bound_y=1.0, radius=0.7)
     model = linear(dtype=torch.float64)
-    opt = dp.HolderSGD(model.parameters(), 0.2, problem=problem, noise_multiplier=2.0, batch_size=16, n=64, noise=noise)
+    opt = dp.HolderSGD(
+        model.parameters(),
+        dp.HolderSGD.plan(lr=0.2, problem=problem, noise_multiplier=2.0, batch_size=16, n=64, noise=noise),
+    )
     expected, seen = [], []
     data = TensorDataset(*(t.double() for t in records(64).tensors))
     for features, targets in opt.loader(data, steps=8):
@@ -261,7 +264,8 @@ def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
     for noise in ("constant", "paper"):
         with pytest.raises(dp.MissingConstantError, match="radius"):
             dp.HolderSGD(
-                linear().parameters(), 0.1, problem=problem, noise_multiplier=1.0, batch_size=8, n=64, noise=noise
+                linear().parameters(),
+                dp.HolderSGD.plan(lr=0.1, problem=problem, noise_multiplier=1.0, batch_size=8, n=64, noise=noise),
             )
 
 
@@ -276,12 +280,15 @@ def test_two_optimizers_charge_one_accountant_also_if_it_is_empty() -> None:
         model = linear()
         opt = dp.HolderSGD(
             model.parameters(),
-            0.1,
-            problem=SMOOTH,
-            noise_multiplier=3.0,
-            batch_size=16,
-            design={"poisson": dp.Poisson, "fixed": dp.Fixed}[sampling](16, 64),
-            steps=3,
+            dp.HolderSGD.plan(
+                lr=0.1,
+                problem=SMOOTH,
+                noise_multiplier=3.0,
+                batch_size=16,
+                n=64,
+                sampling=sampling,
+                steps=3,
+            ),
             accountant=accountant,
         )
         assert opt.accountant is accountant
@@ -292,19 +299,22 @@ def test_two_optimizers_charge_one_accountant_also_if_it_is_empty() -> None:
     events = {event: times for _, _, event, times in accountant.ledger.entries()}
     assert events == {PoissonGaussian(3.0, 0.25): 3, WORGaussian(3.0, 16, 64): 3}
     assert made[0][1].privacy_spent().epsilon == made[1][1].privacy_spent().epsilon
-    calibrated = dp.HolderSGD.calibrated(
-        linear().parameters(), problem=SMOOTH, n=64, budget=BUDGET, accountant=(empty := dp.Accountant(BUDGET))
+    calibrated = dp.HolderSGD(
+        linear().parameters(),
+        dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET),
+        accountant=(empty := dp.Accountant(BUDGET)),
     )
     assert calibrated.accountant is empty
 
 
 def test_a_spent_budget_admits_no_second_optimizer() -> None:
     accountant, model = dp.Accountant(BUDGET), linear()
-    kind = {"problem": SMOOTH, "n": 64, "budget": BUDGET, "batch_size": 16, "epochs": 2, "accountant": accountant}
-    opt = dp.HolderSGD.calibrated(model.parameters(), **kind)
+    kind = {"problem": SMOOTH, "n": 64, "budget": BUDGET, "batch_size": 16, "epochs": 2}
+    plan = dp.HolderSGD.plan(**kind)
+    opt = dp.HolderSGD(model.parameters(), plan, accountant=accountant)
     train(model, opt, opt.loader(records(64), steps=8), dp.losses.Logistic())
     with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= 1.*for one step"):
-        dp.HolderSGD.calibrated(linear().parameters(), **kind)
+        dp.HolderSGD(linear().parameters(), plan, accountant=accountant)
     assert len(accountant) == 8
 
 
@@ -319,17 +329,21 @@ def test_a_spent_budget_admits_no_second_optimizer() -> None:
 )
 def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.Accountant) -> None:
     with pytest.raises(dp.AdjacencyError, match=r"accountant must have the budget.*\(got"):
-        dp.HolderSGD.calibrated(linear().parameters(), problem=SMOOTH, n=64, budget=BUDGET, accountant=accountant)
+        dp.HolderSGD(
+            linear().parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET), accountant=accountant
+        )
     assert len(accountant) == 0
 
 
 def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
-    kind = {"problem": SMOOTH, "noise_multiplier": 5.0, "batch_size": 8, "n": 64, "accountant": dp.Accountant(BUDGET)}
+    kind = {"problem": SMOOTH, "noise_multiplier": 5.0, "batch_size": 8, "n": 64, "lr": 0.1}
+    accountant = dp.Accountant(BUDGET)
     with pytest.raises(
         dp.AdjacencyError, match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'"
     ):
-        dp.HolderSGD(linear().parameters(), 0.1, adjacency="add_remove", **kind)
-    assert dp.HolderSGD(linear().parameters(), 0.1, **kind).adjacency == "replace_one"
+        dp.HolderSGD(linear().parameters(), dp.HolderSGD.plan(adjacency="add_remove", **kind), accountant=accountant)
+    plan = dp.HolderSGD.plan(**kind)
+    assert dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency == "replace_one"
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -343,20 +357,15 @@ def test_a_torch_rule_on_other_parameters_is_refused(groups: str) -> None:
     with pytest.raises(ValueError, match=r"optimizer.param_groups"):
         dp.HolderSGD(
             part.parameters(),
-            0.1,
-            problem=SMOOTH,
-            noise_multiplier=1.0,
-            batch_size=8,
-            n=64,
+            dp.HolderSGD.plan(lr=0.1, problem=SMOOTH, noise_multiplier=1.0, batch_size=8, n=64),
             rule=dp.rules.TorchRule(inner),
         )
 
 
 def test_a_rule_brings_its_own_average() -> None:
-    kind = {"problem": SMOOTH, "n": 64, "budget": BUDGET, "rule": dp.rules.SGD("weighted")}
-    assert dp.HolderSGD.calibrated(linear().parameters(), **kind).rule.average == "weighted"
-    with pytest.raises(ValueError, match=r"average must be given to the rule .*\(got 'uniform'\)"):
-        dp.HolderSGD.calibrated(linear().parameters(), average="uniform", **kind)
+    plan = dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET, average="uniform")
+    assert dp.HolderSGD(linear().parameters(), plan).rule.average == "uniform"
+    assert dp.HolderSGD(linear().parameters(), plan, rule=dp.rules.SGD("weighted")).rule.average == "weighted"
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -365,7 +374,9 @@ def test_a_rule_brings_its_own_average() -> None:
 @pytest.mark.parametrize("adjacency", BOTH)
 def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) -> None:
     model, budget = linear(), dp.Budget(1.0, 1e-4, adjacency=adjacency)
-    opt = dp.HolderSGD.calibrated(model.parameters(), problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1)
+    opt = dp.HolderSGD(
+        model.parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1)
+    )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
     report = opt.privacy_spent()
     text = str(report)
@@ -382,8 +393,9 @@ def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) 
 
 def test_fixed_batches_are_never_quoted_under_add_remove() -> None:
     model = linear()
-    opt = dp.HolderSGD.calibrated(
-        model.parameters(), problem=SMOOTH, n=64, budget=BUDGET, batch_size=16, epochs=1, sampling="fixed"
+    opt = dp.HolderSGD(
+        model.parameters(),
+        dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET, batch_size=16, epochs=1, sampling="fixed"),
     )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
     assert set(opt.privacy_spent().epsilons) == {"zero_out", "replace_one"}

@@ -363,7 +363,8 @@ def test_the_statement_of_output_perturbation_covers_the_final_model_only(sampli
     assert all("nothing was released yet" in text and "Not finalized" in text for text in texts[:2])
     assert "nothing was released yet" not in texts[2]
     plain = dp.HolderSGD(
-        dp.attach(nn.Linear(3, 1)).parameters(), 0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=5, n=12
+        dp.attach(nn.Linear(3, 1)).parameters(),
+        dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=5, n=12),
     )
     assert "every iterate" in str(plain.report(DELTA))
     assert "nothing else of the run" not in str(plain.report(DELTA))

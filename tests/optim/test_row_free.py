@@ -170,7 +170,7 @@ def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
     foreign = DataLoader(records(), batch_size=BATCH)
     model = dp.attach(nn.Linear(DIM, 1))
     poisson = dp.HolderSGD(
-        model.parameters(), 0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=BATCH, n=N
+        model.parameters(), dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=BATCH, n=N)
     ).loader(records())
     for loader in (foreign, poisson, other.opt.loader(records())):
         for features, labels in loader:

@@ -28,7 +28,9 @@ def made(budget: dp.Budget | None = None, noise_std: object = 0.5, **settings: o
     model = dp.attach(torch.nn.Linear(3, 1, bias=False))
     arguments = {"problem": PROBLEM, "noise": "absolute", "noise_std": noise_std, "batch_size": 10, "n": 200}
     accountant = None if budget is None else dp.Accountant(budget)
-    return model, dp.HolderSGD(model.parameters(), 0.2, accountant=accountant, **arguments | settings)
+    return model, dp.HolderSGD(
+        model.parameters(), dp.HolderSGD.plan(lr=0.2, **arguments | settings), accountant=accountant
+    )
 
 
 @settings(max_examples=200)

@@ -92,13 +92,15 @@ def make(name: str, *, noise: str, z: float, batch: int, design: type, average: 
         nn.init.zeros_(p)
     opt = dp.HolderSGD(
         model.parameters(),
-        RATE,
-        problem=problem(name, radius),
-        noise_multiplier=z,
-        batch_size=batch,
-        noise=noise,
-        design=design(batch, N),
-        average=average,
+        dp.HolderSGD.plan(
+            lr=RATE,
+            problem=problem(name, radius),
+            noise_multiplier=z,
+            batch_size=batch,
+            noise=noise,
+            design=design(batch, N),
+            average=average,
+        ),
         generator=torch.Generator().manual_seed(17),
     )
     sampler = make_sampler(opt.design, steps=STEPS, seed=4)

@@ -211,7 +211,7 @@ def test_t12_seeding_torch_repeats_neither_noise_nor_batches(rows: str) -> None:
     assert not torch.equal(*batches)
     kind = {"problem": dp.Problem(lipschitz=1.0), "noise_multiplier": 1.0, "batch_size": 10, "n": 20}
     with pytest.warns(dp.UtilityWarning, match="generator= makes the noise repeatable"):
-        dp.HolderSGD(model.parameters(), 1.0, **kind, generator=torch.Generator())
+        dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(lr=1.0, **kind), generator=torch.Generator())
     with pytest.warns(dp.UtilityWarning, match="seed= makes the batches repeatable"):
         dp.PoissonSampler(dp.Poisson(10, 20), seed=0)
 

@@ -13,7 +13,7 @@ import torch
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.calibrate import epoch_steps
-from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Undeclared
+from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, ConditionError
@@ -29,7 +29,11 @@ from torch_dpsco.theory.exact_noise import asks_exact
 
 __all__ = ["SAMPLING", "PlannedOptimizer", "StepPlan", "agreed_adjacency", "dimension", "sampled", "steps_of"]
 
-SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"poisson": Poisson, "fixed": Fixed}
+SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled]] = {
+    "poisson": Poisson,
+    "fixed": Fixed,
+    "shuffled": Shuffled,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +180,16 @@ def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None) -> Adja
 
 
 def sampled(sampling: str, batch_size: int, n: int | None, adjacency: Adjacency) -> Design:
-    """Returns the design of a word: "poisson" or "fixed" batches; where n is not public, none is claimed."""
-    check.choice(SAMPLING, sampling=sampling)
+    """Returns the design of a word: "poisson", "fixed", "shuffled" or "full"; where n is not public, none is claimed."""
+    check.choice((*SAMPLING, "full"), sampling=sampling)
     if n is None:
         if adjacency == ADD_REMOVE:
             raise AdjacencyError("n must be given under add_remove: a public number, for reference")
         return checks.declared(None, None, batch_size)
+    if sampling == "full":
+        if batch_size != n:
+            raise ValueError(f"batch_size must be n={n} for full batches (got {batch_size})")
+        return Full(n)
     return SAMPLING[sampling](batch_size, n)
 
 
@@ -197,8 +205,10 @@ def steps_of(design: Design, steps: int | None, epochs: float | None, default: f
 
 def dimension(dim: Any) -> int | None:
     """Returns the number of parameters: a number, or a model or parameters that are counted; None for None."""
-    if dim is None or isinstance(dim, (int, float)):
-        return None if dim is None else check.positive_count(dim=dim)
+    if dim is None:
+        return None
+    if isinstance(dim, (int, float)):
+        return int(check.positive_count(dim=dim))
     items = checks.listed(dim.parameters() if isinstance(dim, torch.nn.Module) else dim)
     tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
-    return max(1, sum((p[1] if isinstance(p, tuple) else p).numel() for p in tensors))
+    return max(1, sum(int((p[1] if isinstance(p, tuple) else p).numel()) for p in tensors))
