@@ -77,7 +77,7 @@ def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Poisson
             problem=dp.Problem(lipschitz=setting.clip),
             noise_multiplier=setting.noise_multiplier,
             batch_size=size,
-            design=design,
+            sampling=design,
             adjacency="add_remove",
         ),
     )

@@ -341,7 +341,7 @@ def maker(design: Design, adjacency: str, noise_multiplier: float, steps: int = 
                     problem=LOSS.problem(bound_x=1.0),
                     noise_multiplier=noise_multiplier,
                     batch_size=design.batch_size,
-                    design=design,
+                    sampling=design,
                     steps=steps,
                     adjacency=adjacency,
                 ),

@@ -153,7 +153,7 @@ def test_the_next_step_is_the_one_without_the_doctor():
         with pytest.warns(dp.UtilityWarning):
             optimizer = dp.HolderSGD(
                 parts.model.parameters(),
-                dp.HolderSGD.plan(lr=0.5, **mechanism, batch_size=scripts.N, design=design),
+                dp.HolderSGD.plan(lr=0.5, **mechanism, batch_size=scripts.N, sampling=design),
                 generator=noise,
             )
         loader = optimizer.loader(parts.loader.dataset)

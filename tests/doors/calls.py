@@ -600,7 +600,7 @@ def _ghost() -> Good:
     net = dp.attach(model(), rows="ghost")
     optimizer = dp.HolderSGD(
         net.parameters(),
-        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=24, design=dp.Full(24)),
+        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=24, sampling=dp.Full(24)),
     )
     ((x, y),) = optimizer.loader(records(24))
     net._watch = optimizer
@@ -624,7 +624,7 @@ def _run() -> tuple[nn.Module, dp.PrivateOptimizer]:
     net = dp.attach(model())
     return net, dp.HolderSGD(
         net.parameters(),
-        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=3, design=dp.Full(3)),
+        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=3, sampling=dp.Full(3)),
     )
 
 

@@ -98,7 +98,7 @@ def make(name: str, *, noise: str, z: float, batch: int, design: type, average: 
             noise_multiplier=z,
             batch_size=batch,
             noise=noise,
-            design=design(batch, N),
+            sampling=design(batch, N),
             average=average,
         ),
         generator=torch.Generator().manual_seed(17),

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.designs import Design, Fixed
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
@@ -146,7 +146,7 @@ class HolderSGD(PlannedOptimizer):
         epochs: float | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
-        sampling: str | None = None,
+        sampling: str | Design | None = None,
         noise: str | None = None,
         average: str | None = None,
         adjacency: Adjacency | None = None,
@@ -170,7 +170,8 @@ class HolderSGD(PlannedOptimizer):
             batch_size: expected batch size, the public divisor; default 512 (at most n) for smooth losses, else a power
                 of 2 that makes the noise per record pair, noise_multiplier/2, closest to 2.
             lr: step size; default 1/smoothness, or `theory.holder.balanced_lr`.
-            sampling: "poisson" (default; "fixed" in mode "paper") or "fixed".
+            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled" or "full"; or a design such as
+                dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
                 it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
@@ -191,14 +192,12 @@ class HolderSGD(PlannedOptimizer):
         check.choice(("tight", "paper"), mode=mode)
         check.choice((*AVERAGES, None), average=average), check.choice((*NOISES, "absolute", None), noise=noise)
         paper, dim, given = mode == "paper", dimension(dim), noise_multiplier is not None or noise == "absolute"
-        sampling = check.choice(SAMPLING, sampling=sampling or ("fixed" if paper else "poisson"))
+        sampling = sampling or ("fixed" if paper else "poisson")
+        if isinstance(sampling, Design):
+            n, batch_size = sampling.n, sampling.batch_size
         noise = noise or ("paper" if paper else "adaptive")
         adjacency = agreed_adjacency(adjacency, budget)
-        if paper and (adjacency != REPLACE_ONE or sampling != "fixed" or noise != "paper"):
-            raise AdjacencyError(
-                "mode='paper' is proved for replace_one, sampling='fixed' and noise='paper' only "
-                f"(got {adjacency}, {sampling!r}, {noise!r}); mode='tight' covers the others"
-            )
+        _require_paper(paper, adjacency, sampling, noise)
         _require_noise(noise, noise_multiplier, noise_std, budget)
         if not given and n is None:
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
@@ -207,13 +206,13 @@ class HolderSGD(PlannedOptimizer):
                 f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 2
             )
         smooth = problem.smoothness is not None
-        if batch_size is None:
-            if n is None:
-                raise ValueError("batch_size must be given where n is not")
-            choose = not (smooth or paper or given)
-            passes = _DEFAULT_EPOCHS if epochs is None else epochs
-            batch_size = _balanced_batch(n, budget, sampling, passes) if choose and budget else min(_DEFAULT_BATCH, n)
+        if batch_size is None and n is not None and sampling != "full":
+            if smooth or paper or given or budget is None or sampling not in ("poisson", "fixed"):
+                batch_size = min(_DEFAULT_BATCH, n)
+            else:
+                batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
         design = sampled(sampling, batch_size, n, adjacency)
+        batch_size = design.batch_size
         steps = steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
         multiplier, split = noise_multiplier, None
         if not given and budget is not None and steps is not None:
@@ -253,11 +252,21 @@ class HolderSGD(PlannedOptimizer):
         )
 
 
+def _require_paper(paper: bool, adjacency: str, sampling: str | Design, noise: str) -> None:
+    if paper and (
+        adjacency != REPLACE_ONE or noise != "paper" or not (sampling == "fixed" or isinstance(sampling, Fixed))
+    ):
+        raise AdjacencyError(
+            "mode='paper' is proved for replace_one, sampling='fixed' and noise='paper' only "
+            f"(got {adjacency}, {sampling!r}, {noise!r}); mode='tight' covers the others"
+        )
+
+
 def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budget | None) -> None:
     if noise == "absolute":
         if std is None or multiplier is not None:
             raise ValueError(
-                f"noise_std must be given for noise='absolute', and noise_multiplier must not (got {std} and {multiplier})"
+                f"noise_std must be given for noise='absolute', and noise_multiplier not (got {std} and {multiplier})"
             )
         return
     if std is not None:
@@ -280,7 +289,7 @@ def _noise(design: Design, steps: int, budget: Budget, paper: bool) -> tuple[flo
     return 2.0 * math.sqrt(found.ratio_squared), found.split  # s is relative to the sensitivity 2 G
 
 
-def _balanced_batch(n: int, budget: Budget, sampling: str, epochs: float) -> int:
+def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int:
     """Returns the power of two whose noise per pair of records is nearest to 2, in the middle of [1, 3]."""
 
     @cache

@@ -179,18 +179,31 @@ def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None) -> Adja
     return budget.adjacency
 
 
-def sampled(sampling: str, batch_size: int, n: int | None, adjacency: Adjacency) -> Design:
-    """Returns the design of a word: "poisson", "fixed", "shuffled" or "full"; where n is not public, none is claimed."""
+def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjacency: Adjacency) -> Design:
+    """Returns the design of a word and its numbers; without n none is claimed.
+
+    Args:
+        sampling: "poisson", "fixed", "shuffled" or "full"; or a design, whose numbers must then agree with what is given.
+        batch_size: expected size of a batch; None for that of the design, or for n.
+        n: public number of records.
+        adjacency: of the guarantee.
+    """
+    if isinstance(sampling, Design):
+        if batch_size not in (None, sampling.batch_size):
+            raise ValueError(f"batch_size must be {sampling.batch_size}, that of {sampling} (got {batch_size})")
+        return checks.declared(sampling, n, sampling.batch_size)
     check.choice((*SAMPLING, "full"), sampling=sampling)
     if n is None:
         if adjacency == ADD_REMOVE:
             raise AdjacencyError("n must be given under add_remove: a public number, for reference")
+        if batch_size is None:
+            raise ValueError("batch_size must be given where n is not")
         return checks.declared(None, None, batch_size)
     if sampling == "full":
-        if batch_size != n:
+        if batch_size not in (None, n):
             raise ValueError(f"batch_size must be n={n} for full batches (got {batch_size})")
         return Full(n)
-    return SAMPLING[sampling](batch_size, n)
+    return SAMPLING[sampling](n if batch_size is None else batch_size, n)
 
 
 def steps_of(design: Design, steps: int | None, epochs: float | None, default: float | None) -> int | None:
