@@ -129,9 +129,8 @@ def test_the_result_is_that_of_the_calibrated_optimizer(inner: str) -> None:
             batch_size=BATCH,
             epochs=2,
             lr=other.param_groups[0]["lr"],
-            average=None if rule else "last",
-            **rule,
         ),
+        **rule,
     )
     assert optimizer.oracle.settings() == reference.oracle.settings()
     assert (optimizer.design, optimizer.schedule) == (reference.design, reference.schedule)
@@ -302,7 +301,7 @@ class Stream(IterableDataset):
         (
             {"loader": DataLoader(records(), batch_sampler=BatchSampler(RandomSampler(records()), 4, False))},
             ValueError,
-            r"fixed batch_size \(got None\); use HolderSGD.calibrated",
+            r"fixed batch_size \(got None\); use HolderSGD and optimizer.loader",
         ),
         ({"loader": DataLoader(Stream(), batch_size=BATCH)}, ValueError, r"map-style .*\(got a stream"),
     ],

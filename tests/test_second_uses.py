@@ -52,8 +52,9 @@ def test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run(tmp_pat
     def run(path: str) -> tuple[nn.Module, dp.HolderSGD]:
         model = dp.attach(nn.Linear(3, 1))
         accountant = dp.Accountant(BUDGET, ledger_path=tmp_path / path)
-        made = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(lr=0.1, problem=dp.Problem(lipschitz=1.0), noise_multiplier=4.0, batch_size=4, n=16), accountant=accountant)  # fmt: skip
-        return model, made
+        problem = dp.Problem(lipschitz=1.0)
+        plan = dp.HolderSGD.plan(lr=0.1, problem=problem, noise_multiplier=4.0, batch_size=4, n=16, budget=BUDGET)
+        return model, dp.HolderSGD(model.parameters(), plan, accountant=accountant)
 
     model, optimizer = run("first")
     batches = iter(optimizer.loader(data(), steps=2))

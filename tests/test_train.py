@@ -54,13 +54,16 @@ def conv() -> nn.Module:
 
 def holder(model: nn.Module, **changes: Any) -> dp.HolderSGD:
     kind = {"lr": 0.1, "problem": PROBLEM, "noise_multiplier": 2.0, "batch_size": BATCH, "n": N, "steps": 5, **changes}
-    return dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**kind))
+    own = {name: kind.pop(name) for name in ("generator", "accountant", "rule") if name in kind}
+    return dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**kind), **own)
 
 
 def planned(model: nn.Module, budget: dp.Budget | None = None, **changes: Any) -> dp.HolderSGD:
     """Returns an optimizer with a budget of five steps."""
     kind = {"problem": PROBLEM, "n": N, "batch_size": BATCH, "epochs": 1, **changes}
-    return dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(budget=budget or dp.Budget(1.0, DELTA), **kind))
+    own = {name: kind.pop(name) for name in ("generator", "accountant", "rule") if name in kind}
+    plan = dp.HolderSGD.plan(budget=budget or dp.Budget(1.0, DELTA), **kind)
+    return dp.HolderSGD(model.parameters(), plan, **own)
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

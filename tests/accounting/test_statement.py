@@ -496,6 +496,7 @@ def fitted(size: int, seed: int, adjacency: str) -> dp.HolderSGD:
         dp.HolderSGD.plan(
             lr=0.5,
             problem=dp.losses.Logistic().problem(bound_x=1.5),
+            budget=budget,
             noise_multiplier=12.0,
             n=1000,
             batch_size=100,

@@ -375,11 +375,14 @@ CALLS["dp.LocalizedSGD.calibrated"] = lambda: (dp.LocalizedSGD.calibrated, {"par
 CALLS["dp.LocalizedSGD.plan"] = lambda: (dp.LocalizedSGD.plan, {"dim": DIM} | heavy())
 CALLS["dp.HolderSGD"] = lambda: (
     dp.HolderSGD,
-    {"params": params(), "lr": 0.1, "problem": problem(), "noise_multiplier": 2.0, "batch_size": 6, "n": 24},
+    {
+        "params": params(),
+        "plan": dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24),
+    },
 )
-CALLS["dp.HolderSGD.calibrated"] = lambda: (
-    dp.HolderSGD.calibrated,
-    {"params": params(), "problem": problem(), "n": 24, "budget": budget(), "batch_size": 6, "epochs": 2},
+CALLS["dp.HolderSGD.plan[noise]"] = lambda: (
+    dp.HolderSGD.plan,
+    {"lr": 0.1, "problem": problem(), "noise_multiplier": 2.0, "batch_size": 6, "n": 24},
 )
 CALLS["dp.HolderSGD.plan"] = lambda: (
     dp.HolderSGD.plan,

@@ -33,7 +33,11 @@ def parameter(dtype: torch.dtype = torch.float32, device: str = "cpu", **kind: A
 def holder(accountant: dp.Accountant | None = None, params: Any = None, **changes: Any) -> dp.HolderSGD:
     """Returns a good optimizer, but for the changes."""
     kind = {"lr": 0.1, "problem": PROBLEM, "noise_multiplier": 2.0, "batch_size": BATCH, "n": N, **changes}
-    return dp.HolderSGD([parameter()] if params is None else params, dp.HolderSGD.plan(**kind), accountant=accountant)
+    own = {name: kind.pop(name) for name in ("prox", "rule", "reg") if name in kind}
+    if accountant is not None:
+        kind.setdefault("adjacency", accountant.adjacency)
+    plan = dp.HolderSGD.plan(**kind)
+    return dp.HolderSGD([parameter()] if params is None else params, plan, accountant=accountant, **own)
 
 
 def calibrated(accountant: dp.Accountant, **changes: Any) -> dp.HolderSGD:
@@ -182,7 +186,7 @@ TARGETS: dict[str, Misuse] = {
         r"one, or use adjacency='add_remove'",
     ),
     "fixed batches under add_remove": (
-        lambda a: holder(dp.Accountant(ADD_REMOVE), n=None, design=dp.Fixed(BATCH, N)),
+        lambda a: holder(dp.Accountant(ADD_REMOVE), n=None, sampling=dp.Fixed(BATCH, N)),
         dp.AdjacencyError,
         r"not defined under add_remove: its batch size depends on the data set size",
     ),
@@ -270,7 +274,7 @@ TRAINING: dict[str, Misuse] = {
         r"loss_reduction must be 'sum', as the model was attached \(got 'mean'\); dp.detach\(model\)",
     ),
     "no sampling declared": (
-        lambda a: holder(a, n=None, design=dp.accounting.designs.Undeclared(BATCH)).loader(records()),
+        lambda a: holder(a, n=None, sampling=dp.accounting.designs.Undeclared(BATCH)).loader(records()),
         dp.UnknownSamplerError,
         r"give n= \(Poisson sampling\) or design=",
     ),
@@ -330,7 +334,7 @@ def test_the_epsilon_named_by_a_plan_works() -> None:
         plan(1e-9)
     named = re.search(r"epsilon must be >= (\S+),", str(caught.value))
     assert named
-    assert plan(float(named[1])).epsilon <= float(named[1])
+    assert plan(float(named[1])).epsilon() <= float(named[1])
 
 
 @pytest.mark.parametrize("delta", [1 / N, 0.1])

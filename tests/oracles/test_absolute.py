@@ -27,10 +27,7 @@ def records(n: int = 200) -> TensorDataset:
 def made(budget: dp.Budget | None = None, noise_std: object = 0.5, **settings: object):
     model = dp.attach(torch.nn.Linear(3, 1, bias=False))
     arguments = {"problem": PROBLEM, "noise": "absolute", "noise_std": noise_std, "batch_size": 10, "n": 200}
-    accountant = None if budget is None else dp.Accountant(budget)
-    return model, dp.HolderSGD(
-        model.parameters(), dp.HolderSGD.plan(lr=0.2, **arguments | settings), accountant=accountant
-    )
+    return model, dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(lr=0.2, budget=budget, **arguments | settings))
 
 
 @settings(max_examples=200)
@@ -101,7 +98,7 @@ def test_the_run_stops_where_the_filter_does_and_the_target_holds(mode):
 
 def test_full_batches_are_filtered_by_their_mu():
     budget = dp.Budget(1.0, 1e-5, mode="gdp")
-    model, optimizer = made(budget, noise_std=0.5, batch_size=200, n=None, design=dp.Full(200), steps=500)
+    model, optimizer = made(budget, noise_std=0.5, batch_size=200, n=None, sampling=dp.Full(200), steps=500)
     dp.fit(model, optimizer, records(), LOSS, progress=False)
     assert 1 < optimizer.steps < 500
     assert optimizer.accountant.ledger.cost("replace_one").mu_squared ** 0.5 <= 0.2681

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Fixed
+from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
@@ -116,7 +116,7 @@ class HolderSGD(PlannedOptimizer):
         Source: Wang, Lei, Ying, Zhang, Theorem 11; spec holder.md 3.3 and 3.5 (accounting A).
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = dp.attach(torch.nn.Linear(3, 1))
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
         >>> problem = dp.losses.Logistic().problem(bound_x=2.0)
@@ -194,7 +194,7 @@ class HolderSGD(PlannedOptimizer):
         paper, dim, given = mode == "paper", dimension(dim), noise_multiplier is not None or noise == "absolute"
         sampling = sampling or ("fixed" if paper else "poisson")
         if isinstance(sampling, Design):
-            n, batch_size = sampling.n, sampling.batch_size
+            n, batch_size = None if isinstance(sampling, Undeclared) else sampling.n, sampling.batch_size
         noise = noise or ("paper" if paper else "adaptive")
         adjacency = agreed_adjacency(adjacency, budget)
         _require_paper(paper, adjacency, sampling, noise)

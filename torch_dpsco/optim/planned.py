@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_dpsco import _validate as check
+from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
@@ -130,17 +131,21 @@ class PlannedOptimizer(PrivateOptimizer):
     def __init__(
         self,
         params: Any,
-        plan: StepPlan,
+        plan: Any = None,
         *,
         rule: UpdateRule | None = None,
         prox: Prox | None = None,
         reg: float = 0.0,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        **moved: Any,
     ) -> None:
         name = type(self).__name__
-        if not isinstance(plan, self.plans):
-            raise ValueError(f"plan must be made by {name}.plan(...), the list of keywords (got {plan!r})")
+        if moved or not isinstance(plan, self.plans):
+            raise ValueError(
+                f"{', '.join(moved) or 'plan'} must be given to {name}.plan(...), whose plan is the second argument: "
+                f"{name}(params, {name}.plan(...)) (got {shown(plan)})"
+            )
         if accountant is None:
             accountant = ledger_of(plan)
         elif plan.budget is not None:
@@ -161,6 +166,11 @@ class PlannedOptimizer(PrivateOptimizer):
             generator=generator,
             secure=plan.secure,
         )
+
+    @classmethod
+    def calibrated(cls, *args: Any, **kwargs: Any) -> None:
+        """Raises: it was the way in before plans were."""
+        raise AttributeError(f"{cls.__name__}.calibrated is now {cls.__name__}(params, {cls.__name__}.plan(...))")
 
 
 def ledger_of(plan: Plan) -> Accountant:
@@ -183,7 +193,7 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
     """Returns the design of a word and its numbers; without n none is claimed.
 
     Args:
-        sampling: "poisson", "fixed", "shuffled" or "full"; or a design, whose numbers must then agree with what is given.
+        sampling: "poisson", "fixed", "shuffled" or "full"; or a design, which has its numbers.
         batch_size: expected size of a batch; None for that of the design, or for n.
         n: public number of records.
         adjacency: of the guarantee.
@@ -222,6 +232,11 @@ def dimension(dim: Any) -> int | None:
         return None
     if isinstance(dim, (int, float)):
         return int(check.positive_count(dim=dim))
-    items = checks.listed(dim.parameters() if isinstance(dim, torch.nn.Module) else dim)
+    try:
+        items = checks.listed(dim.parameters() if isinstance(dim, torch.nn.Module) else dim)
+    except ValueError as error:
+        raise ValueError(
+            f"dim must be the number of parameters, or a model or parameters (got {shown(dim)})"
+        ) from error
     tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
     return max(1, sum(int((p[1] if isinstance(p, tuple) else p).numel()) for p in tensors))
