@@ -472,13 +472,11 @@ def made(name: str) -> Any:
     return function(**arguments)
 
 
-def delivered(name: str = "dp.HolderSGD") -> dp.PrivateOptimizer:
+def delivered() -> dp.PrivateOptimizer:
     """Returns an optimizer that is ready for its step."""
     net = dp.attach(model())
-    function, arguments = CALLS[name]()
-    optimizer = function(
-        **arguments | {"params": list(net.parameters()), "n": 24, "design": dp.Full(24), "batch_size": 24}
-    )
+    plan = dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, sampling=dp.Full(24))
+    optimizer = dp.HolderSGD(list(net.parameters()), plan)
     for x, y in optimizer.loader(records(24)):
         LOSS(net(x), y).backward()
         break

@@ -57,6 +57,10 @@ class StepPlan(Plan):
     average: str = "last"
     secure: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asks_exact(self.secure)  # raises for other words
+
     @property
     def n(self) -> int:
         """Public number of records (or users); a reference under add_remove."""
