@@ -3,7 +3,8 @@
 import torch_dpsco as dp
 
 dp.attach(model)                                     # per-sample gradients
-optimizer = dp.HolderSGD.calibrated(model.parameters(), problem=..., n=..., budget=dp.Budget(1.0, 1e-5))
+plan = dp.HolderSGD.plan(problem=..., n=..., budget=dp.Budget(1.0, 1e-5))
+optimizer = dp.HolderSGD(model.parameters(), plan)
 for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
 """
 

@@ -105,9 +105,9 @@ def fit(
         >>> import torch_dpsco as dp
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
         >>> model = nn.Linear(3, 1)
-        >>> optimizer = dp.HolderSGD.calibrated(
-        ...     model.parameters(), problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
-        ...     budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
+        ...                          budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> optimizer = dp.HolderSGD(model.parameters(), plan)
         >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
         (False, 10)
     """

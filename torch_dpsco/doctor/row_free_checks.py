@@ -43,7 +43,7 @@ def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
             "critical",
             "no-noise",
             f"{type(script.optimizer).__name__} adds no noise (noise_std 0): its answer is not private at all",
-            ".calibrated(..., budget=dp.Budget(epsilon, delta))",
+            ".plan(..., budget=dp.Budget(epsilon, delta))",
         )
 
 

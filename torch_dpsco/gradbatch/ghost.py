@@ -316,9 +316,9 @@ def ghost_backward(model: nn.Module, losses: Tensor) -> None:
         >>> import torch_dpsco as dp
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
         >>> model = dp.attach(nn.Linear(3, 1), rows="ghost")
-        >>> optimizer = dp.HolderSGD.calibrated(
-        ...     model.parameters(), problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
-        ...     budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=1)
+        >>> plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
+        ...                          budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=1)
+        >>> optimizer = dp.HolderSGD(model.parameters(), plan)
         >>> for x, y in optimizer.loader(data):
         ...     dp.ghost_backward(model, dp.losses.Logistic()(model(x), y, reduction="none"))
         ...     optimizer.step()
