@@ -60,6 +60,9 @@ class StepPlan(Plan):
     def __post_init__(self) -> None:
         super().__post_init__()
         asks_exact(self.secure)  # raises for other words
+        check.positive(lr=self.lr)
+        if self.steps is not None:
+            check.positive_count(steps=self.steps)
 
     @property
     def n(self) -> int:

@@ -1,0 +1,122 @@
+"""Plans: printed, saved, loaded and run; what they say is what the ledger says afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.optim.planned import StepPlan
+from torch_dpsco.plan import Plan
+
+N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
+LOSS = dp.losses.Logistic()
+PROBLEM = LOSS.problem(bound_x=2.0, radius=3.0)
+
+
+def holder(**kind: Any) -> Callable[[], StepPlan]:
+    return lambda: dp.HolderSGD.plan(**{"problem": PROBLEM, "n": N, "batch_size": 16, **kind})
+
+
+MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
+    "HolderSGD": (dp.HolderSGD, holder(budget=BUDGET, epochs=1)),
+    "HolderSGD, add_remove": (dp.HolderSGD, holder(budget=dp.Budget(2.0, 1e-4, "add_remove"), steps=3)),
+    "HolderSGD, exact": (dp.HolderSGD, holder(budget=BUDGET, steps=2, secure="exact")),
+    "HolderSGD, fixed": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="fixed", noise="constant")),
+    "HolderSGD, shuffled": (dp.HolderSGD, holder(budget=BUDGET, epochs=2, sampling="shuffled")),
+    "HolderSGD, full": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="full", batch_size=None)),
+    "HolderSGD, noise": (dp.HolderSGD, holder(noise_multiplier=3.0, steps=3, lr=0.1)),
+    "HolderSGD, losses with kinks": (
+        dp.HolderSGD,
+        holder(problem=dp.losses.Hinge().problem(bound_x=2.0, radius=1.5), budget=BUDGET, epochs=1, dim=DIM + 1),
+    ),
+}
+
+
+def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
+    model = dp.attach(nn.Linear(DIM, 1))
+    optimizer = cls(model.parameters(), plan)
+    data = TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))
+    for x, y in optimizer.loader(data, steps=plan.steps):
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    optimizer.finalize()
+    assert optimizer.steps == plan.steps
+    return optimizer
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
+    cls, make = MADE[name]
+    plan = make()
+    loaded = Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False)))
+    assert loaded == plan
+    assert type(loaded).from_dict(plan.to_dict()) == plan
+    optimizer = run(cls, loaded)
+    delta = 1e-4
+    assert optimizer.privacy_spent(delta).epsilon == plan.epsilon(delta)
+    if plan.budget is not None:
+        assert plan.epsilon() <= plan.budget.epsilon
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_plan_prints_a_table_in_words(name: str) -> None:
+    _, make = MADE[name]
+    plan = make()
+    lines = str(plan).splitlines()
+    assert lines[0] == f"{type(plan).__name__} for one {plan.unit}, {plan.adjacency}"
+    assert max(map(len, lines)) <= 110
+    labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
+    assert labels[:4] == ["promise", "epsilon", "batches", "steps"]
+    for adjacency in ("add_remove", "zero_out", "replace_one"):
+        assert adjacency in str(plan)
+
+
+def test_a_plan_is_frozen_and_checked() -> None:
+    plan = holder(budget=BUDGET)()
+    with pytest.raises(FrozenInstanceError):
+        plan.lr = 1.0
+    with pytest.raises(ValueError, match=r"delta must be given: the plan has noise and steps of yours"):
+        holder(noise_multiplier=3.0, steps=3)().epsilon()
+    with pytest.raises(dp.ConditionError, match="no last step"):
+        holder(noise_multiplier=3.0)().event()
+    with pytest.raises(dp.ConditionError, match="what the iterates before it make it cost"):
+        holder(noise="absolute", noise_std=1.0, steps=3)().event()
+    assert "not known beforehand" in str(holder(noise="absolute", noise_std=1.0, steps=3)())
+
+
+def test_only_what_a_plan_wrote_is_read() -> None:
+    row = holder(budget=BUDGET)().to_dict()
+    for change in ({"version": 2}, {"type": "Accountant"}, {"lr": -1.0}, {"other": 1}):
+        with pytest.raises(ValueError, match="must be"):
+            Plan.from_dict(row | change)
+    with pytest.raises(ValueError, match="type must be one of"):
+        Plan.from_dict(row | {"problem": {"type": "Popen"}})
+    own = dp.Problem(exact_grad_bound=lambda radius: 1.0)
+    with pytest.raises(ValueError, match="a plan is saved with values of the library alone"):
+        holder(problem=own, budget=BUDGET, lr=0.1)().to_dict()
+
+
+def test_the_way_before_plans_says_what_to_write() -> None:
+    params = nn.Linear(DIM, 1).parameters()
+    with pytest.raises(AttributeError, match=r"HolderSGD.calibrated is now HolderSGD\(params, HolderSGD.plan\(...\)\)"):
+        dp.HolderSGD.calibrated(params, problem=PROBLEM, n=N, budget=BUDGET)
+    with pytest.raises(ValueError, match=r"lr, problem must be given to HolderSGD.plan\(...\)"):
+        dp.HolderSGD(params, lr=0.1, problem=PROBLEM)
+    with pytest.raises(ValueError, match=r"plan must be given to HolderSGD.plan\(...\), .* \(got 0.1\)"):
+        dp.HolderSGD(params, 0.1)
+
+
+def test_an_accountant_of_another_budget_is_refused_by_the_plan() -> None:
+    with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
+        dp.HolderSGD(
+            nn.Linear(DIM, 1).parameters(), holder(budget=BUDGET)(), accountant=dp.Accountant(dp.Budget(1.0, 1e-4))
+        )
