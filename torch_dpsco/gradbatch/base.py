@@ -165,8 +165,9 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     in float64. The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
 
     A mean loss is a second source: 1/B is rounded, so that one record more changes ALL rows, by 4 u each if the layer
-    is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)).
-    Deeper layers may amplify it; a sum loss does not have it. In half precision it is large and refused (`attach`).
+    is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)) of a
+    Linear layer with one output. Several outputs, and deeper layers, amplify it: there a mean over a private number of
+    rows is refused (`PrivateOptimizer`). In half precision it is large and always refused (`attach`).
 
     Rows that are left as sequences of factors are summed in float64, at an error relative to their terms, which `gram`
     keeps below CANCELLATION times the clip: hence that factor in what float64 costs.
