@@ -2,6 +2,8 @@
 
 For y = W a + c the gradient of sample i is b_i a_i^T for W and b_i for the bias, with a_i the layer's input and b_i the
 gradient of the loss in its output. Norm: |b| sqrt(|a|^2 + 1); weighted sum: (w b)^T a: memory O(B (in + out)).
+
+Source: docs/proofs/rounding.md#norms-of-factors, docs/proofs/rounding.md#factors-of-one-score.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ sign also agrees with the sum above. Entries are clamped to [-M, M], M >= 2 m a 
 M^2 times their number as computed, no square misses more than 2^-12 M^2, so that all entries are certain, and row sums
 count the neighbors. Else entries inside of +-M are decided by the sum itself.
 
-Source: userlevel spec, section 9; perf spec, section 7.
+Source: docs/proofs/rounding.md#neighbor-counts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def neighbor_counts(points: Points, radii: Sequence[float], among: Tensor | None
         Exact in the sense of the module: the indicator of a pair is a function of its two rows. Memory: tiles of 1024 x
         1024 float64, whatever n and D.
 
-    Source: userlevel spec, section 9.
+    Source: docs/proofs/rounding.md#neighbor-counts.
 
     Example:
         >>> neighbor_counts(Points(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]])), [1.0]).tolist()

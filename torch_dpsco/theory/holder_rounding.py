@@ -42,7 +42,7 @@ Assumes that nothing of the size u B R_s is lost in underflow, which holds if B 
 In the sampler "uniform", where a run without a hit costs nothing, it is also assumed that equal inputs give equal
 results, or that the order of roundings is chosen without looking at the data.
 
-Source: this library (the spec treats real numbers); Higham, Accuracy and Stability of Numerical Algorithms, ch. 3.
+Source: docs/proofs/rounding.md#two-runs-in-floating-point; Higham, Accuracy and Stability, ch. 3.
 """
 
 from __future__ import annotations
