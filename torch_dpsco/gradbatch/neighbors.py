@@ -232,18 +232,16 @@ class _Counter:
             part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
 
 
-def mean_rounding(users: int, dim: int, diameter: float, reach: float) -> float:
+def mean_rounding(users: int, diameter: float, reach: float) -> float:
     """Returns a bound of what rounding adds to the distance of two weighted means.
 
-    A chain of at most (rows of a tile + tiles) additions, and a few roundings of weights, products and the quotient, in
-    each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a point
-    that is at most `reach` from the center; twice.
+    A chain of at most all users (BLAS may add row by row), and a few roundings of weights, products and the quotient,
+    in each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a
+    point that is at most `reach` from the center; twice.
 
     Args:
         users: most rows.
-        dim: D.
         diameter: of the rows of positive weight.
         reach: of all rows.
     """
-    tile = Points(torch.empty(0, dim)).tile_rows
-    return 2.0 * _UNIT * ((2 * (tile + users // tile) + 24) * diameter + 2.0 * reach)
+    return 2.0 * _UNIT * ((2 * users + 24) * diameter + 2.0 * reach)
