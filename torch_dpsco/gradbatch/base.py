@@ -7,8 +7,7 @@ Rows never leave this package except as norms (to an oracle) and weighted sums. 
 * weighted sums run over tiles of rows, in float64 or, for small batches, in float32; `plan_summation` bounds their
   error, which the oracle adds to the sensitivity that it declares.
 
-Source: architecture section 4; error bounds from the standard model fl(a op b) = (a op b)(1 + e), |e| <= u, by which a
-sum of k products has relative error at most k u / (1 - k u) in the sum of absolute values, in any order.
+Source: docs/proofs/rounding.md#certified-norms, docs/proofs/rounding.md#weighted-sums.
 """
 
 from __future__ import annotations

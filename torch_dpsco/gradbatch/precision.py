@@ -4,6 +4,8 @@ A mean loss divides each record's gradient by the batch size before the backward
 Where a product on the way rounds to fewer bits than float32 has, the rounding of 1/B is in ALL rows: one record more
 moves each of them by up to 2^-9 of its length, B of them by many clips. `inexact_mean` is the one check; a loss
 that sums has no 1/B, and is never refused.
+
+Source: docs/proofs/rounding.md#products-in-reduced-precision.
 """
 
 from __future__ import annotations

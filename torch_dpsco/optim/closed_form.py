@@ -14,7 +14,7 @@ oracle, ledger, noise and update are the same code, and the rows are equal up to
 A record's row is a function of that record alone: products are with its own features only. The input's factor of the
 norms, sqrt(|x|^2 + 1), is computed once per data set.
 
-Source: perf spec, section 3.
+Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 """
 
 from __future__ import annotations
