@@ -294,7 +294,7 @@ def private_moment(
         rho-zCDP under replace_one and zero_out; under add_remove too if n is given: in units of tau^k each summand is
         in [0, 1] and the divisor is public, so that one record moves the mean by at most 1/n.
 
-    Source: spec heavytail.md, section 2.9.2.
+    Source: docs/proofs/output.md#private-moments
 
     Example:
         >>> norms = np.linspace(0, 1, 4000)  # (1 / 5)^(1 / 4) = 0.669

@@ -175,7 +175,7 @@ def test_the_dominating_pair_has_mass_one_and_the_profile_of_the_theorem():
         assert at_bend == pytest.approx(gaussian_delta(float(s), float(z * s)), rel=1e-8)
 
 
-# Consistency (output spec, section 14.5).
+# Consistency.
 
 regs = st.floats(-2.0, 3.0).map(lambda x: 10**x)
 noises = st.floats(-0.5, 3.0).map(lambda x: 10**x)
