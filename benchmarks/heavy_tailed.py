@@ -17,8 +17,8 @@ in each.
 
 The second command is for the slopes of one pass at larger n, half a minute; five batches have a floor there.
 
-Nothing of ours is tuned, but what was looked at long before, on such tasks (heavytail.md 5): 5 batches in one pass, 30
-full-batch steps, reg 0.05 of LocalizedSGD. Step sizes are those of the smoothness, 1, which is true here. Opacus, at a
+Nothing of ours is tuned, but what was looked at long before, on such tasks: 5 batches in one pass, 30 full-batch
+steps, reg 0.05 of LocalizedSGD. Step sizes are those of the smoothness, 1, which is true here. Opacus, at a
 constant clip on full batches (its noise by our accountant, as its own ones have no replace_one), is tuned by looking:
 the best of 4 clips (0.1, 1, 10, 100 medians of the gradient norms at zero) x 3 step sizes on the score itself, on one
 data set of the size; what a private search would cost is not charged.

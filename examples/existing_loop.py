@@ -50,7 +50,9 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, dp.
     budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
     problem = dp.losses.Logistic().problem(bound_x=ROW_NORM_BOUND)
     model = dp.attach(nn.Linear(dim, 1))
-    plan = dp.HolderSGD.plan(problem=problem, n=len(dataset), budget=budget, lr=LR, batch_size=BATCH_SIZE, epochs=epochs)
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=len(dataset), budget=budget, lr=LR, batch_size=BATCH_SIZE, epochs=epochs
+    )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     loader = optimizer.loader(dataset)
     train(model, optimizer, loader, dp.per_record(nn.BCEWithLogitsLoss), epochs)

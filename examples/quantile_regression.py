@@ -89,7 +89,7 @@ def train(method: str, quantile: float, dataset: TensorDataset, epsilon: float, 
         for p in model.parameters():
             nn.init.zeros_(p)
         settings |= {"epochs": EPOCHS["gradient"], "average": "weighted"}
-        noisy = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**settings), accountant=ledger)
+        noisy = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**settings, dim=model), accountant=ledger)
         planned = dp.HolderSGD.plan(dim=WIDTH + 1, **settings)
         print_plan(method, quantile, planned.steps, planned.lr, f"{planned.noise_std:.2g} on each mean gradient")
         return dp.fit(model, noisy, dataset, loss), planned.epsilon

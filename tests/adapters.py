@@ -119,7 +119,9 @@ def call(vector: Vector) -> Any:
 
 
 def loss_constants(loss: str, bound_x: float, bound_y: float, radius: float, **choices: float) -> dict[str, float]:
-    """Returns the promised constants of a loss of the table (holder.md, section 2.1) and its bound at the radius.
+    """Returns the promised constants of a loss of the table and its bound at the radius.
+
+    See docs/proofs/holder.md#constants-of-the-losses.
 
     `choices` holds the shape of the loss (power, threshold, quantile, width, num_classes) and, for the rows "other
     alpha", holder_exponent.

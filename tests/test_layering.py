@@ -1,4 +1,4 @@
-"""The import rules of architecture.md, section 2, and the house rules that a reader relies on, checked on the syntax.
+"""The import rules of docs/architecture.md, and the house rules that a reader relies on, checked on the syntax.
 
 Why it matters for privacy: the formulas (`accounting.analysis`, `theory`) can be read and tested without torch, the
 update rules cannot reach private rows because they cannot reach an oracle, and Opacus is touched in few places.

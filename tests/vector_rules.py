@@ -1,4 +1,4 @@
-"""What counts as agreement with a test vector (architecture.md, section 11).
+"""What counts as agreement with a test vector.
 
 | family, tolerance | a number x agrees with the expected e if |
 |---|---|

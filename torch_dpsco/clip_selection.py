@@ -11,7 +11,7 @@ order, no moment. The exchange rate a is the planner's.
 | `oracles.QuantilePilot` | the same quantile, on a pilot group of records of its own: free under the max rule |
 | `oracles.AdaptiveClipped` | each step's noise multiplier holds the count's share |
 
-Source: spec heavytail.md, section 2.9.
+Proofs: docs/proofs/heavy_tailed.md#exchange-rates, docs/proofs/heavy_tailed.md#private-quantile.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float 
     Raises:
         ValueError: an argument is out of range.
 
-    Source: Andrew, Thakkar, McMahan and Ramaswamy 2021; spec heavytail.md, section 2.9.
+    Source: Andrew, Thakkar, McMahan and Ramaswamy 2021; docs/proofs/heavy_tailed.md#adaptive-clip.
 
     Example:
         >>> round(adaptive_clip_update(1.0, fraction=0.9, target=0.5), 4)
@@ -225,7 +225,7 @@ def private_quantile(
         epsilon-DP, and (epsilon^2 / 8)-zCDP, under replace_one and zero_out; under add_remove too if n is given. Unit:
         what one norm is of. What c_min, c_max and quantile were chosen by must not be the data.
 
-    Source: spec heavytail.md, section 2.9.1.
+    Source: docs/proofs/heavy_tailed.md#private-quantile.
 
     Example:
         >>> from torch_dpsco.accounting.events import REPLACE_ONE
@@ -294,7 +294,7 @@ def private_moment(
         rho-zCDP under replace_one and zero_out; under add_remove too if n is given: in units of tau^k each summand is
         in [0, 1] and the divisor is public, so that one record moves the mean by at most 1/n.
 
-    Source: spec heavytail.md, section 2.9.2.
+    Source: docs/proofs/heavy_tailed.md#private-moment.
 
     Example:
         >>> norms = np.linspace(0, 1, 4000)  # (1 / 5)^(1 / 4) = 0.669

@@ -23,6 +23,7 @@ __all__ = [
     "foreach_sub_",
     "foreach_zero_",
     "in_backward",
+    "own_step",
     "some_global_hook",
     "some_optimizer_hook",
     "standard_gamma",
@@ -105,6 +106,12 @@ def some_global_hook() -> bool:
 def some_optimizer_hook() -> bool:
     """Returns whether there is a hook on the steps of all optimizers."""
     return any(_optimizer_hooks)
+
+
+def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
+    """Returns the `step` of a class as it was written, without what torch puts around it when an object is made."""
+    step: Any = optimizer.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _require_attributes() -> None:

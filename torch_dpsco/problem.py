@@ -11,7 +11,7 @@ parameters:
     G(r) = sup_z sup_{w in B(r)} ||g(w,z)|| <= M + L r^a                               `grad_bound`
 
 Differs from the paper in: 1. G(r) is the least of all promised bounds, not only M + L r^a (`paper_grad_bound`).
-2. At a = 0 also G <= L for nonnegative convex losses (holder.md 2.1). 3. Every computed bound is rounded up.
+2. At a = 0 also G <= L for nonnegative convex losses (`grad_bound`). 3. Every computed bound is rounded up.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Problem:
         data set might hold, that is for the whole universe after `losses.enforce_bounds`.
 
     Source:
-        holder.md 1, 2.1; architecture.md 4.
+        docs/proofs/holder.md#promises.
 
     Example:
         >>> Problem(lipschitz=1.0).grad_bound()
@@ -153,7 +153,7 @@ class Problem:
             An upper bound on ||g(w,z)|| for every ||w|| <= r and every record z for which the promises hold.
 
         Source:
-            holder.md 1 and 2.1 (last paragraph).
+            docs/proofs/holder.md#gradient-bound.
 
         Example:
             >>> Problem(holder_exponent=0, holder_constant=1, grad_at_zero=1, loss_at_zero=1).grad_bound()
@@ -182,7 +182,7 @@ class Problem:
             MissingConstantError: if M, L or a is missing, or the bound is infinite.
 
         Source:
-            holder.md 1 and 3.1.
+            docs/proofs/holder.md#gradient-bound.
 
         Example:
             >>> round(Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1).paper_grad_bound(), 9)
@@ -210,9 +210,6 @@ class Problem:
         Raises:
             MissingConstantError: if any is missing.
             ValueError: if a name is not a numeric field.
-
-        Source:
-            architecture.md 4; style.md 10.
 
         Example:
             >>> Problem(smoothness=2.0).require("smoothness", by="AcceleratedSGD")

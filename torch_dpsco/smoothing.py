@@ -19,7 +19,7 @@ may even be published. What the shift costs and buys: `theory.smoothing`.
 Differs from the paper in: 1. one y per step is the default, for it has the same rate; 2. smoothing is off by default,
 since it does not improve the rate (erratum E10); 3. Y x is drawn itself, not Y.
 
-Source: userlevel spec, section 7; Asi and Liu 2023, Algorithm 3.
+Source: docs/proofs/holder.md#randomized-smoothing; Asi and Liu 2023, Algorithm 3.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ball_shift(params: Sequence[Tensor], radius: float, generator: Source) -> li
     Raises:
         ValueError: the radius is out of range, or there are no parameters.
 
-    Source: userlevel spec, section 7.
+    Source: docs/proofs/holder.md#randomized-smoothing.
 
     Example:
         >>> shift = ball_shift([torch.zeros(2, 3), torch.zeros(3)], 0.5, torch.Generator())
@@ -105,7 +105,7 @@ def perturbed_logits(
     Raises:
         ValueError: shapes do not agree, or the radius is out of range.
 
-    Source: userlevel spec, section 7.
+    Source: docs/proofs/holder.md#randomized-smoothing.
 
     Example:
         >>> layer, x = nn.Linear(3, 2), torch.ones(5, 3)
@@ -157,7 +157,7 @@ def perturbed_gradients(
     Raises:
         ValueError: an argument is out of range, or numbers of inputs and targets differ.
 
-    Source: userlevel spec, section 7.
+    Source: docs/proofs/holder.md#randomized-smoothing.
 
     Example:
         >>> rows = perturbed_gradients(nn.Linear(3, 1), nn.functional.mse_loss, torch.ones(5, 3), torch.zeros(5, 1),

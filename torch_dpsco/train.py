@@ -21,7 +21,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.attach import attach, detach, is_attached
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
-from torch_dpsco.compat import tree_map
+from torch_dpsco.compat import own_step, tree_map
 from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
 from torch_dpsco.engine import attach_sound, loss_of, require_same_parameters, require_sound
@@ -165,7 +165,10 @@ def fit(
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     model.train()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    closed = None if protects_users else closed_form(model, trained, loss_fn, dataset, loader)
+    plain = own_step(type(optimizer)) is own_step(
+        PrivateOptimizer
+    )  # a step of the caller's expects a backward before it
+    closed = closed_form(model, trained, loss_fn, dataset, loader) if plain and not protects_users else None
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
     make_step: Callable[[Any], Any]
     batches: Iterator[Any]

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.doctor.isolation import Isolation
+from torch_dpsco.doctor.isolation import Isolation, remembered
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
 
@@ -103,3 +103,33 @@ def test_a_model_is_probed_once_for_its_threads_and_rows():
         dp.detach(model)
         assert "holds for made-up records" in " ".join(str(optimizer.report(1e-5)).split())
     assert made[1] < made[0]
+
+
+def _allow_tf32(on: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = on
+
+
+@pytest.mark.parametrize(
+    ("change", "other", "usual"),
+    [
+        (torch.set_float32_matmul_precision, "high", "highest"),
+        (torch.set_float32_matmul_precision, "medium", "highest"),
+        (torch.use_deterministic_algorithms, True, False),
+        (_allow_tf32, False, True),
+    ],
+)
+def test_a_finding_is_of_the_kernels_that_were_looked_at(change, other, usual):
+    model, device, probed = nn.Linear(1, 1), torch.device("cpu"), []
+
+    def found() -> int:
+        remembered(model, device, 8, lambda: probed.append(0) or Isolation(8))
+        return len(probed)
+
+    change(usual)
+    assert (found(), found()) == (1, 1)
+    try:
+        change(other)
+        assert (found(), found()) == (2, 2)
+    finally:
+        change(usual)
+    assert found() == 2

@@ -37,7 +37,7 @@ def data(sign: float) -> tuple[Tensor, Tensor]:
     return torch.tensor([[1.0], [1.0], [-0.5], [sign]]), torch.ones(4)
 
 
-# -- output.md 4: a solver that is right in expectation, and tells one record where it errs ---------------------------
+# -- a solver that is right in expectation, and tells one record where it errs -----------------------------------------
 
 
 def lying(error: float) -> Callable[..., Tensor]:

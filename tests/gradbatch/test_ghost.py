@@ -51,7 +51,8 @@ def test_clipped_means_are_those_of_explicit_rows(name: str) -> None:
 def test_clipped_sums_stay_below_their_bound_for_losses_with_and_without_a_column(
     shape: tuple[int, ...], reduction: str
 ) -> None:
-    # perf.md 0: Opacus 1.6 multiplies coefficients (B,) by losses (B, 1), so that this sum is several times B C
+    # docs/proofs/rounding.md#ghost-rows
+    # Opacus 1.6 multiplies coefficients (B,) by losses (B, 1), so that this sum is several times B C
     torch.manual_seed(0)
     model, x, y = nn.Linear(10, 1), 5.0 * torch.randn(16, 10), torch.ones(16, 1)
     twin, criterion = copy.deepcopy(model), nn.BCEWithLogitsLoss(reduction="none")

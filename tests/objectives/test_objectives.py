@@ -170,7 +170,7 @@ def test_rounding_bounds_are_of_the_size_of_the_spec_and_not_of_the_number_of_re
     objective = LinearObjective(Logistic(), X, y, reg=1e-4, normalizer=len(X))
     spec = (1024 + 2 * 7 + 4 + 64) * 2.0**-53 * (1 + 1e-4 * float(w.norm())) + 16 * 2.0**-53 * float(w.norm())
     assert objective.gradient_error(w) <= 2 * spec
-    assert objective.gradient_error(w) < 1e-11 / 20  # the plain sum of output.md 4 would be 1e-11
+    assert objective.gradient_error(w) < 1e-11 / 20  # that of a plain sum would be 1e-11
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 3000])

@@ -171,6 +171,33 @@ def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(name: str,
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("dressed", [False, True], ids=["bare", "as the library's"])
+@pytest.mark.parametrize("late", [False, True], ids=["in the class", "put there later"])
+def test_a_step_of_a_subclass_is_called_after_a_backward(dressed: bool, late: bool, monkeypatch: Any) -> None:
+    def own(self: Any, *args: Any, **options: Any) -> Any:
+        seen.append(self.outstanding_rows)
+        return dp.PrivateOptimizer.step(self, *args, **options)
+
+    def of(kind: type[dp.PrivateOptimizer]) -> Any:
+        model = linear()
+        parts = {"oracle": dp.oracles.Clipped(0.7, 0.5, N), "rule": dp.rules.SGD()}
+        return model, kind(model.parameters(), 0.3, design=Full(N), **parts)
+
+    seen: list[int] = []
+    step = functools.wraps(dp.PrivateOptimizer.step)(own) if dressed else own
+    kind = type("Mine", (dp.PrivateOptimizer,), {} if late else {"step": step})
+    if late:
+        of(kind)  # torch puts a function of its own around the step of a class with objects
+        kind.step = step
+    monkeypatch.setattr(module.ClosedForm, "batches", None)
+    model, optimizer = of(kind)
+    dp.fit(model, optimizer, records(BCE), BCE, steps=3, progress=False)
+    assert seen == [N] * 3
+    model, optimizer = of(type("Same", (dp.PrivateOptimizer,), {}))
+    with pytest.raises(TypeError, match="not callable"):
+        dp.fit(model, optimizer, records(BCE), BCE, steps=3, progress=False)
+
+
 def test_hooks_of_the_optimizer_and_schedulers_see_each_step_of_a_fit_in_closed_form() -> None:
     """A schedule in a post-hook is how a rate is lowered within fit; steps past `step()` would not be counted."""
     model = linear()

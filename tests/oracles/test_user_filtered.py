@@ -275,7 +275,7 @@ def test_the_error_of_the_weighted_mean_is_within_its_bound(n, seed):
     exact = sum(Fraction(w) * Fraction(x) for w, x in zip(weights.tolist(), rows[:, 0].tolist(), strict=True))
     exact /= sum(map(Fraction, weights.tolist()))
     error = abs(Fraction(weighted_mean(Points(rows), weights).item()) - exact)
-    assert error <= Fraction(mean_rounding(n, 1, 1.0, 1001.0)) / 2
+    assert error <= Fraction(mean_rounding(n, 1.0, 1001.0)) / 2
 
 
 # -- the test, halting and the phase ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Indices and noise are arguments, so that a run can be repeated beside another im
 Nothing here is calibrated: `sigma_1` and `sigma_2` are the papers' formulas as printed, also where they are not valid.
 
 Differs from the paper in: two displays of Chernoff bounds print log(1/gamma); log(n/gamma), which the statement uses,
-is taken (holder spec, E2).
+is taken (docs/errata.md, E2).
 """
 
 from __future__ import annotations

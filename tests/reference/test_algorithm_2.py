@@ -3,7 +3,9 @@
     w_1 = 0;  for t = 1..T:  w_{t+1} = Proj_W( w_t - eta ( (1/b) sum_{i in B_t} g(w_t, z_i) + b_t ) );  (1/T) sum w_t
 
 with b_t ~ N(0, (z C / b)^2 I), C = G(|w_t|) (adaptive), G(R) (constant) or M + L R^alpha (the paper). Gradients and
-constants are those of the table in holder.md 2.1, by hand. The noise is replayed from a copy of the generator.
+constants are those of docs/proofs/holder.md#constants-of-the-losses, by hand.
+
+The noise is replayed from a copy of the generator.
 """
 
 from __future__ import annotations

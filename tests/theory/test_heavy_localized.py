@@ -69,7 +69,7 @@ def is_count(found, x):
 
 
 def exact_ballfree(task, r2k, counts):
-    """(A_i, C_i, sigma_i, T_i) of the specification and the sum of its bound, in mpmath, for these numbers of steps."""
+    """(A_i, C_i, sigma_i, T_i) of docs/proofs/heavy_tailed.md#localized-schedule and the sum of its bound."""
     k, d, S = mpmath.mpf(task["moment_order"]), task["dim"], mpmath.mpf(sensitivity_factor(task["adjacency"]))
     rho, total, rows = mpmath.mpf(task["rho"]), mpmath.mpf(0), []
     for i, T in enumerate(counts, start=1):
@@ -231,7 +231,7 @@ def test_a_cap_is_never_silent():
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 def test_a_cap_makes_the_bound_with_balls_grow_with_the_data_and_the_ballfree_one_not():
-    """Linear regression of the specification: D = 4, rt_2 = 27, rt_4 = 33, T_max = 2000, at eps = 1, delta = 1e-5."""
+    """A linear regression: D = 4, rt_2 = 27, rt_4 = 33, T_max = 2000, at eps = 1, delta = 1e-5."""
     law = {"dim": 10, "moment_order": 2.0, "second_moment": 27.0, "moment_2k": 33.0, "diameter": 4.0}
     rho = 0.0362  # the exact Gaussian conversion of (1, 1e-5): mu^2/2
     tight = [localized_schedule(n=n, rho=rho, **law).bound for n in (4000, 16000)]

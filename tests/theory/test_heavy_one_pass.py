@@ -129,7 +129,7 @@ def test_the_chosen_steps_have_nearly_the_least_bound(planner, task):
 def test_the_bounds_of_the_specification_are_reproduced():
     task = {"dim": 50, "rho": 0.5, "smoothness": 1.0, "diameter": 2.0, "moment": 1.0, "moment_order": 2.0}
     plans = [accelerated_plan(n=n, **task) for n in (10**3, 10**4, 10**5, 10**6)]
-    # floor(n/T) records a batch make 14 steps better than the specification's 15 at n = 1000, which takes n/T
+    # floor(n/T) records a batch make 14 steps better than 15 at n = 1000, which n/T records would
     assert [plan.steps for plan in plans] == [14, 25, 41, 69]
     wanted = (0.701, 0.249, 0.0885, 0.0316)
     assert all(plan.bound == pytest.approx(bound, rel=1e-2) for plan, bound in zip(plans, wanted, strict=True))

@@ -23,7 +23,7 @@ BOUND_X, BOUND_Y = 1.0, 0.7
 
 @dataclass(frozen=True)
 class Family:
-    """A loss phi(w.x; y) on |x| <= 1: its derivative in the score, and its constants by hand (holder spec, 2.1)."""
+    """A loss phi(w.x; y) on |x| <= 1: its derivative in the score, and its constants by hand."""
 
     slope: Callable[[np.ndarray, np.ndarray], np.ndarray]
     promises: LossPromises

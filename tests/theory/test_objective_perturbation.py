@@ -175,7 +175,7 @@ def test_the_dominating_pair_has_mass_one_and_the_profile_of_the_theorem():
         assert at_bend == pytest.approx(gaussian_delta(float(s), float(z * s)), rel=1e-8)
 
 
-# Consistency (output spec, section 14.5).
+# Consistency.
 
 regs = st.floats(-2.0, 3.0).map(lambda x: 10**x)
 noises = st.floats(-0.5, 3.0).map(lambda x: 10**x)
@@ -209,6 +209,21 @@ def test_without_output_noise_amp_is_objective_perturbation(epsilon, sigma, adja
     assert deltas[0] == pytest.approx(exact, rel=2e-3 if exact > 1e-30 else 1.0)
     assert deltas[0] >= exact * (1 - 1e-9)
     assert op.amp_delta(*arguments, 1e-5) == pytest.approx(op.objpert_delta(*arguments), rel=2e-3, abs=1e-30)
+
+
+@pytest.mark.parametrize("mu_out", [0.01, 0.3])
+@pytest.mark.parametrize(("epsilon", "sigma"), [(0.05, 100.0), (1.0, 5.35), (1.0, 0.7), (4.0, 1.2), (20.0, 0.4)])
+def test_amp_lies_between_its_closed_forms(epsilon, sigma, mu_out):
+    """docs/proofs/objective.md#integrals: known without quadrature where epsilon - c is many times mu_out."""
+    reg, s = op.objpert_reg(epsilon, 0.25), math.nextafter(1 / sigma, math.inf)
+    left = epsilon - op.log_det(reg, 0.25)
+    least = profile(left, math.hypot(s, mu_out))
+    most = least + float(mp.ncdf(-s / 2)) * profile(left, mu_out)
+    keeps_sign = op.amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out)
+    assert least < keeps_sign <= most * (1 + 2e-9)
+    if mu_out < 0.1 * left:
+        assert most <= least * (1 + 1e-9) < keeps_sign * (1 + 1e-10)
+    assert op.amp_delta(epsilon, sigma, reg, 1.0, 0.25, mu_out) <= 2 * least * (1 + 2e-9)
 
 
 def test_the_general_quadrature_meets_the_closed_form_of_one_dimension():

@@ -119,7 +119,7 @@ def laplace_profile(centers, other, scale, epsilon):
 
 
 def test_an_accuracy_in_expectation_is_not_private_and_its_repair_is():
-    """The counterexample of section 4: alpha holds in expectation, and the paper's noise is no protection."""
+    """A counterexample to the paper: alpha holds in expectation, and the paper's noise is no protection."""
     mu, lipschitz, n, epsilon = 1.0, 1.0, 1000, 1.0
     alpha = lipschitz**2 / (mu * n**2)
     exact = output.erm_sensitivity(lipschitz, mu, n)
@@ -480,7 +480,7 @@ def test_the_default_tolerance_costs_its_share_of_noise():
         assert output.certified_sensitivity(delta, 0.01, tolerance) == pytest.approx((1 + share) * delta, rel=1e-12)
 
 
-# Refusals (output spec, section 12).
+# Refusals.
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan, "1", None, True])

@@ -106,7 +106,8 @@ def test_t06_no_loss_goes_past_the_clip(rows: str) -> None:
 
 @pytest.mark.parametrize("shape", [(16,), (16, 1)], ids=str)
 def test_t06_ghost_clipping_holds_for_losses_with_a_column(shape: tuple[int, ...]) -> None:
-    # perf.md 0: Opacus 1.6 multiplies coefficients (B,) by losses (B, 1): of 16 records each coefficient then counts 16
+    # docs/proofs/rounding.md#ghost-rows
+    # Opacus 1.6 multiplies coefficients (B,) by losses (B, 1): of 16 records each coefficient then counts 16
     # times, and the sum is 16 times the bound B C
     x = torch.full((16, 1), 100.0)
     module = GradSampleModuleFastGradientClipping(plain(), loss_reduction="sum", max_grad_norm=1.0)

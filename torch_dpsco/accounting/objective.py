@@ -5,7 +5,7 @@ curve: best for one that is composed with others. For monotone losses with one r
 of the pair that dominates the release, about a s^2/2 at small orders, so that the determinant costs nothing there.
 A Gaussian event (GDP) would have to cover the point c + e of that pair, and is larger than either.
 
-Source: output spec, section 9; architecture, section 5.
+Source: docs/proofs/objective.md#what-is-charged
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def objective_curve(
 
     Guarantee: as `theory.objective_perturbation.objpert_delta`, or `objpert_delta_monotone` for monotone losses.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#what-is-charged
 
     Example:
         >>> curve = objective_curve(10.0, 5.0, 1.0, 0.25, monotone=True)
@@ -97,7 +97,7 @@ def objective_approx(
     Raises:
         ValueError: an argument is out of range, or delta is 1.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#what-is-charged
 
     Example:
         >>> event = objective_approx(1.0, 5.3421, 1.0, 1.0, 0.25, monotone=True)

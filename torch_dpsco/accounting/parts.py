@@ -3,7 +3,7 @@
 A differing record lies in one part only, so that all draws together cost what the costliest part costs. Which record is
 in which part is drawn without looking at the data.
 
-Source: spec heavytail.md 3.2; accounting.md 6.
+Proof: docs/proofs/heavy_tailed.md#disjoint-parts.
 """
 
 from __future__ import annotations

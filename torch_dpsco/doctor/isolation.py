@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.doctor.findings import Finding
+from torch_dpsco.gradbatch.precision import switches
 from torch_dpsco.sampling import PrivateLoader
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
 _NO_ROUNDING = 1e-3
 _SIZES = (2, 15, 16)  # where libraries change kernels
 
-_Key = tuple[int, str, int]
+_Key = tuple[int, str, int, tuple[object, ...]]
 _known: WeakKeyDictionary[nn.Module, dict[_Key, Isolation]] = WeakKeyDictionary()
 
 
@@ -66,9 +67,11 @@ def rows_to_probe(script: Script) -> int | None:
 
 
 def remembered(model: nn.Module, device: torch.device, rows: int, probe: Callable[[], Isolation]) -> Isolation:
-    """Returns what is known of a model with these threads, device and rows; probes it once."""
+    """Returns what is known of a model with these threads, device, rows and kernels; probes it once."""
     findings = _known.setdefault(model, {})
-    key = torch.get_num_threads(), str(device), rows
+    # PRIVACY: other kernels, another finding (test_a_finding_is_of_the_kernels_that_were_looked_at)
+    kernels = torch.are_deterministic_algorithms_enabled(), *switches()
+    key = torch.get_num_threads(), str(device), rows, kernels
     if key not in findings:
         findings[key] = probe()
     return findings[key]

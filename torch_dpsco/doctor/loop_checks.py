@@ -28,7 +28,9 @@ __all__ = ["LOOP_CHECKS", "drawn", "finalized_optimizer", "fixed_seed", "stale_p
 _DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000
-_LOADER = "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\nloader = optimizer.loader(dataset)"
+_LOADER = (
+    "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\nloader = optimizer.loader(dataset)"
+)
 
 
 def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:

@@ -5,7 +5,7 @@
 Differs from the paper (Wang 2018) in: mode "tight" shares one Gaussian budget out and has noise in an orthonormal basis
 of the symmetric matrices; mode "paper" is checked, since its proof for each part alone fails for small delta.
 
-Source: output spec, section 9c.
+Source: docs/proofs/output.md#least-squares-from-noisy-statistics
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     | softmax | objective | output |
     | with kinks, tilted, adversarial | output | output |
 
-    Source: output spec, section 0.
+    Source: docs/proofs/objective.md#default-regularizer (the ranking), and docs/choosing.md.
 
     Example:
         >>> import torch_dpsco as dp

@@ -11,7 +11,7 @@ they had the sum form, with their constants: no privacy rests on this.
 Differs from the paper in: its schedules have |z| for <x, z>, which is sqrt(d) times larger, so that their models shrink
 more than they have to.
 
-Source: output spec, section 10; the argument above is this library's.
+Source: docs/proofs/output.md#default-regularizer
 """
 
 from __future__ import annotations

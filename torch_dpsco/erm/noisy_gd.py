@@ -5,9 +5,9 @@
 A step contracts by c = max(|1 - eta mu|, |1 - eta beta|) on every data set, so that what a record did in early steps
 fades: mu_GDP = (S/sigma) sqrt((1 - c^T)/(1 + c^T) (1 + c)/(1 - c)), S bounding how far a record moves the sum.
 
-Differs from the paper in: it is not there; output.md 9b has it. Bok, Su and Altschuler 2024.
+Differs from the paper in: it is not there. Bok, Su and Altschuler 2024.
 
-Source: output spec, section 9b; `accounting.analysis.contraction`.
+Source: docs/proofs/output.md#noisy-gradient-descent
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@
 and, since theta is found approximately, theta_hat + N(0, sigma_out^2 I) is released (AMP). For smooth losses of one
 score, whose constants hold at every w of R^d, and softmax; see `theory.objective_perturbation` for the proofs.
 
-Differs from the paper in: it is not there; output.md 9 has it. Iyengar et al. 2019 take half of the output noise
-that is needed.
+Differs from the paper in: it is not there. Iyengar et al. 2019 take half of the output noise that is needed.
 
-Source: output spec, section 9; Chaudhuri, Monteleoni and Sarwate 2011; Kifer, Smith and Thakurta 2012.
+Source: docs/proofs/objective.md; Chaudhuri, Monteleoni and Sarwate 2011; Kifer, Smith and Thakurta 2012.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Differs from the paper (Lowy and Razaviyayn, Algorithms 1, 5, 6, 7) in: 1. a cer
 accuracy in expectation, with which the paper's claim is false; 2. the data's part of the gradients alone moves the
 minimizer; 3. analytic Gaussian noise by default; 4. sum form.
 
-Source: output spec, sections 2 to 5, 7 and 8.
+Source: docs/proofs/output.md#how-far-a-minimizer-moves, docs/proofs/output.md#certified-points.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def markov_plan(
     Raises:
         ConditionError: delta does not pay for the failure.
 
-    Source: output spec, section 4 (M2).
+    Source: docs/proofs/output.md#accuracy-in-expectation
     """
     epsilon, delta = task.budget.epsilon, task.budget.delta
     left = delta - delta_with_failure(0.0, failure, epsilon, "per_side") * (1 + 1e-12)

@@ -9,7 +9,7 @@ rest. A record with a non-finite value or an unknown label contributes 0.
 
 Differs from the paper in: the sum form (the paper's is the mean, F = J / n, reg = n lam).
 
-Source: output spec, sections 1, 3 and 6; architecture, section 10 (20a).
+Source: docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#where-minimizers-can-be.
 """
 
 from __future__ import annotations

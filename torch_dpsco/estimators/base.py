@@ -10,8 +10,8 @@ in training, and alike in prediction, since the weights were found for rows prep
 
 with the weight of the intercept regularized like the rest. See `erm` for the mechanisms.
 
-Differs from the paper in: see `erm.output`; the rest is not there. Source: output spec, sections 0, 3 and 6;
-architecture, section 10 (20a).
+Differs from the paper in: see `erm.output`; the rest is not there. Source: docs/proofs/output.md and
+docs/proofs/objective.md
 """
 
 from __future__ import annotations

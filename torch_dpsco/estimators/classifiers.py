@@ -148,7 +148,7 @@ class LogisticRegression(BinaryClassifier):
         True
 
     Source:
-        output.md 0, 3, 9.
+        docs/proofs/objective.md; docs/proofs/output.md#clipped-residuals
     """
 
     residual_clip: float | None = 0.5
@@ -208,7 +208,7 @@ class SoftmaxRegression(Classifier):
         ['a', 'b', 'c']
 
     Source:
-        output.md 3, 9.
+        docs/proofs/output.md; docs/proofs/objective.md
     """
 
     def _loss(self) -> TableLoss:
@@ -257,7 +257,7 @@ class LinearSVC(BinaryClassifier):
         [0, 1]
 
     Source:
-        output.md 3, 9.
+        docs/proofs/output.md; docs/proofs/objective.md
     """
 
     loss: str = "smoothed_hinge"

@@ -75,7 +75,7 @@ class HuberRegressor(Regressor):
         True
 
     Source:
-        output.md 3, 9.
+        docs/proofs/output.md; docs/proofs/objective.md
     """
 
     threshold: float = 1.0
@@ -102,7 +102,7 @@ class QuantileRegressor(Regressor):
         'output'
 
     Source:
-        output.md 3.
+        docs/proofs/output.md#a-duality-gap-certifies
     """
 
     quantile: float = 0.5
@@ -129,7 +129,7 @@ class Ridge(Regressor):
         (True, 'adassp')
 
     Source:
-        output.md 9c.
+        docs/proofs/output.md#least-squares-from-noisy-statistics
     """
 
     def _loss(self) -> TableLoss:

@@ -37,7 +37,7 @@ class TiltedClassifier(BinaryClassifier):
         'output'
 
     Source:
-        output.md 7.
+        docs/proofs/output.md#tilted-means
     """
 
     tilt: float = 0.1
@@ -73,7 +73,7 @@ class AdversarialClassifier(BinaryClassifier):
         [0, 1]
 
     Source:
-        output.md 8.
+        docs/proofs/output.md#robust-losses
     """
 
     attack_radius: float = 0.1

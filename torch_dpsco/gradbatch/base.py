@@ -7,8 +7,7 @@ Rows never leave this package except as norms (to an oracle) and weighted sums. 
 * weighted sums run over tiles of rows, in float64 or, for small batches, in float32; `plan_summation` bounds their
   error, which the oracle adds to the sensitivity that it declares.
 
-Source: architecture section 4; error bounds from the standard model fl(a op b) = (a op b)(1 + e), |e| <= u, by which a
-sum of k products has relative error at most k u / (1 - k u) in the sum of absolute values, in any order.
+Source: docs/proofs/rounding.md#certified-norms, docs/proofs/rounding.md#weighted-sums.
 """
 
 from __future__ import annotations
@@ -165,8 +164,9 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     in float64. The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
 
     A mean loss is a second source: 1/B is rounded, so that one record more changes ALL rows, by 4 u each if the layer
-    is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)).
-    Deeper layers may amplify it; a sum loss does not have it. In half precision it is large and refused (`attach`).
+    is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)) of a
+    Linear layer with one output. Several outputs, and deeper layers, amplify it: there a mean over a private number of
+    rows is refused (`PrivateOptimizer`). In half precision it is large and always refused (`attach`).
 
     Rows that are left as sequences of factors are summed in float64, at an error relative to their terms, which `gram`
     keeps below CANCELLATION times the clip: hence that factor in what float64 costs.

@@ -223,6 +223,13 @@ class GradBatch:
             return None
         return block.linear() if isinstance(block, (FactoredBlock, OccupiedBlock)) and len(block) else None
 
+    @property
+    def has_one_output(self) -> bool:
+        """Whether rows are those of one Linear layer with one output: one slope each, times inputs."""
+        block = self.blocks[0]
+        factored = isinstance(block, FactoredBlock) and block.backprops.shape[1] == 1
+        return len(self.blocks) == 1 and factored
+
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
         norms = self._stored_norms()

@@ -2,6 +2,8 @@
 
 For y = W a + c the gradient of sample i is b_i a_i^T for W and b_i for the bias, with a_i the layer's input and b_i the
 gradient of the loss in its output. Norm: |b| sqrt(|a|^2 + 1); weighted sum: (w b)^T a: memory O(B (in + out)).
+
+Source: docs/proofs/rounding.md#norms-of-factors, docs/proofs/rounding.md#factors-of-one-score.
 """
 
 from __future__ import annotations
@@ -162,7 +164,9 @@ class FactoredBlock(Block):
         tile, acts = precision.matrix_tile, self.acts.float()
         total = scaled[:tile].t() @ acts[:tile]
         for start in range(tile, len(acts), tile):
-            total.addmm_(scaled[start : start + tile].t(), acts[start : start + tile])
+            # PRIVACY: not addmm_, which may add one product after another to the total: a chain of all rows
+            # (test_the_sum_of_a_narrow_layer_moves_by_what_is_declared)
+            total.add_(scaled[start : start + tile].t() @ acts[start : start + tile])
         return total
 
     def select(self, index: Tensor) -> FactoredBlock:

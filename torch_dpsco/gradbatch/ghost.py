@@ -16,7 +16,7 @@ Differs from Opacus' ghost mode in:
    deterministic), it is shortened, so that no contribution passes the clip whatever the kernels do;
 4. a backward that is not `ghost_backward`, for which no norm pass runs, raises.
 
-Source: Li, Tramer, Liang, Hashimoto (ghost clipping); spec perf.md 0 (the defect of shape).
+Source: docs/proofs/rounding.md#ghost-rows; Li, Tramer, Liang, Hashimoto (ghost clipping).
 """
 
 from __future__ import annotations

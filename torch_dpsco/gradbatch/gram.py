@@ -15,6 +15,8 @@ S = sum_t |g_t| |a_t|, which is at least |R| and much larger where terms cancel:
 
 A row that cancels by more than CANCELLATION = 1024 is noise of the float32 backward at any rate; it is clipped harder,
 never less.
+
+Source: docs/proofs/rounding.md#gram-norms, docs/proofs/rounding.md#sums-of-factors.
 """
 
 from __future__ import annotations

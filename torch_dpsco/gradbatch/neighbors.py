@@ -14,7 +14,7 @@ sign also agrees with the sum above. Entries are clamped to [-M, M], M >= 2 m a 
 M^2 times their number as computed, no square misses more than 2^-12 M^2, so that all entries are certain, and row sums
 count the neighbors. Else entries inside of +-M are decided by the sum itself.
 
-Source: userlevel spec, section 9; perf spec, section 7.
+Source: docs/proofs/rounding.md#neighbor-counts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def neighbor_counts(points: Points, radii: Sequence[float], among: Tensor | None
         Exact in the sense of the module: the indicator of a pair is a function of its two rows. Memory: tiles of 1024 x
         1024 float64, whatever n and D.
 
-    Source: userlevel spec, section 9.
+    Source: docs/proofs/rounding.md#neighbor-counts.
 
     Example:
         >>> neighbor_counts(Points(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]])), [1.0]).tolist()
@@ -232,18 +232,16 @@ class _Counter:
             part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
 
 
-def mean_rounding(users: int, dim: int, diameter: float, reach: float) -> float:
+def mean_rounding(users: int, diameter: float, reach: float) -> float:
     """Returns a bound of what rounding adds to the distance of two weighted means.
 
-    A chain of at most (rows of a tile + tiles) additions, and a few roundings of weights, products and the quotient, in
-    each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a point
-    that is at most `reach` from the center; twice.
+    A chain of at most all users (BLAS may add row by row), and a few roundings of weights, products and the quotient,
+    in each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a
+    point that is at most `reach` from the center; twice.
 
     Args:
         users: most rows.
-        dim: D.
         diameter: of the rows of positive weight.
         reach: of all rows.
     """
-    tile = Points(torch.empty(0, dim)).tile_rows
-    return 2.0 * _UNIT * ((2 * (tile + users // tile) + 24) * diameter + 2.0 * reach)
+    return 2.0 * _UNIT * ((2 * users + 24) * diameter + 2.0 * reach)

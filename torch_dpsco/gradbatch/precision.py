@@ -4,6 +4,8 @@ A mean loss divides each record's gradient by the batch size before the backward
 Where a product on the way rounds to fewer bits than float32 has, the rounding of 1/B is in ALL rows: one record more
 moves each of them by up to 2^-9 of its length, B of them by many clips. `inexact_mean` is the one check; a loss
 that sums has no 1/B, and is never refused.
+
+Source: docs/proofs/rounding.md#products-in-reduced-precision.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["HALF", "coarse_setting", "inexact_mean", "products_are_exact", "require_full_precision"]
+__all__ = ["HALF", "coarse_setting", "inexact_mean", "products_are_exact", "require_full_precision", "switches"]
 
 HALF = (torch.bfloat16, torch.float16)
 _EXACT = ("none", "ieee")
@@ -84,6 +86,17 @@ def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     # on by default on CUDA, where nothing was asked for
     default = (library, switch.fp32_precision, backend.fp32_precision) == ("cudnn", "tf32", "none")
     return Coarse(f"{own}={switch.fp32_precision!r}", f"{for_all} = False" if default else f"{own} = 'ieee'")
+
+
+def switches() -> tuple[object, ...]:
+    """Returns everything that says how products are rounded on any device, to tell whether it was changed."""
+    try:
+        for_all = torch.get_float32_matmul_precision()
+    except RuntimeError:  # as in `products_are_exact`
+        for_all = "mixed"
+    products = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
+    kernels = [_coarse_kernels(library, name) for library in ("cudnn", "mkldnn") for name in ("conv", "rnn")]
+    return for_all, *(getattr(product, "fp32_precision", None) for product in products), *kernels
 
 
 def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:

@@ -152,7 +152,7 @@ class _Slope(torch.autograd.Function):
 
 
 class TableLoss(Loss):
-    """A loss with a row in the table of constants (holder.md 2.1).
+    """A loss with a row in the table of constants (docs/proofs/holder.md#constants-of-the-losses).
 
     Rows hold for records with ||x|| <= bound_x and |y| <= bound_y (`enforce_bounds`), and on the whole of R^d.
 
@@ -192,7 +192,7 @@ class TableLoss(Loss):
             with `enforce_bounds`; a bound read off the data leaks it.
 
         Source:
-            holder.md 2.1.
+            docs/proofs/holder.md#constants-of-the-losses.
 
         Example:
             >>> from torch_dpsco.losses import Logistic

@@ -51,7 +51,7 @@ def enforce_bounds(
         user), so that a mechanism private after it is private before it. Needs B and Y that are public.
 
     Source:
-        holder.md 1; architecture.md 10, item 12.
+        docs/proofs/holder.md#promises.
 
     Example:
         >>> enforce_bounds(torch.tensor([[3.0, 4.0], [0.5, 0.0]]), bound_x=10.0).tolist()

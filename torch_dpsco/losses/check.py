@@ -63,7 +63,7 @@ def check_holder(
         None. No data are used.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> from torch_dpsco.losses import Absolute

@@ -4,7 +4,7 @@ Clipping the gradient phi'(w.x) x of one record to norm C clips the slope phi', 
 monotone slope stays monotone, so that the clipped gradients are those of a convex loss: phi up to the corner where
 |phi'| = C/||x||, and a straight line beyond it. For models that are not linear no such loss exists.
 
-Differs from the paper in: it is not there; output.md 3 proposes it.
+Differs from the paper in: it is not there. Source: docs/proofs/output.md#clipped-residuals
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ResidualClipped:
         ConditionError: if the slope of the loss cannot be clipped to a C^1 loss (it has jumps, or K scores).
 
     Source:
-        output.md 3.
+        docs/proofs/output.md#clipped-residuals
 
     Example:
         >>> loss = ResidualClipped(Logistic(), clip=0.25)

@@ -68,7 +68,7 @@ class Hinge(MarginLoss):
         power: q in [1, 2].
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> Hinge(power=1.5).problem(bound_x=1.0).holder_constant
@@ -115,7 +115,7 @@ class Logistic(MarginLoss):
     M = B/2, M0 = log 2, G(R) = B/(1 + e^(-B R)), Lipschitz constant B.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> Logistic().problem(bound_x=2.0).smoothness
@@ -161,7 +161,7 @@ class SmoothedHinge(MarginLoss):
         width: h > 0.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> SmoothedHinge(width=0.5).problem(bound_x=1.0).smoothness

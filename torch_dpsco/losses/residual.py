@@ -64,7 +64,7 @@ class PowerLoss(ResidualLoss):
         power: q in [1, 2].
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> PowerLoss(power=1.0).problem(bound_x=1.0).holder_constant
@@ -108,7 +108,7 @@ class Absolute(ResidualLoss):
     alpha = 0, L = 2B (the jump, twice the Lipschitz constant), M = B, M0 = Y, G(R) = B.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> Absolute().problem(bound_x=1.0).grad_bound()
@@ -141,7 +141,7 @@ class Squared(ResidualLoss):
     alpha = 1, L = B^2, M = B Y, M0 = Y^2/2, G(R) = B (Y + B R).
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> Squared().problem(bound_x=2.0).smoothness
@@ -184,7 +184,7 @@ class Huber(ResidualLoss):
         threshold: k > 0.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> Huber(threshold=2.0).problem(bound_x=1.0, bound_y=5.0).lipschitz
@@ -236,7 +236,7 @@ class Pinball(ResidualLoss):
         quantile: t in (0, 1).
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> Pinball(quantile=0.75).problem(bound_x=1.0).lipschitz
@@ -281,7 +281,7 @@ class EpsilonInsensitive(ResidualLoss):
         width: half-width w >= 0 of the tube.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> EpsilonInsensitive(width=5.0).problem(bound_x=1.0, radius=1.0).grad_bound()

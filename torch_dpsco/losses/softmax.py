@@ -29,7 +29,7 @@ class SoftmaxCrossEntropy(TableLoss):
         num_classes: C >= 2, public.
 
     Source:
-        holder.md 2.1.
+        docs/proofs/holder.md#constants-of-the-losses.
 
     Example:
         >>> loss = SoftmaxCrossEntropy(num_classes=3)

@@ -17,7 +17,7 @@ reference size, never times their true number.
 | zero, subnormal | below every grid point |
 | equal to a grid point | below it (<=) |
 
-Differs from the specification (and from `quantile_probabilities`, its formula) in the score, there |c_j - rank|. Where
+Differs from the usual form (`quantile_probabilities`) in the score, there |c_j - rank|. Where
 many values are equal, as gradient norms of a Huber loss on rows of norm 1 are, no count is near the rank; the points
 below the pile then lose to all points above it, which are equally far, and the draw may be anywhere up to c_max.
 
@@ -39,7 +39,8 @@ the others leave; the same bounds hold for 1 - p_K, which is their sum, with K u
 3 log K) u. As 3 log K <= K + 1, all are within (3 K + 16) u of pi. Relative to pi >= g/K that is
 x = (3 K + 16) u K / g, which moves a log ratio by at most 2.1 x and the width of their window by at most 4.2 x.
 
-Source: McSherry and Talwar 2007; spec heavytail.md, sections 1 and 2.9; bounded range: Dong, Durfee and Rogers 2020.
+Proof, also of bounded range: docs/proofs/heavy_tailed.md#private-quantile. Source: McSherry and Talwar 2007; Dong,
+Durfee and Rogers 2020.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, 
     Raises:
         ValueError: grid, quantile or epsilon is out of range.
 
-    Source: spec heavytail.md, section 2.9.
+    Source: docs/proofs/heavy_tailed.md#private-quantile.
 
     Example:
         >>> quantile_probabilities([1.0, 2.0, 3.0], [0.5, 2.5], 2 / 3, epsilon=2.0).round(4).tolist()

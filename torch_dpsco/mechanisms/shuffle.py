@@ -15,7 +15,8 @@ against an analyzer behind a real shuffler only if the users whose noise it coun
 Differs from the paper in: 1. the sizing of g and b (`shuffle_sizing`); 2. values are moved to [0, 2 D] before they are
 rounded and clamped to the grid, so that no rounding of the machine makes a message longer.
 
-Source: Lowy and Razaviyayn, Algorithms 11 and 14; Cheu, Joseph, Mao and Peng 2021; heavytail spec, section 2.7.
+Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 11 and 14; Cheu, Joseph, Mao
+and Peng 2021.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def analyze_scalar_sum(count: int, n: int, grid: int, noise_bits: int, noise_pro
         noise_probability: p in (0, 1).
         upper: L > 0.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums.
 
     Example:
         >>> round(analyze_scalar_sum(count=36, n=10, grid=4, noise_bits=3, noise_probability=0.136, upper=3.349), 5)
@@ -126,7 +127,7 @@ def scalar_sum_variance(n: int, grid: int, noise_bits: int, noise_probability: f
         noise_probability: p in (0, 1).
         upper: L > 0.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums.
 
     Example:
         >>> scalar_sum_variance(n=4, grid=2, noise_bits=3, noise_probability=0.5, upper=2.0)
@@ -192,7 +193,7 @@ def vector_sum(
     Returns:
         (d,) float64, unbiased.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums.
 
     Example:
         >>> vectors = torch.tensor([[1.0, -1.0], [0.0, 0.5]])

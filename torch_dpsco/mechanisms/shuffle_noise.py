@@ -2,13 +2,13 @@
 
 The bits that users add to a shuffled sum are many, and only their number counts. It is drawn by inversion: a table
 holds the binomial distribution function in units of 2^-124, computed in integers, and a uniform integer of 124 bits is
-looked up in it. So the law drawn differs from Bin(N, p) by at most 2^-110 at any point: on the windows of the shuffle
-accountant (`accounting.analysis.shuffle`) a relative change below the margin by which its divergences are rounded up.
+looked up in it. So the law drawn differs from Bin(N, p) by at most 2^-110 at any point, and by less than 2^-100 in
+total variation.
 
 Floating-point samplers (`torch.binomial`) evaluate N log(...) and err by about N 2^-53 in the logarithm of the law, so
 that the noise would depend on how a platform rounds.
 
-Source: heavytail spec, section 2.7 (the noise of Algorithm 14).
+Proof: docs/proofs/heavy_tailed.md#binomial-table.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ compared with a curve of one order at a time.
 
 N counts the noise of honest users only: `honest_fraction` of them, rounded down, in each group.
 
-Source: heavytail spec, sections 2.7 and 3.3; Cheu, Joseph, Mao and Peng 2021 (closed form, mode "paper").
+Proofs: docs/proofs/heavy_tailed.md#shuffled-sums, docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
+Source: Cheu, Joseph, Mao and Peng 2021 (closed form, mode "paper").
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def vector_cost(
 
     Guarantee: replace-one and zero-out, unit: one vector per user, n public.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums.
 
     Example:
         >>> round(vector_cost(ShuffleParameters(64, 314), n=1000, dim=10).rho, 4)
@@ -171,7 +172,7 @@ def vector_parameters(
 
     Guarantee: checked by the numeric accountant, see `vector_cost`.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
 
     Example:
         >>> vector_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
@@ -216,7 +217,7 @@ def coordinate_parameters(
 
     Guarantee: checked by the numeric accountant, see `coordinate_cost`.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
 
     Example:
         >>> coordinate_parameters(batch_size=1000, groups=1, dim=10, epsilon=1.0, delta=1e-5, grid=64)
@@ -290,7 +291,7 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
     Raises:
         ConditionError: epsilon or delta out of that range, or the accountant does not confirm.
 
-    Source: heavytail spec, sections 2.7 and 3.3.
+    Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
 
     Example:
         >>> vector_parameters_paper(n=100, dim=10, epsilon=2.859, delta=1e-6)

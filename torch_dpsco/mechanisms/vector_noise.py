@@ -4,7 +4,7 @@
 
 Float64; floating-point attacks on the samplers are out of scope, as for all noise here.
 
-Source: output spec, section 2; Hardt and Talwar 2010.
+Source: docs/proofs/output.md#k-norm-noise; Hardt and Talwar 2010.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def knorm_vector(dim: int, scale: float, generator: Source) -> Tensor:
     Guarantee:
         Added to a vector of L2 sensitivity s: (s / scale)-DP, in any dimension, for real numbers.
 
-    Source: output spec, section 2.1.
+    Source: docs/proofs/output.md#k-norm-noise
 
     Example:
         >>> knorm_vector(3, 1.0, torch.Generator().manual_seed(0)).shape

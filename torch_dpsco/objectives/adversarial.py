@@ -47,7 +47,7 @@ class Adversarial(Objective):
         ConditionError: if the loss is not a smooth, Lipschitz margin loss.
 
     Source:
-        output.md 8.
+        docs/proofs/output.md#robust-losses
 
     Example:
         >>> from torch_dpsco.losses import Logistic

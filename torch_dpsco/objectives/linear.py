@@ -101,7 +101,7 @@ class LinearObjective(Objective):
         ConditionError: if the loss has more than one score.
 
     Source:
-        output.md 1, 3, 4 (rounding), 9.
+        docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#rounding-of-a-gradient
 
     Example:
         >>> features, labels = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([1.0, -1.0])

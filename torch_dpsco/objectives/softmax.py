@@ -34,7 +34,7 @@ class SoftmaxObjective(Objective):
         ValueError: if shapes or dtypes do not fit, or a number is out of range.
 
     Source:
-        output.md 3, 9.
+        docs/proofs/objective.md#softmax, docs/proofs/output.md#rounding-of-a-gradient
 
     Example:
         >>> F = SoftmaxObjective(torch.eye(2), torch.tensor([0, 1]), num_classes=3, reg=0.1, normalizer=2)

@@ -45,7 +45,7 @@ class Tilted(Objective):
         NotCertifiedError: if a record exceeds `bound_x` and tau < 0: a violated promise, outside of any guarantee.
 
     Source:
-        output.md 7.
+        docs/proofs/output.md#tilted-means
 
     Example:
         >>> from torch_dpsco.losses import Logistic

@@ -36,6 +36,13 @@ from torch_dpsco.schedule import Phase
 __all__ = ["PrivateOptimizer"]
 
 
+_PRIVATE_MEAN = (
+    "loss must be a sum where the number of rows is private and batches are not filled up, since a mean divides all "
+    "rows by it: take batches from optimizer.loader(dataset), which fills them up, or "
+    "dp.attach(model, loss_reduction='sum') and loss(output, target, reduction='sum')"
+)
+
+
 class PrivateOptimizer(Saved):
     """Base of all private optimizers; use a subclass, or build your own combination from this one.
 
@@ -213,6 +220,9 @@ class PrivateOptimizer(Saved):
             users = users if users is None else users[kept]
             index, n_rows = kept.to(params[0].device), len(kept)
             rows = rows.select(index) if isinstance(rows, LinearRows) else rows.among(index)
+        elif isinstance(rows, GradBatch) and rows.averaged and self._is_private_mean(rows):
+            # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
+            raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
             self.oracle.open(params, self._steps)
             batch.opened = True
@@ -224,6 +234,10 @@ class PrivateOptimizer(Saved):
         if scale != self._grad_scale:
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
+
+    def _is_private_mean(self, rows: GradBatch) -> bool:
+        """Whether rows depend on a private number of them by more than the declared rounding."""
+        return self.sizes_are_private and not (self.oracle.unit == "example" and rows.has_one_output)
 
     def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
         """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""

@@ -9,7 +9,7 @@ the answer. HolderOutputSGD is its relative for losses that are not smooth, with
 
 Differs from the paper in: see `theory.bolt_on`.
 
-Source: output spec, sections 2, 4 (M3) and 6.4.
+Source: docs/proofs/output.md#bolt-on-runs
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class BoltOnPSGD(RowFreeOptimizer):
         (plan.epsilon, plan.delta)-DP of the final parameters under plan.adjacency ("replace_one", or "zero_out"), unit
         example, n public; at delta = 0 pure. Event: one Gaussian, or KNorm(plan.epsilon). Rounding of the run in double
         precision is covered; that of the noise samplers is not. Under zero_out the null record has no gradient (with a
-        bias and a residual loss a record of zeros is not that one). Source: output spec 6.4; `theory.bolt_on`.
+        bias and a residual loss a record of zeros is not that one). Source:
+        docs/proofs/output.md#bolt-on-runs
 
     Example:
         >>> import torch_dpsco as dp

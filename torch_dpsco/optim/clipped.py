@@ -69,7 +69,7 @@ class ClippedSGD(HeavyTailed):
     Guarantee:
         That of the design: one unsampled Gaussian for a pass over disjoint batches; PoissonGaussian or WORGaussian per
         step with amplification. Unit: one row per record. Moments and curvature are not assumed: rows are clipped.
-        Source: Lowy, Razaviyayn 2023, Theorem 11; spec heavytail.md 2.2, 2.9, 3.
+        Source: Lowy, Razaviyayn 2023, Theorem 11; docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
         >>> import torch_dpsco as dp

@@ -9,11 +9,12 @@ oracle, ledger, noise and update are the same code, and the rows are equal up to
 | the model is one `nn.Linear`, attached, without hooks of others, its weight before its bias | any other model |
 | losses of `torch_dpsco.losses`; BCEWithLogitsLoss, CrossEntropyLoss and MSELoss without options | other losses |
 | a TensorDataset of (features (n, d), targets) in memory, of the model's dtype and device | other data |
+| the optimizer's `step` is the library's | a subclass with a `step` of its own |
 
 A record's row is a function of that record alone: products are with its own features only. The input's factor of the
 norms, sqrt(|x|^2 + 1), is computed once per data set.
 
-Source: perf spec, section 3.
+Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ class HeavyTailed(PrivateOptimizer):
             steps: number of batches; default by theory, else 5.
             clip: default by theory; a number, chosen without looking at the data; or a `Pilot` group that chooses.
             lr: default by theory, or its largest step size where the clip is not known in advance.
-            distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
+            distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
+                AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
             mode: "tight", or "paper": the published number of steps and clip (replace_one).
             allow_infinite_variance: admits moment_order < 2.
 

@@ -19,7 +19,7 @@ from torch_dpsco.problem import Problem
 
 __all__ = ["FEW_STEPS", "HeavyTailedPlan", "Theory", "dimension", "one_pass", "release_noise", "scale_of", "zcdp_of"]
 
-FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many (heavytail.md 2.9)
+FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class HeavyTailedPlan:
         epsilon: target.
         delta: target.
         pilot: group that chooses the clip, or None.
-        risk_bound: on the expected excess risk, if a theorem chose the numbers; else None.
+        risk_bound: on the expected excess risk, if a theorem chose steps and clip; else None. What it
+            takes for granted: docs/proofs/heavy_tailed.md#defaults-without-a-theorem.
     """
 
     n: int

@@ -61,7 +61,8 @@ class AcceleratedSGD(HeavyTailed):
         Adjacency: replace_one and zero_out with Disjoint, all three with Assigned. Unit: one row per record. Event: a
         batch is one unsampled Gaussian, and batches are parts of one partition, so that all of them cost what one does.
         Assumes: batches of the optimizer's own loader, rows that do not couple records. Nothing about moments is
-        assumed: rows are clipped. Source: Lowy, Razaviyayn 2023, Theorem 9; spec heavytail.md 2.1, 3.
+        assumed: rows are clipped. Source: Lowy, Razaviyayn 2023, Theorem 9;
+        docs/proofs/heavy_tailed.md#disjoint-parts.
 
     Example:
         >>> import torch_dpsco as dp
@@ -170,7 +171,7 @@ class ProximalSGD(HeavyTailed):
         secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
-        As `AcceleratedSGD`. Source: Lowy, Razaviyayn 2023, Theorem 12; spec heavytail.md 2.6, 3.
+        As `AcceleratedSGD`. Source: Lowy, Razaviyayn 2023, Theorem 20; docs/proofs/heavy_tailed.md#proximal-steps.
 
     Example:
         >>> import torch_dpsco as dp

@@ -7,8 +7,8 @@ with true constants the clip never acts, and with false ones privacy still holds
 
 Differs from the paper (Wang, Lei, Ying, Zhang, Algorithm 2) in: 1. batches of any size, Poisson or fixed, not one
 record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3 (mode "tight"; "paper" keeps theirs and
-checks its conditions); 3. the bound may follow the iterate, which also settles unbounded domains (their Remark 5,
-holder.md 3.5); 4. averages weight the iterates before their update, as theirs, but the last iterate may be the answer.
+checks its conditions); 3. the bound may follow the iterate, which also settles unbounded domains (their Remark 5);
+4. averages weight the iterates before their update, as theirs, but the last iterate may be the answer.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class HolderSGD(PlannedOptimizer):
         one row per record. Event of a step: PoissonGaussian(z, b/n) or WORGaussian(z, b, n), the same whatever the
         iterates do, because C_t is fixed by public history. Assumes: batches of the optimizer's own loader, rows that
         do not couple records. The promised constants are NOT assumed: every row is clipped.
-        Source: Wang, Lei, Ying, Zhang, Theorem 11; spec holder.md 3.3 and 3.5 (accounting A).
+        Source: docs/proofs/holder.md#bound-at-the-iterate; Wang, Lei, Ying, Zhang, Theorem 11.
 
     Example:
         >>> import torch, torch_dpsco as dp

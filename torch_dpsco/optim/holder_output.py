@@ -11,7 +11,7 @@ Differs from the paper in: 1. mode "tight" has no factor e, counts hits exactly 
 noise; 2. minibatches; 3. the noised answer is projected; 4. the effect of rounding is in the noise (`theory`); 5. mode
 "paper" checks the Gaussian lemma exactly and raises where it fails.
 
-Source: holder spec, sections 3.1, 3.2, 5, 7.
+Source: docs/proofs/holder.md#distance-of-two-runs, docs/errata.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HolderOutputSGD(RowFreeOptimizer):
     Guarantee:
         (plan.epsilon, plan.delta)-DP of the final parameters under plan.adjacency ("replace_one", or "zero_out"), unit
         example. Shuffled batches: one Gaussian release, which composes exactly; independent batches: ApproxDP at that
-        pair. Source: holder spec 3.2, 4; deviations above.
+        pair. Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#independent-batches.
 
     Example:
         >>> import torch_dpsco as dp

@@ -66,7 +66,7 @@ class LocalizedSGD(PrivateOptimizer):
         Adjacency: replace_one or zero_out. Unit: one row per record. Event: in each phase, its steps of unsampled (or
         sampled) Gaussians; phases are parts of one partition. Assumes: batches of the optimizer's own loader, rows that
         do not couple records. The regularizer is added after clip and noise. Neither moments nor lambda are assumed.
-        Source: Lowy, Razaviyayn 2023, Theorem 15; spec heavytail.md 2.3, 2.4, 2.5, 2.8, 3.
+        Source: Lowy, Razaviyayn 2023, Theorem 12; docs/proofs/heavy_tailed.md#disjoint-parts.
 
     Example:
         >>> import torch_dpsco as dp

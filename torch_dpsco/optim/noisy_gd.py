@@ -36,7 +36,7 @@ class NoisyGD(SolvedOptimizer):
         Adjacency: that of the plan's budget. Unit: one row. Event: GDP(mu) of the last iterate; no other one is shown.
         Rows are clipped and unknown labels ignored by the code. Assumes: n under replace_one and zero_out is public;
         under add_remove that there are at most n_max records, on which the contraction of a step rests.
-        Source: output.md 9b; Bok, Su and Altschuler 2024.
+        Source: docs/proofs/output.md#noisy-gradient-descent; Bok, Su and Altschuler 2024.
 
     Example:
         >>> import torch_dpsco as dp

@@ -39,7 +39,7 @@ class ObjectivePerturbation(SolvedOptimizer):
         Adjacency: that of the plan's budget. Unit: one row. Event: the (epsilon, delta), or epsilon, of the budget.
         Rows are clipped and unknown labels ignored by the code. Assumes: n under replace_one and zero_out is public;
         n_max records at most, for the rounding of sums.
-        Source: output.md 9; its proofs.
+        Source: docs/proofs/objective.md
 
     Example:
         >>> import torch_dpsco as dp

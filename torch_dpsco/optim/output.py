@@ -40,7 +40,7 @@ class OutputPerturbation(SolvedOptimizer):
         0, at the sensitivity of the exact minimizer and what the certificate leaves. Rows are clipped and unknown
         labels ignored by the code. Assumes: n under replace_one and zero_out is public; with guarantee "markov" the
         promised expected accuracy of the loop, on every data set.
-        Source: output.md 2 to 5, 7, 8; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their mended forms.
+        Source: docs/proofs/output.md; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their mended forms.
 
     Example:
         >>> import torch_dpsco as dp

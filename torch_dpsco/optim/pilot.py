@@ -35,7 +35,7 @@ class Pilot:
         c_min: least threshold, public, > 0.
         c_max: largest threshold, public.
 
-    Source: spec heavytail.md 2.9.
+    Source: docs/proofs/heavy_tailed.md#pilot-group.
     """
 
     rule: str = "balanced"

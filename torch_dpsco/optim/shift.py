@@ -9,8 +9,9 @@ goes on exactly; y is no secret.
 | as `place` left them | what they were before |
 | written to since (weights loaded) | what they hold now |
 
-Source: userlevel spec, section 7; Asi and Liu 2023, Algorithm 3. Differs from the paper in: one y for all items of a
-step, which is unbiased for the smoothed loss at the same rate.
+Differs from the paper in: one y for all items of a step, which is unbiased for the smoothed loss at the same rate.
+
+Source: docs/proofs/holder.md#randomized-smoothing; Asi and Liu 2023, Algorithm 3.
 """
 
 from __future__ import annotations

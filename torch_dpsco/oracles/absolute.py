@@ -4,7 +4,7 @@ Where `HolderClipped` keeps the ratio of noise to clip and lets the noise follow
 advance and the ratio follows: steps near the origin, where gradients are small, cost less. What a step costs is known
 before it is made, from public history, but not before the run: it needs a filter or an odometer.
 
-Source: spec holder.md 3.5, accounting B.
+Source: docs/proofs/holder.md#prescribed-noise.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ Differs from the paper in: 1. votes are centered at q, not at 1/2, which is the 
 (z^-2 + (2 s_b)^-2)^(-1/2); null rows and empty batches then leave C_t where it is, so that a loss with many zero
 gradients (hinge) does not drive it to infinity, and q is the quantile among the other rows; 2. votes are continuous in
 the norm: a mean loss rounds 1/B, so that one record more moves all norms a little, and a step function would let rows
-at the threshold change sides together; what is left of that is part of the votes' sensitivity; 3. C_t stays within
-2^-30 and 2^39.
+at the threshold change sides together; what is left of that is part of the votes' sensitivity, as far as the proof
+goes; 3. C_t stays within 2^-30 and 2^39.
 
-Source: Andrew, Thakkar, McMahan and Ramaswamy 2021; spec heavytail.md, section 2.9.3.
+Proof: docs/proofs/heavy_tailed.md#adaptive-clip. Source: Andrew, Thakkar, McMahan and Ramaswamy 2021.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 Every row is scaled, so that the bias does not vanish however large R is, and no moment bound gives a guarantee: a
 baseline for deep nets. R and the learning rate are one number.
 
-Source: Bu, Wang, Zha and Karypis 2023 (AUTO-S); spec heavytail.md, section 2.10.
+Proof: docs/proofs/heavy_tailed.md#normalized-rows. Source: Bu, Wang, Zha and Karypis 2023 (AUTO-S).
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ Edge cases, each tested in tests/oracles:
 
 Differs from the usual DP-SGD in: 1. non-finite rows are dropped instead of spreading NaN; 2. norms carry their rounding
 error; 3. the worst-case error of the sum is part of the declared sensitivity; 4. the divisor is a public constant.
+
+Proofs: docs/proofs/heavy_tailed.md#clipped-sums, docs/proofs/heavy_tailed.md#rounded-clipped-sums.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ The first has about pi sigma^2 / (2 m) of noise variance where the second has si
 
 Differs from the paper in: 1. noise before the median, by default; 2. a batch size that m does not divide is allowed.
 
-Source: Lowy and Razaviyayn, Algorithm 12; heavytail spec, section 2.7.
+Proof: docs/proofs/heavy_tailed.md#median-of-means. Source: Lowy and Razaviyayn, Algorithm 12.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def median_of_means(rows: Any, groups: int, clip: float) -> Tensor:
     Returns:
         (d,) float64.
 
-    Source: heavytail spec, section 2.7 (Algorithm 12).
+    Source: docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12).
 
     Example:
         >>> median_of_means([[0.0], [2.0], [100.0]], groups=3, clip=5.0).tolist()
@@ -145,7 +145,7 @@ class Coordinatewise(MeanOracle):
         on other records. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows are clipped; an empty
         batch releases noise only.
 
-    Source: heavytail spec, section 2.7 (Algorithm 12 and noise-then-median).
+    Source: docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12, and noise before the median).
 
     Example:
         >>> from torch_dpsco.gradbatch import DenseBlock

@@ -36,7 +36,7 @@ class HolderClipped(ClippedMean):
     Raises:
         MissingConstantError: constants are missing, or a constant bound does not exist on an unbounded domain.
 
-    Source: Wang, Lei, Ying, Zhang, Algorithm 2 (constant); spec holder.md 3.5, accounting A (adaptive).
+    Source: docs/proofs/holder.md#bound-at-the-iterate; Wang, Lei, Ying, Zhang, Algorithm 2 (constant).
     """
 
     def __init__(

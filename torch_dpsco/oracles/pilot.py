@@ -9,7 +9,7 @@ is at most that of each other group.
 | zero, subnormal | below every threshold |
 | more or fewer rows than announced | the target rank is that of the announced number |
 
-Source: spec heavytail.md, section 2.9.1; architecture.md, section 10, item 20b.
+Proofs: docs/proofs/heavy_tailed.md#pilot-group, docs/proofs/heavy_tailed.md#private-quantile.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ release, from its generator: until then the oracle keeps one float64 per row and
 
 Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of Algorithm 13 (`shuffle_sizing`).
 
-Source: Lowy and Razaviyayn, Algorithms 10, 11, 13, 14; heavytail spec, section 2.7.
+Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 10, 11, 13, 14.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class ShuffledClipped(_Shuffled):
         floor(honest_fraction s) users of each batch, the protected one among them, add their noise honestly. Edge
         cases: a row with a norm that is not finite is 0; a batch of another size is refused, also an empty one.
 
-    Source: heavytail spec, section 2.7 (Algorithms 10 and 11).
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums (Algorithms 10 and 11).
 
     Example:
         >>> from torch_dpsco.gradbatch import DenseBlock
@@ -291,7 +291,7 @@ class ShuffledMedian(_Shuffled):
         as `ShuffledClipped` does, in each group. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows
         are clipped; a batch of another size is refused.
 
-    Source: heavytail spec, section 2.7 (Algorithms 13 and 14).
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums (Algorithms 13 and 14).
 
     Example:
         >>> from torch_dpsco.gradbatch import DenseBlock

@@ -258,7 +258,7 @@ class UserFiltered(MeanOracle):
             raise AdjacencyError(f"the filtered mean has no bound under {adjacency}: use replace_one (n_users public)")
         users, dim, tau = self.filter.n_users, self._users.dim, self.pair_radius
         nominal = self.filter.coefficient * tau * (1.0 + 8 * (dim + 16) * _UNIT)
-        return nominal + mean_rounding(users, dim, 2 * self.filter.radii[-1] * tau * 1.01, self.reach * tau * 1.01)
+        return nominal + mean_rounding(users, 2 * self.filter.radii[-1] * tau * 1.01, self.reach * tau * 1.01)
 
     @property
     def noise_std(self) -> float:

@@ -213,7 +213,7 @@ class UserPoissonFiltered(MeanOracle):
             raise AdjacencyError(f"the filtered mean of a sample has no bound under {adjacency}: use add_remove")
         dim, tau = self._users.dim, self._tau
         nominal = self.test.coefficient * tau * (1.0 + 8 * (dim + 16) * _UNIT)
-        return nominal + mean_rounding(self._most, dim, 2.02 * tau, self.reach * tau * 1.01)
+        return nominal + mean_rounding(self._most, 2.02 * tau, self.reach * tau * 1.01)
 
     @property
     def noise_std(self) -> float:

@@ -1,4 +1,7 @@
-"""Weights by which rows stay within a clip, and what else oracles need of norms and shapes."""
+"""Weights by which rows stay within a clip, and what else oracles need of norms and shapes.
+
+Source: docs/proofs/rounding.md#clip-weights.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class L1(Prox):
         strength: >= 0.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> w = torch.tensor([2.0, 0.25])
@@ -55,7 +55,7 @@ class ElasticNet(Prox):
         l2: >= 0; the penalty is l2-strongly convex.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> w = torch.tensor([2.0, 0.25])
@@ -94,7 +94,7 @@ class L2(Prox):
             feature of an embedding).
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> w = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
@@ -149,7 +149,7 @@ class Nuclear(Prox):
         strength: >= 0.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> w = torch.diag(torch.tensor([3.0, 0.5]))

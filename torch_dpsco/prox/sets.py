@@ -31,7 +31,7 @@ class Ball(Prox):
         ValueError: from `apply_` if the norm is not finite: the iterate has diverged.
 
     Source:
-        holder.md 1 (feasible set W); heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> w = torch.tensor([3.0, 4.0])
@@ -80,7 +80,7 @@ class Box(Prox):
         ValueError: from `apply_` if a parameter is not finite: the iterate has diverged.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> Box(0.0, 1.0).contains_zero, Box(0.5, 1.0).contains_zero
@@ -119,7 +119,7 @@ class Simplex(Prox):
         ValueError: from `apply_` if a parameter is not finite: the iterate has diverged.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-maps.
 
     Example:
         >>> w = torch.tensor([1.0, 0.8, -3.0])

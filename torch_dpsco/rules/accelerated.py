@@ -25,7 +25,7 @@ class Accelerated(UpdateRule):
 
     The answer is `outer`; between steps the parameters hold the query.
 
-    Source: Lowy, Razaviyayn 2023, Algorithm 2; spec heavytail.md 2.1, where lr = 1/(2 eta).
+    Source: Lowy, Razaviyayn 2023, Algorithm 2; docs/proofs/heavy_tailed.md#accelerated-steps, where lr = 1/(2 eta).
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,8 @@ class Anchored(UpdateRule):
 
     lr is a factor on all steps; the theory has 1.
 
-    Source: Lowy, Razaviyayn 2023, Algorithms 3 and 4; spec heavytail.md 2.3, 2.4 (steps of the ball-free form), 2.8.
+    Source: Lowy, Razaviyayn 2023, Algorithms 3 and 4; docs/proofs/heavy_tailed.md#phase-in-a-ball,
+    docs/proofs/heavy_tailed.md#phase-without-a-ball.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class ScheduledSGD(UpdateRule):
         factors: relative step sizes, > 0, one per step.
         weights: >= 0, one per step, their sum > 0.
 
-    Source: Lowy, Razaviyayn 2023, Algorithm 6; spec heavytail.md 2.2.
+    Source: Lowy, Razaviyayn 2023, Algorithm 6; docs/proofs/heavy_tailed.md#averaged-steps.
     """
 
     def __init__(self, factors: Sequence[float], weights: Sequence[float]) -> None:

@@ -30,7 +30,7 @@ def select_central(candidates: Tensor | Sequence[Any]) -> Selected:
     Args:
         candidates: (J, dim), J >= 1.
 
-    Source: spec heavytail.md 2.8.
+    Source: docs/proofs/heavy_tailed.md#central-candidate.
 
     Example:
         >>> select_central([[0.0], [5.0], [0.1]]).index

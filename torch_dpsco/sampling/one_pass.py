@@ -2,7 +2,7 @@
 
 The partition belongs to the run and not to a loader: a run that was broken off goes on with the parts that are left
 (`resume`), since a fresh partition would put a record into two parts. Why the largest part is all that counts, and what
-breaks it: spec heavytail.md 3.2; docs/guarantees.md.
+breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def accelerated_steps(objective: Objective, start: Tensor, steps: int, radius: f
         ConditionError: if the objective is not smooth and strongly convex.
 
     Source:
-        output.md 5, algorithm 4.
+        docs/proofs/output.md#solvers-that-cannot-fail (algorithm 4 of the paper)
 
     Example:
         >>> from torch_dpsco.losses import Squared
@@ -76,7 +76,7 @@ def certified_descent(
             float64: both outside of any guarantee, and both excluded by the checks of public constants before.
 
     Source:
-        output.md 4 (termination), 6.2.
+        docs/proofs/output.md#solvers-that-cannot-fail
     """
     beta, mu = objective.smoothness, objective.strong_convexity
     if beta is None or not mu > 0:

@@ -10,8 +10,9 @@
 Every computed norm and gap is increased by a bound on its rounding error before it is used. float64 only.
 
 Differs from the paper in: the paper assumes that a bound on the EXPECTED accuracy of a solver bounds the distance,
-which is false (output.md 4, the counterexample); here the point at hand is certified, whatever solver found it. The
-Fenchel gap is summed record by record, where each term is >= 0 and small, instead of subtracting two large values.
+which is false (docs/proofs/output.md#accuracy-in-expectation); here the point at hand is certified, whatever solver
+found it. The Fenchel gap is summed record by record, where each term is >= 0 and small, instead of subtracting two
+large values.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
         ConditionError: if the objective is not strongly convex.
 
     Source:
-        output.md 4, C1 and ROUNDING.
+        docs/proofs/output.md#a-gradient-certifies, docs/proofs/output.md#rounding-of-a-gradient
 
     Example:
         >>> from torch_dpsco.losses import Squared
@@ -108,7 +109,7 @@ def projected_certificate(objective: Objective, point: Tensor, radius: float) ->
         ValueError, ConditionError: as for C1; ConditionError also if the objective is not smooth.
 
     Source:
-        output.md 4, C2.
+        docs/proofs/output.md#a-projected-step-certifies
     """
     require_double(point, objective.dim)
     if math.isinf(positive(allow_inf=True, radius=radius)):
@@ -210,7 +211,7 @@ def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> 
         ConditionError: if the loss has no such dual, or reg = 0.
 
     Source:
-        output.md 4, C3 and ROUNDING; the sum record by record is ours.
+        docs/proofs/output.md#a-duality-gap-certifies
     """
     require_double(point, objective.dim)
     require_double(dual, objective.records.count)
@@ -263,7 +264,7 @@ def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
         The point, the gap and the distance, the last two increased by their rounding bounds.
 
     Source:
-        output.md 4, C3.
+        docs/proofs/output.md#a-duality-gap-certifies
 
     Example:
         >>> round(hinge_dual_gap([[1.0]], [1.0], [1.0], 1.0).gap, 9)
@@ -290,7 +291,7 @@ def saddle_certificate(gradient_norm: float, ascent_gap: float, strong_convexity
         error: bound on the rounding of the two computed numbers, each.
 
     Source:
-        output.md 4, C4.
+        docs/proofs/output.md#a-saddle-gap-certifies
 
     Example:
         >>> saddle_certificate(1.0, 0.0, 1.0, 0.0).proves(1.0 + 1e-9)

@@ -5,8 +5,8 @@ maximum of a z - h a^2/2, whose maximizer a = clip(z/h) is a feasible dual point
 h times the share of records at the kink, and certifies w for the loss itself.
 
 Differs from the paper in: it has no such solver. The fallback is accelerated projected ascent on the dual with the
-average of the primal points, whose gap is at most 2 L_D (R_a)^2/(t + 2)^2, R_a half the diagonal of the box: the bound
-of output.md 4, but for a pair that C3 certifies at run time, so that rounding in the ascent needs no analysis.
+average of the primal points, whose gap is at most 5 L_D (R_a)^2/(t (t + 1)), R_a half the diagonal of the box, for a
+pair that C3 certifies at run time, so that rounding in the ascent needs no analysis.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def continuation(objective: LinearObjective, start: Tensor, distance: float) -> 
         (point, its certificate): the best found; it may miss the distance.
 
     Source:
-        output.md 4, C3; architecture.md 10.20.
+        docs/proofs/output.md#a-duality-gap-certifies
     """
     step = newton if objective.dim <= _DENSE else lbfgs
     best, proof, settled = start, Certificate(math.inf), start
@@ -166,8 +166,8 @@ def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Ce
     """Accelerated projected ascent on the box of dual variables, from its center, with the primal average.
 
     With theta_t = 2/(t + 2): y = (1 - theta) a + theta b; b <- clip(b + grad D(y)/(theta L_D)); a <- (1 - theta) a +
-    theta b; wbar <- (1 - theta) wbar + theta v(y). Then P(wbar) - D(a) <= (theta^2/2) L_D sum_i (side/2)^2, since P is
-    the maximum over the box of the linearizations of D.
+    theta b; wbar <- (1 - theta) wbar + theta v(y). Then P(wbar) - D(a) <= 5 L_D sum_i (side/2)^2/(T (T + 1)) after T
+    steps, since P is the maximum over the box of the linearizations of D.
 
     Returns:
         (wbar, certificate) with certificate.distance <= distance, after O(B/(reg r)) steps at the latest.
@@ -176,7 +176,7 @@ def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Ce
         NotCertifiedError: if float64 is too coarse for `distance`: outside of any guarantee.
 
     Source:
-        output.md 4 (TERMINATION).
+        docs/proofs/output.md#solvers-that-cannot-fail
     """
     box, records, mu = BoxDual.of(objective.loss), objective.records, objective.strong_convexity
     assert box is not None  # the callers have asked

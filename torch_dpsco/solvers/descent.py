@@ -1,7 +1,7 @@
 """One iterate of a descent method, and the step-size rule that Newton and L-BFGS share.
 
 Near the minimum differences of values drown in rounding while gradients do not: a step is accepted on the value within
-a slack of 1e-13 |F|, or on a smaller gradient norm (architecture.md 10.20).
+a slack of 1e-13 |F|, or on a smaller gradient norm.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def katyusha(
         ConditionError: if the objective is not a smooth, strongly convex sum.
 
     Source:
-        output.md 5, algorithm 3.
+        docs/proofs/output.md#steps-of-katyusha (algorithm 3 of the paper)
     """
     records, mu = objective.records, objective.strong_convexity
     if objective.constants.bend is None or not mu > 0 or records.count == 0:

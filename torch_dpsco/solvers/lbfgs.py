@@ -31,7 +31,7 @@ def lbfgs(objective: Objective, start: Tensor, distance: float, steps: int = 200
         The iterate of least gradient norm. It promises nothing: certify it.
 
     Source:
-        output.md 6.1.
+        Nocedal and Wright, Numerical Optimization, section 7.2.
 
     Example:
         >>> import torch

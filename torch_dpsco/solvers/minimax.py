@@ -3,8 +3,9 @@
 H is mu-strongly convex in w and concave in v. Linear models under attack need none of this: `objectives.Adversarial`
 has the inner maximum in closed form.
 
-Differs from the paper in: a maximum of smooth functions is smooth only if H is strongly concave in v (E4), so that no
-rate is promised; the momentum of the proximal-point method is a heuristic. Privacy rests on C4 alone.
+Differs from the paper in: a maximum of smooth functions is smooth only if H is strongly concave in v
+(docs/errata.md#paper-4-lowy-razaviyayn-output-perturbation, E4), so that no rate is promised; the momentum of
+the proximal-point method is a heuristic. Privacy rests on C4 alone.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def extragradient(saddle: Saddle, point: Tensor, adversary: Tensor, tolerance: f
             constants promise: a violated promise, outside of any guarantee.
 
     Source:
-        output.md 6.5 (ii), 4 (C4).
+        docs/proofs/output.md#a-saddle-gap-certifies
 
     Example:
         >>> into_box = lambda v: v.clamp(-1, 1)
@@ -138,7 +139,7 @@ def gradient_descent_max_oracle(saddle: Saddle, point: Tensor, tolerance: float,
         saddle: the problem, with `best_response`.
         point: w_0, float64.
         tolerance: r > 0.
-        smoothness: beta of G, which is NOT that of H (E4): beta + beta_wv^2/mu_v if H is mu_v-strongly concave.
+        smoothness: beta of G, which is NOT that of H: beta + beta_wv^2/mu_v if H is mu_v-strongly concave.
 
     Returns:
         A pair with certificate.distance <= tolerance, C1 at an exact maximum: the gap of C4 without its ascent part.
@@ -148,7 +149,7 @@ def gradient_descent_max_oracle(saddle: Saddle, point: Tensor, tolerance: float,
         NotCertifiedError: as for `extragradient`.
 
     Source:
-        output.md 6.5 (i), 8.
+        docs/proofs/output.md#a-saddle-gap-certifies, docs/proofs/output.md#robust-losses
     """
     distance, beta = positive(tolerance=tolerance), positive(smoothness=smoothness)
     if saddle.best_response is None:
@@ -188,7 +189,7 @@ def minimax_appa(
         NotCertifiedError: as for `extragradient`.
 
     Source:
-        output.md 6.5 (iv). The momentum (2 sqrt kappa - 1)/(2 sqrt kappa + 1) is that of the paper's reference.
+        docs/proofs/output.md#a-saddle-gap-certifies; after Lin, Jin and Jordan 2020.
     """
     distance, prox = positive(tolerance=tolerance), saddle.smoothness
     root = 2 * math.sqrt(max(saddle.smoothness / saddle.strong_convexity, 1.0))

@@ -30,7 +30,7 @@ def newton(objective: Objective, start: Tensor, distance: float, steps: int = 10
         The iterate of least gradient norm. It promises nothing: certify it.
 
     Source:
-        output.md 6.1; architecture.md 10.20.
+        Boyd and Vandenberghe, Convex Optimization, section 9.5.
 
     Example:
         >>> from torch_dpsco.losses import Squared

@@ -79,10 +79,10 @@ def solve(
             rounding of float64. This depends on the data and is outside of any guarantee.
 
     Guarantee:
-        ||w - w*|| <= tolerance, whatever the solver and its seed did (output.md 4, mode M1).
+        ||w - w*|| <= tolerance, whatever the solver and its seed did.
 
     Source:
-        output.md 4, 6.
+        docs/proofs/output.md#certified-points, docs/proofs/output.md#solvers-that-cannot-fail
 
     Example:
         >>> from torch_dpsco.losses import Logistic

@@ -1,7 +1,8 @@
 """Stochastic subgradient steps with a weighted average: the first method of the paper.
 
-Differs from the paper in: its indices are off by one (output.md, E8), the corrected ones are used; the accuracy holds
-in expectation only, which bounds no distance: whatever it returns is certified, or polished until it is.
+Differs from the paper in: its indices are off by one
+(docs/errata.md#paper-4-lowy-razaviyayn-output-perturbation, E8), the corrected ones are used; the accuracy
+holds in expectation only, which bounds no distance: whatever it returns is certified, or polished until it is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def stochastic_subgradient(
         ConditionError: if the objective is not strongly convex, or has no records.
 
     Source:
-        output.md 5, algorithm 2.
+        docs/proofs/output.md#steps-of-the-subgradient-method (algorithm 2 of the paper)
     """
     mu, count = objective.strong_convexity, objective.records.count
     if not mu > 0 or count == 0:

@@ -8,7 +8,8 @@ s / sqrt(2) off it. The three levels mu = sensitivity / std add in squares; ever
 Differs from the paper in: 1. The budget is that of the joint release, with any split (`weights`): less noise. 2. Mode
 "paper" is checked: its steps are not (epsilon/3, delta/3)-DP each, but together they are usually (epsilon, delta)-DP.
 
-Source: output spec, section 9c; Wang 2018, Revisiting differentially private linear regression.
+Source: docs/proofs/output.md#least-squares-from-noisy-statistics; Wang 2018, Revisiting differentially private linear
+regression.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def adassp_constants(
 
     Guarantee: (epsilon, delta)-DP of the joint release, and of all that is computed from it, under the adjacency.
 
-    Source: output spec, section 9c.
+    Source: docs/proofs/output.md#least-squares-from-noisy-statistics
 
     Example:
         >>> round(adassp_constants(1.0, 1e-6, bound_x=1.0, bound_y=1.0, dim=10).std_xty, 6)
@@ -116,7 +117,7 @@ def adassp_constants_paper(
 
     Guarantee: (epsilon, delta)-DP under add_remove and zero_out.
 
-    Source: output spec, section 9c; Wang 2018, algorithm 2.
+    Source: docs/proofs/output.md#published-noise-of-adassp; Wang 2018, algorithm 2.
 
     Example:
         >>> round(adassp_constants_paper(1.0, 1e-6, bound_x=1.0, bound_y=1.0, dim=10).std_xty, 6)

@@ -26,7 +26,7 @@ Differs from the paper in: 1. sensitivities are computed step by step, so that a
 the one computed here is up to 1 + log T times larger for the uniform average, about (K+1)/K times for the weighted.
 3. The last batch may be short. 4. Rounding is covered. 5. Zero-out. 6. Every figure is rounded up.
 
-Source: output spec, sections 4 (M3) and 6.4; Wu, Li, Kumar, Chaudhuri, Jha, Naughton 2017.
+Source: docs/proofs/output.md#bolt-on-runs; Wu, Li, Kumar, Chaudhuri, Jha, Naughton 2017.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def decreasing_lr(smoothness: float, reg: float, steps: int) -> FloatArray:
         reg: gamma > 0.
         steps: T >= 1.
 
-    Source: output spec, section 6.4.
+    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs
 
     Example:
         >>> decreasing_lr(smoothness=1.0, reg=0.5, steps=5).tolist()
@@ -103,7 +103,7 @@ def bolt_on_sensitivity(
     Guarantee: replace-one or zero-out of one record, for every order of the records that does not depend on them, for
     convex losses with the promised constants on R^d, what is computed included.
 
-    Source: output spec, section 6.4.
+    Source: docs/proofs/output.md#bolt-on-runs, docs/proofs/output.md#rounding-of-a-bolt-on-run
 
     Example:
         >>> smooth = LossPromises(1.0, 0.25, lambda r: 1.0, glm=True, score_offset=1.0)

@@ -7,7 +7,7 @@ K' earlier epochs, K' <= K - 1, (K-1)/2 on average; with another one in its plac
 
     U(eta) = D^2 / (2 eta T) + eta G^2 / 2 + eta G^2 (K-1)/b + G E|z|,      E|z| proportional to eta
 
-Source: output spec, sections 2 and 6.4; `bolt_on` for the sensitivity.
+Source: docs/proofs/output.md#risk-of-a-bolt-on-run; `bolt_on` for the sensitivity.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def plan_bolt_on(
     Guarantee: (epsilon, delta)-DP of the noised answer alone, one release, records, given the promises, for what is
     computed in double precision. Nothing else of the run may be published.
 
-    Source: output spec, sections 2 and 6.4.
+    Source: docs/proofs/output.md#bolt-on-runs
 
     Example:
         >>> smooth = LossPromises(1.0, 0.25, lambda r: 1.0, glm=True, score_offset=1.0)

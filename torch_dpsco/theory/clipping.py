@@ -13,7 +13,8 @@ adjacency, the paper's "epsilon" is sqrt(2 rho).
 
 Everything is evaluated in logarithms, for k from 1 + 1e-15 to 1e6.
 
-Source: spec heavytail.md, sections 2.0, 2.7, 2.9 and 3.1.
+Proofs: docs/proofs/heavy_tailed.md#clipping-bias,
+docs/proofs/heavy_tailed.md#best-clip, docs/proofs/heavy_tailed.md#noise-of-a-mean.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def clip_bias_constant(moment_order: float) -> float:
         moment_order: k > 1.
 
     Source:
-        heavytail.md 2.0, Lemma 6.
+        docs/proofs/heavy_tailed.md#clipping-bias (Lemma 6).
 
     Example:
         >>> clip_bias_constant(2.0)
@@ -97,7 +98,7 @@ def clip_bias(moment: float, moment_order: float, clip: float, mode: str = "tigh
         beta_k r^k / C^(k-1); inf beyond floating point.
 
     Source:
-        heavytail.md 2.0, Lemma 6.
+        docs/proofs/heavy_tailed.md#clipping-bias (Lemma 6).
 
     Example:
         >>> round(clip_bias(1.0, 2.0, 0.5), 12), round(clip_bias(1.0, 2.0, 0.5, mode="paper"), 12)
@@ -120,7 +121,7 @@ def clip_bias_worst(moment: float, moment_order: float, clip: float) -> float:
         clip: C > 0.
 
     Source:
-        heavytail.md 2.0.
+        docs/proofs/heavy_tailed.md#clipping-bias.
 
     Example:
         >>> clip_bias_worst(1.0, 2.0, 0.25), round(clip_bias(1.0, 2.0, 0.25), 12)
@@ -145,7 +146,7 @@ def clip_threshold_linear(moment: float, moment_order: float, noise_weight: floa
         InfeasibleError: the minimizer exceeds floating point.
 
     Source:
-        heavytail.md 2.0.
+        docs/proofs/heavy_tailed.md#best-clip.
 
     Example:
         >>> round(clip_threshold_linear(1.0, 2.0, 0.01), 12)
@@ -169,7 +170,7 @@ def clip_threshold_square(moment: float, moment_order: float, bias_weight: float
         InfeasibleError: the minimizer exceeds floating point.
 
     Source:
-        heavytail.md 2.0.
+        docs/proofs/heavy_tailed.md#best-clip.
 
     Example:
         >>> round(clip_threshold_square(1.0, 2.0, 1.0, 0.0001), 12)
@@ -216,7 +217,7 @@ def mean_noise_std(
         into this batch whatever the data are (add_remove: by a choice made for each record by itself).
 
     Source:
-        heavytail.md 2.0 and 3.1; Bun and Steinke, Proposition 1.6.
+        docs/proofs/heavy_tailed.md#noise-of-a-mean; Bun and Steinke, Proposition 1.6.
 
     Example:
         >>> round(mean_noise_std(1.0, batch_size=100, rho=0.5), 12)
@@ -254,7 +255,7 @@ def coordinatewise_noise_std(
         before it (each record is in one group, the median is post-processing). One row per record.
 
     Source:
-        heavytail.md 2.7, Algorithm 12.
+        docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12).
 
     Example:
         >>> round(coordinatewise_noise_std(batch_size=8, groups=4, clip=1.0, dim=2, rho=1.0), 6)
@@ -287,7 +288,7 @@ def exchange_rate_mean(batch_size: int, dim: int, rho: float, adjacency: str = "
         adjacency: zero_out and add_remove halve a.
 
     Source:
-        heavytail.md 2.9.
+        docs/proofs/heavy_tailed.md#exchange-rates.
 
     Example:
         >>> round(exchange_rate_mean(batch_size=100, dim=1, rho=0.5), 12)
@@ -298,7 +299,10 @@ def exchange_rate_mean(batch_size: int, dim: int, rho: float, adjacency: str = "
 
 
 def exchange_rate_accelerated(n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one") -> float:
-    """Returns a = 4 sqrt(d T / (3 rho)) / n of AcceleratedSGD (heavytail.md 2.9), n = T floor(n/T) records used.
+    """Returns a = 4 sqrt(d T / (3 rho)) / n of AcceleratedSGD, n = T floor(n/T) records used.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
 
     Example:
         >>> round(exchange_rate_accelerated(n=1000, dim=3, steps=4, rho=1.0), 12)
@@ -309,7 +313,10 @@ def exchange_rate_accelerated(n: int, dim: int, steps: int, rho: float, adjacenc
 
 
 def exchange_rate_phase(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
-    """Returns a = sqrt(8 d / rho) / m of a multi-pass phase on m records (heavytail.md 2.9).
+    """Returns a = sqrt(8 d / rho) / m of a multi-pass phase on m records.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
 
     Example:
         >>> round(exchange_rate_phase(n=100, dim=2, rho=1.0), 12)
@@ -321,7 +328,7 @@ def exchange_rate_phase(n: int, dim: int, rho: float, adjacency: str = "replace_
 def exchange_rate_strongly_convex(
     n: int, dim: int, steps: int, rho: float, bias: float, noise: float, adjacency: str = "replace_one"
 ) -> float:
-    """Returns a = sqrt(2 u_S d / (u_B rho)) T / n of averaged ClippedSGD (heavytail.md 2.9).
+    """Returns a = sqrt(2 u_S d / (u_B rho)) T / n of averaged ClippedSGD.
 
     Args:
         n: records.
@@ -332,6 +339,9 @@ def exchange_rate_strongly_convex(
         noise: u_S of the same.
         adjacency: zero_out and add_remove halve a.
 
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
+
     Example:
         >>> round(exchange_rate_strongly_convex(n=100, dim=2, steps=1, rho=1.0, bias=1.0, noise=1.0), 12)
         0.02
@@ -341,7 +351,10 @@ def exchange_rate_strongly_convex(
 
 
 def exchange_rate_proximal_pl(n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one") -> float:
-    """Returns a = sqrt(4 d / (3 rho)) T / n of ProximalSGD (heavytail.md 2.9).
+    """Returns a = sqrt(4 d / (3 rho)) T / n of ProximalSGD.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
 
     Example:
         >>> round(exchange_rate_proximal_pl(n=100, dim=3, steps=1, rho=1.0), 12)

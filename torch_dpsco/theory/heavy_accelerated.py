@@ -5,13 +5,13 @@ eta = max(2 beta, sqrt(V T (T+1)(2T+1)/12)/D), the last average satisfies
 
     E F - F* <= 4 beta D^2/(T(T+1)) + 2 D sqrt(V (2T+1)/(3T(T+1))) + B D.
 
-Proof: heavytail.md 2.1 (the recursion of Ghadimi and Lan with weights t, Gamma_t = 2/(t(t+1))). The threshold minimizes
-B D plus the part of the noise in the root, by (2T+1)/(T+1) <= 2: B(C) + a C with a of `exchange_rate_accelerated`.
+Proof: docs/proofs/heavy_tailed.md#accelerated-steps (the recursion of Ghadimi and Lan with weights t). The threshold
+minimizes B D plus the part of the noise in the root: B(C) + a C with a of `exchange_rate_accelerated`.
 
 Differs from the paper in: 1. explicit constants; 2. the sharp bias constant; 3. T minimizes the bound itself, rather
 than its order; mode "paper" keeps the published T and C, whose constants inside the orders are 1.
 
-Source: spec heavytail.md 2.1; Lowy and Razaviyayn, Theorems 9 and 31.
+Source: Lowy and Razaviyayn, Theorems 9 and 31.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AcceleratedPlan:
         bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
         variance: r_2^2/s + d sigma^2, WITHOUT the square of the bias.
         inverse_lr: eta; step t = 1, 2, ... has size t/(2 eta).
-        bound: on the expected excess risk over start points within `diameter`.
+        bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
         smoothness: beta.
         diameter: D.
         mode: "tight" or "paper".
@@ -102,7 +102,7 @@ def accelerated_plan(
         dim: d.
         rho: > 0, zCDP of the run; the paper's "epsilon" is sqrt(2 rho), not an epsilon of differential privacy.
         smoothness: beta >= 0; at 0 (linear losses) one step is best.
-        diameter: D > 0, of the feasible set, or a bound on |w_0 - w*| if there is none.
+        diameter: D > 0, of the feasible set. With a bound on |w_0 - w*| only, `bound` is not proved (see the source).
         moment: r_k.
         moment_order: k.
         second_moment: r_2, default r_k.
@@ -122,7 +122,7 @@ def accelerated_plan(
         not depend on the data, the run is rho-zCDP under the adjacency, whatever the promised constants are worth.
 
     Source:
-        heavytail.md 2.1.
+        docs/proofs/heavy_tailed.md#accelerated-steps.
 
     Example:
         >>> plan = accelerated_plan(n=10**5, dim=50, rho=0.5, smoothness=1.0, diameter=2.0, moment=1.0, moment_order=2)
@@ -187,7 +187,7 @@ def accelerated_steps_paper(
         moment_order: k.
 
     Source:
-        heavytail.md 2.1.
+        docs/proofs/heavy_tailed.md#accelerated-steps.
 
     Example:
         >>> round(accelerated_steps_paper(n=10**4, dim=1, paper_epsilon=1.0, smoothness=1.0, diameter=1.0, moment=1.0,
@@ -217,7 +217,7 @@ def accelerated_clip_paper(
         moment_order: k.
 
     Source:
-        heavytail.md 2.1.
+        docs/proofs/heavy_tailed.md#accelerated-steps.
 
     Example:
         >>> round(accelerated_clip_paper(n=100, dim=1, steps=4, paper_epsilon=1.0, moment=2.0, moment_order=2.0), 6)

@@ -12,7 +12,7 @@ which no algorithm can test; the bound here needs no such step; 2. weights k + j
 2/(mu (k + j)): squares do not telescope, since x^2 (x-2) > (x-1)^3 for x >= 3, while x (x-2) <= (x-1)^2; 3. explicit
 constants, T and C minimize the bound.
 
-Source: spec heavytail.md 2.2; Stich (2019), Lemma 3; Lowy and Razaviyayn, Theorem 11.
+Proof: docs/proofs/heavy_tailed.md#averaged-steps. Source: Stich (2019), Lemma 3; Lowy and Razaviyayn, Theorem 11.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class StronglyConvexPlan:
         noise_std: sigma, std per coordinate of the noise on a mean.
         bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
         variance: r_2^2/s + d sigma^2.
-        bound: on the expected excess risk of the weighted average.
+        bound: on the expected excess risk of the weighted average; not proved under add_remove, see
+            docs/proofs/heavy_tailed.md#one-pass.
         strong_convexity: mu.
         smoothness: beta.
         distance: bound on |w_0 - w*| used in `bound`.
@@ -124,7 +125,7 @@ def averaging_schedule(*, strong_convexity: float, inverse_lr_cap: float, steps:
         ConditionError: mu exceeds the cap.
 
     Source:
-        heavytail.md 2.2.
+        docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
         >>> averaging_schedule(strong_convexity=1.0, inverse_lr_cap=1.0, steps=4)
@@ -152,7 +153,7 @@ def strongly_convex_coefficients(*, strong_convexity: float, smoothness: float, 
         ConditionError: mu > beta.
 
     Source:
-        heavytail.md 2.2.
+        docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
         >>> strongly_convex_coefficients(strong_convexity=1.0, smoothness=2.0, steps=1)
@@ -201,7 +202,7 @@ def strongly_convex_clip(
         adjacency: of rho.
 
     Source:
-        heavytail.md 2.2 (square rule with q = u_S 2 d T^2/(rho n^2)).
+        docs/proofs/heavy_tailed.md#averaged-steps (square rule with q = u_S 2 d T^2/(rho n^2)).
 
     Example:
         >>> round(strongly_convex_clip(strong_convexity=1.0, smoothness=1.0, steps=1, n=100, dim=1, rho=0.5,
@@ -266,7 +267,7 @@ def strongly_convex_plan(
         As `accelerated_plan`: rho-zCDP with noise of `noise_std` on each mean, one batch per record.
 
     Source:
-        heavytail.md 2.2.
+        docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
         >>> plan = strongly_convex_plan(n=10**5, dim=50, rho=0.5, strong_convexity=0.5, smoothness=1.0, moment=1.0,

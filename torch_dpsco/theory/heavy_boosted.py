@@ -8,14 +8,13 @@ regularized population minimizer, with probability at least 0.74 - 1/m_i, so tha
 
 with probability 1 - zeta for J of `boosted_copies`. Groups are disjoint and the choice is post-processing: rho overall.
 
-Not in the paper; in the spirit of Asi, Liu, Tian (2024), constants and proof of the specification. They are large:
+Not in the paper; in the spirit of Asi, Liu, Tian (2024), constants and proof ours. They are large:
 conservative=False (default) replaces them by 1, without proof of the bound and with the same privacy.
 
-Differs from the specification in: 1. its number of phases, floor(log2(n/(2J))), leaves groups of 2 or 3 records in the
-last phase, where its theorem (m_I >= 16) says nothing: `phases` cuts the list; 2. without balls, X = 3 a^2 C^2 by the
-ball-free form, where putting C for Lb would be too small.
+The default number of phases, floor(log2(n/(2J))), leaves groups of 2 or 3 records in the last phase, where the theorem
+(m_I >= 16) says nothing: `phases` cuts the list. Without balls, X = 3 a^2 C^2 by the ball-free form.
 
-Source: spec heavytail.md 2.8.
+Proof: docs/proofs/heavy_tailed.md#boosted-phases.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SMALLEST_GROUP = 16
 
 @dataclass(frozen=True)
 class _Constants:
-    """Q^2 parts of 2.8: generalization, optimization X, bias B^2; factor of S; distance to u_i in units of Q."""
+    """Q^2 parts: generalization, optimization X, bias B^2; factor of S; distance to u_i in units of Q."""
 
     generalization: float
     optimization: float
@@ -93,7 +92,7 @@ def boosted_localized_schedule(
         moment_order: k.
         second_moment: rt_2.
         moment: rt_k.
-        diameter: D > 0.
+        diameter: D > 0, bound on |w_0 - w*|; with balls, of the feasible set.
         copies: J >= 1 groups per phase; more than 1 buys probability, not accuracy.
         max_steps: cap on the steps of a phase; None for no cap.
         conservative: constants of the proof, or 1.
@@ -115,7 +114,7 @@ def boosted_localized_schedule(
         As `localized_schedule_ballfree`; the choice reads the private answers of disjoint groups only.
 
     Source:
-        heavytail.md 2.8.
+        docs/proofs/heavy_tailed.md#boosted-phases.
 
     Example:
         >>> schedule = boosted_localized_schedule(n=640, dim=3, rho=0.2, moment_order=2.0, second_moment=1.0,
@@ -174,7 +173,7 @@ def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
         InfeasibleError: groups of fewer than 16 records.
 
     Source:
-        heavytail.md 2.8 (Hoeffding over groups, union over phases).
+        docs/proofs/heavy_tailed.md#boosted-phases (Hoeffding over groups, union over phases).
 
     Example:
         >>> round(boosted_failure(copies=51, phases=4, smallest_group=100), 4)
@@ -196,7 +195,7 @@ def boosted_copies(failure: float, phases: int, smallest_group: int) -> int:
         InfeasibleError: groups of fewer than 16 records.
 
     Source:
-        heavytail.md 2.8.
+        docs/proofs/heavy_tailed.md#boosted-phases.
 
     Example:
         >>> boosted_copies(failure=0.05, phases=4, smallest_group=100)

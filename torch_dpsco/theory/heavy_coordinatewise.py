@@ -2,7 +2,7 @@
 
 The noise is `clipping.coordinatewise_noise_std`. Prefer one group, or the l2 clip, unless coordinates differ in tails.
 
-Source: spec heavytail.md 2.7.
+Proof: docs/proofs/heavy_tailed.md#accuracy-of-medians-of-means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def coordinatewise_clip(
         moment_order: k > 1.
 
     Source:
-        heavytail.md 2.7, Algorithm 12.
+        docs/proofs/heavy_tailed.md#accuracy-of-medians-of-means.
 
     Example:
         >>> round(coordinatewise_clip(batch_size=1000, groups=1, dim=10, rho=0.5, moment=1.0, moment_order=2.0), 3)
@@ -51,7 +51,7 @@ def coordinatewise_groups(dim: int, failure: float) -> int:
         failure: zeta in (0, 1).
 
     Source:
-        heavytail.md 2.7, Algorithm 12 (Chebyshev at 3/4, then Hoeffding).
+        docs/proofs/heavy_tailed.md#accuracy-of-medians-of-means.
 
     Example:
         >>> coordinatewise_groups(dim=10, failure=0.1)

@@ -3,7 +3,7 @@
 n records are cut into T batches of s = floor(n/T), each used once, so that T does not enter the privacy cost. A step
 has the sampling variance r_2^2/s and the noise variance d sigma^2, sigma = `mean_noise_std(C, s, rho)`.
 
-Source: spec heavytail.md, sections 1, 2.1, 2.2, 2.6 and 4.
+Proof: docs/proofs/heavy_tailed.md#one-pass.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def least_steps(bound: Callable[[int], float], most: int) -> int:
     """Returns an integer T in 1..min(most, 1e5) with a small bound(T): a geometric grid of 400, then +-2 around it.
 
     Source:
-        heavytail.md 2.1.
+        docs/proofs/heavy_tailed.md#one-pass.
 
     Example:
         >>> least_steps(lambda T: T + 100 / T, most=1000)

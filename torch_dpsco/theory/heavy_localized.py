@@ -14,7 +14,8 @@ Differs from the paper in: 1. the clip takes the place of an unknown empirical L
 factor of log n and balls one of 2; 2. the ball may be dropped; 3. any n, not only powers of 2; 4. explicit constants.
 `localized_schedule_paper` keeps the published numbers.
 
-Source: spec heavytail.md, sections 2.3 and 2.4; Lowy and Razaviyayn, Algorithm 4 and Theorem 41.
+Proofs: docs/proofs/heavy_tailed.md#localized-schedule,
+docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Razaviyayn, Algorithm 4 and Theorem 41.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def localized_schedule_ballfree(
         not depend on the data, the run is rho-zCDP under the adjacency, whatever the promised constants are worth.
 
     Source:
-        heavytail.md 2.4.
+        docs/proofs/heavy_tailed.md#localized-schedule.
 
     Example:
         >>> schedule = localized_schedule_ballfree(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0,
@@ -149,7 +150,7 @@ def localized_schedule(
         moment_order: k.
         second_moment: rt_2.
         moment_2k: rt_2k.
-        diameter: D > 0.
+        diameter: D > 0, of the feasible set (a bound on |w_0 - w*| is not enough here).
         max_steps: cap on the steps of a phase; None for no cap.
         first_moment: rt_1, default rt_2.
         reg: a lambda_1 of your own.
@@ -165,7 +166,7 @@ def localized_schedule(
         As `localized_schedule_ballfree`.
 
     Source:
-        heavytail.md 2.4.
+        docs/proofs/heavy_tailed.md#localized-schedule-with-balls.
 
     Example:
         >>> schedule = localized_schedule(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0,
@@ -224,7 +225,7 @@ def localized_schedule_paper(
         rho-zCDP under replace_one with rho = paper_epsilon^2/2, as `localized_schedule_ballfree`.
 
     Source:
-        heavytail.md 2.4.
+        docs/proofs/heavy_tailed.md#published-schedules.
 
     Example:
         >>> phases = localized_schedule_paper(n=1000, dim=1, paper_epsilon=1.614, moment_order=2.0, moment_2k=2.253925,
@@ -282,7 +283,7 @@ def ballfree_rate(level: float, steps: int) -> float:
         steps: T.
 
     Source:
-        heavytail.md 2.3, ball-free form.
+        docs/proofs/heavy_tailed.md#phase-without-a-ball.
 
     Example:
         >>> round(ballfree_rate(0.01, 100), 6)

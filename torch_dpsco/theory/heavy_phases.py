@@ -8,7 +8,8 @@ and hands its LAST iterate on as the next center. lambda lr_t is O(1): 2/(t+2) w
 one, constant in the paper. Each record is in one phase (and one copy of it), so that the run costs rho, the maximum
 over phases, not their sum. The privacy cost depends on clip, noise and steps, never on lambda or the radius.
 
-Source: spec heavytail.md, sections 2.3, 2.4, 2.5, 2.8 and 3.2.
+Proofs: docs/proofs/heavy_tailed.md#disjoint-parts,
+docs/proofs/heavy_tailed.md#phase-in-a-ball, docs/proofs/heavy_tailed.md#phase-without-a-ball.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GROWTH = 8.0
 
 
 class _PhaseSymbols:
-    """The letters of the specification and its vectors for fields of a phase."""
+    """The letters of the proofs and the test vectors for fields of a phase."""
 
     i = property(attrgetter("index"))
     m = property(attrgetter("n"))
@@ -95,7 +96,7 @@ class LocalizedPhase(_PhaseSymbols):
         """Returns lambda lr_t of step t = 0, 1, ...: w <- Proj( (1-f) w + f c - (f/lambda) (mean + noise) ).
 
         Source:
-            heavytail.md 2.3 and 4: lambda itself may exceed the range of float32, the fraction does not.
+            docs/proofs/heavy_tailed.md#phase-without-a-ball; lambda may exceed the range of float32, the fraction not.
         """
         check.count(t=t)
         if self.lr is not None:
@@ -182,7 +183,7 @@ def halved_sizes(n: int, min_phase: int = 1, phases: int | None = None) -> list[
     Sizes below `min_phase` > 1 join the last phase. `phases` cuts the list instead, and drops the rest.
 
     Source:
-        heavytail.md 2.4 and 4.
+        docs/proofs/heavy_tailed.md#localized-schedule.
 
     Example:
         >>> halved_sizes(20), halved_sizes(20, min_phase=4), halved_sizes(20, phases=2)

@@ -8,9 +8,9 @@ With eta = 1/(2 beta), the LAST iterate satisfies
 E F(w_T) - F* <= (1 - mu/(4 beta))^T (F(w_0) - F*) + (3 B^2 + 2 S)/mu.
 
 Differs from the paper in: 1. explicit constants, by a proof without its lemma on perturbed minimizers
-(heavytail.md 2.6); 2. T and C minimize the bound; mode "paper" keeps the published C.
+(docs/proofs/heavy_tailed.md#proximal-steps); 2. T and C minimize the bound; mode "paper" keeps the published C.
 
-Source: spec heavytail.md 2.6; Lowy and Razaviyayn, Theorem 48.
+Source: Lowy and Razaviyayn, Theorem 48.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ProximalPlan:
         bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
         variance: r_2^2/s + d sigma^2.
         lr: 1/(2 beta).
-        bound: on the expected excess risk of the last iterate.
+        bound: on the expected excess risk of the last iterate; not proved under add_remove, see
+            docs/proofs/heavy_tailed.md#one-pass.
         pl_constant: mu.
         smoothness: beta.
         initial_gap: bound on F(w_0) - F*.
@@ -89,7 +90,7 @@ def proximal_pl_bound(
         ConditionError: mu > beta.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-steps.
 
     Example:
         >>> proximal_pl_bound(pl_constant=1.0, smoothness=1.0, steps=1, initial_gap=4.0, bias=0.0, variance=0.5)
@@ -125,7 +126,7 @@ def proximal_pl_clip(
         adjacency: of rho.
 
     Source:
-        heavytail.md 2.6 (square rule with u_B = 3 and q = 4 d T^2/(rho n^2)).
+        docs/proofs/heavy_tailed.md#proximal-steps (square rule with u_B = 3 and q = 4 d T^2/(rho n^2)).
 
     Example:
         >>> round(proximal_pl_clip(steps=1, n=100, dim=1, rho=0.5, moment=1.0, moment_order=2.0), 6)
@@ -187,7 +188,7 @@ def proximal_pl_plan(
         As `accelerated_plan`; the penalty must not depend on the data, or its proximal map is no post-processing.
 
     Source:
-        heavytail.md 2.6.
+        docs/proofs/heavy_tailed.md#proximal-steps.
 
     Example:
         >>> plan = proximal_pl_plan(n=10**5, dim=50, rho=0.5, pl_constant=0.5, smoothness=1.0, initial_gap=2.0,

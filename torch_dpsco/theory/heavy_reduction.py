@@ -10,7 +10,8 @@ that the reduction is not proved for them; 2. parts use all records (`sc_reducti
 `reduction_sizes`); 3. minibatches are calibrated by an accountant, not by a closed form with hidden constants, and the
 variance of their sampling enters the bound.
 
-Source: spec heavytail.md, sections 2.4 (Remark 13) and 2.5.
+Proofs: docs/proofs/heavy_tailed.md#reduction-for-strong-convexity,
+docs/proofs/heavy_tailed.md#minibatch-phases. Source: Lowy and Razaviyayn, section G.3 and Remark 13.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def reduction_sizes(n: int) -> list[int]:
         n: >= 2.
 
     Source:
-        heavytail.md 2.5.
+        docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
 
     Example:
         >>> reduction_sizes(12345)
@@ -60,7 +61,7 @@ def sc_reduction_sizes_full(n: int) -> list[int]:
         n: >= 2.
 
     Source:
-        heavytail.md 2.5.
+        docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
 
     Example:
         >>> sc_reduction_sizes_full(256)
@@ -98,7 +99,7 @@ def reduction_schedule(
         moment_order: k.
         second_moment: rt_2.
         moment_2k: rt_2k.
-        diameter: bound on |w_0 - w*|; rt_1/mu is one, and the smaller of the two is used.
+        diameter: bound on |w - w*| for all feasible w; rt_1/mu is one, and the smaller of the two is used.
         max_steps: cap on the steps of a phase; None for no cap.
         first_moment: rt_1, default rt_2.
         reg: a lambda_1 of your own for the first part; it doubles with each part. There is no bound then.
@@ -118,7 +119,7 @@ def reduction_schedule(
         As `localized_schedule_ballfree`: parts are disjoint, rho overall.
 
     Source:
-        heavytail.md 2.5.
+        docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
 
     Example:
         >>> schedule = reduction_schedule(n=10**6, dim=10, rho=0.5, strong_convexity=0.1, moment_order=2.0,
@@ -208,7 +209,7 @@ def localized_schedule_minibatch(
         costs the largest of them.
 
     Source:
-        heavytail.md 2.4, Remark 13; the sampling variance is ours.
+        docs/proofs/heavy_tailed.md#minibatch-phases; Remark 13, the sampling variance is ours.
 
     Example:
         >>> schedule = localized_schedule_minibatch(n=4, dim=1, batch_sizes=[1, 1], steps=[4, 4],

@@ -8,7 +8,7 @@
 The guarantees are stated with each plan. All numbers are public: they follow from n, d, rho and promised
 moments.
 
-Source: spec heavytail.md; Lowy and Razaviyayn, arXiv 2209.07403.
+Proofs: docs/proofs/heavy_tailed.md. Source: Lowy and Razaviyayn, arXiv 2209.07403.
 """
 
 from __future__ import annotations

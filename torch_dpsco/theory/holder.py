@@ -1,6 +1,6 @@
 """Plans for gradient perturbation with Hoelder-smooth losses: step size, risk bound, and the plan itself.
 
-Source: spec holder.md sections 3.3, 3.5 and 6; Wang, Lei, Ying, Zhang, Algorithm 2.
+Source: docs/proofs/holder.md#risk-of-gradient-perturbation; Wang, Lei, Ying, Zhang, Algorithm 2.
 """
 
 from __future__ import annotations

@@ -12,14 +12,11 @@ even if the positions drawn are published. Two laws of Delta(H) that are never b
     weighted   256 blocks of steps; the largest hit of a block rounded UP to u_j = 1..256 units; N_j ~ Bin(length, p);
                the law of sum_j u_j N_j by direct convolution (positive terms only: no cancellation, unlike the FFT)
 
-What truncation loses goes into delta if it lies above, and to the next larger sensitivity if it lies below.
+What truncation loses, below 1e-40, goes into delta if it lies above, and to the next larger sensitivity if it lies
+below. Where a record is hit thousands of times the unit is coarser (at least 16 units for the largest hit), so that
+planning stays fast. A delta that would allow to release without any noise is refused.
 
-Differs from the spec in: 1. truncated mass is below 1e-40 instead of 1e-4 delta; 2. where a record is hit thousands of
-times the unit is coarser (at least 16 units for the largest hit), so that planning stays fast; 3. the Renyi fallback
-takes the k largest hits instead of k times the largest; 4. a delta that would allow to release without any noise is
-refused.
-
-Source: holder spec, sections 3.2 (B) and 4.3.
+Source: docs/proofs/holder.md#independent-batches.
 """
 
 from __future__ import annotations
@@ -96,7 +93,7 @@ def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: floa
     Guarantee: (epsilon, delta)-DP of the noised average, adjacency as in `run_path`; `uniform_delta` of the result is
     at most delta.
 
-    Source: holder spec, section 3.2 (B).
+    Source: docs/proofs/holder.md#independent-batches.
 
     Example:
         >>> path = run_path([0.1] * 50, 1.0, holder_exponent=1.0, holder_constant=1.0, batch_size=1, hit_constant=2)
@@ -117,7 +114,7 @@ def uniform_delta(sigma: float, path: RunPath, sample_rate: float, epsilon: floa
 
     Guarantee: as `uniform_sigma`.
 
-    Source: holder spec, section 3.2 (B).
+    Source: docs/proofs/holder.md#independent-batches.
 
     Example:
         >>> path = run_path([0.1] * 50, 1.0, holder_exponent=1.0, holder_constant=1.0, batch_size=1, hit_constant=2)
@@ -142,7 +139,7 @@ def uniform_rdp(order: float, sigma: float, path: RunPath, sample_rate: float) -
 
     Guarantee: as `uniform_sigma`.
 
-    Source: holder spec, section 3.2, last paragraph.
+    Source: docs/proofs/holder.md#renyi-bound-of-independent-batches.
 
     Example:
         >>> path = run_path([0.1] * 50, 1.0, holder_exponent=1.0, holder_constant=1.0, batch_size=1, hit_constant=2)
@@ -189,7 +186,7 @@ def output_sigma_count(
         glm: whether the loss is phi(w.x; y) with a scalar score.
         hit_constant: 2 for replace-one, 1 for zero-out.
 
-    Source: holder spec, section 3.2 (B), count form.
+    Source: docs/proofs/holder.md#independent-batches.
 
     Example:
         >>> round(output_sigma_count(1.0, 1e-6, 1.0, 2.0, 4.0, 0.01, 300, 3000, 10, glm=True), 4)
@@ -214,7 +211,7 @@ def output_sigma_weighted(
 ) -> float:
     """Returns the noise std by the weighted law (`uniform_sigma`); arguments as in `output_sigma_count`.
 
-    Source: holder spec, section 3.2 (B), weighted form.
+    Source: docs/proofs/holder.md#independent-batches.
 
     Example:
         >>> round(output_sigma_weighted(1.0, 1e-6, 1.0, 2.0, 4.0, 0.01, 300, 3000, 10, glm=True), 3)

@@ -9,7 +9,8 @@ Differs from the paper in: 1. the Gaussian lemma is proved for epsilon <= 1 only
 curve must confirm it, else ConditionError (erratum E3); 2. C_alpha in its simplified, equal form. `run_path` needs
 10 to 200 times less noise.
 
-Source: holder spec, sections 2 and 3.1, errata E1-E5, E12; Wang, Lei, Ying and Zhang, Algorithm 1, Theorem 8.
+Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published, docs/errata.md;
+Wang, Lei, Ying and Zhang, Algorithm 1, Theorem 8.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def self_bounding_constant(holder_exponent: float, holder_constant: float, grad_
         holder_constant: L > 0.
         grad_at_zero: M >= 0, used at alpha = 0.
 
-    Source: holder spec, section 2.
+    Source: docs/proofs/holder.md#co-coercivity.
 
     Example:
         >>> round(self_bounding_constant(0.5, 3.0, 1.5), 9)
@@ -67,7 +68,7 @@ def log_expansion_constant(holder_exponent: float, holder_constant: float) -> fl
         holder_exponent: alpha in [0, 1].
         holder_constant: L > 0.
 
-    Source: holder spec, section 2.
+    Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published.
 
     Example:
         >>> round(log_expansion_constant(0.5, 3.0), 6)
@@ -91,7 +92,7 @@ def log_iterate_constant(
         grad_at_zero: M >= 0, used at alpha = 0.
         loss_at_zero: M0 >= 0.
 
-    Source: holder spec, section 2.
+    Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published.
 
     Example:
         >>> round(log_iterate_constant(0.99, 2.0, 1.5, 1.0), 3)
@@ -116,7 +117,7 @@ def chernoff_factor(n: int, steps: int, failure: float) -> float:
         steps: T >= 1.
         failure: gamma in (0, 1).
 
-    Source: holder spec, section 3.1; errata E1, E2.
+    Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published; errata E1, E2.
 
     Example:
         >>> round(chernoff_factor(100, 100, 0.01), 3)
@@ -157,7 +158,7 @@ def output_sensitivity_paper(
         ConditionError: eta >= min(1, 1/L), or Delta overflows: step size too large for this alpha.
         ValueError: an argument is out of range or missing.
 
-    Source: holder spec, section 3.1; Theorem 6 of the paper.
+    Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published; Theorem 7 of the paper.
 
     Example:
         >>> round(output_sensitivity_paper(0.5, 1.0, 1.0, None, 1.5, 0.01, 1000, 1000, 5e-7), 4)
@@ -218,7 +219,7 @@ def output_sigma_paper(
 
     Guarantee: (epsilon, delta)-DP, REPLACE_ONE, records, batches of one record drawn uniformly with replacement.
 
-    Source: holder spec, section 3.1, errata E3 and E12; Theorem 8 of the paper.
+    Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published; Theorem 8 of the paper.
 
     Example:
         >>> round(output_sigma_paper(0.5, 1.0, 1.0, None, 1.5, 0.01, 1000, 1000, 0.7, 1e-6), 4)

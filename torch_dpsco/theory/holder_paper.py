@@ -13,7 +13,8 @@ Differs from the paper in 1. batches of any fixed size, 2. the split is searched
 is next to 1/2 is not exact, and its existence lemma is false for 18 <= n <= 43), 3. nothing is returned unless both
 conditions were checked. Calibration rounds s up by 1e-12.
 
-Source: holder spec, section 3.3 and errata E8-E11; Wang, Lei, Ying and Zhang, Algorithm 2, Theorem 11, Lemmas 3, 13.
+Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published;
+Wang, Lei, Ying and Zhang, Algorithm 2, Theorem 11, Lemmas 3, 13.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def gradient_noise_paper(
 
     Guarantee: (epsilon, delta)-DP, REPLACE_ONE, records, batches without replacement - if both conditions are true.
 
-    Source: holder spec, section 3.3; Theorem 11 of the paper.
+    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published; Theorem 11 of the paper.
 
     Example:
         >>> noise = gradient_noise_paper(10000, 1, 10000, 1.0, 1e-8, split=0.001, grad_bound=2.0)
@@ -157,7 +158,7 @@ def search_gradient_noise_paper(n: int, batch_size: int, steps: int, epsilon: fl
 
     Guarantee: (epsilon, delta)-DP, REPLACE_ONE, records, batches without replacement, noise std 2 G sqrt(s) on the sum.
 
-    Source: holder spec, section 3.3.
+    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published.
 
     Example:
         >>> round(search_gradient_noise_paper(n=1000, batch_size=1, steps=1000, epsilon=2.0, delta=1e-6), 3)
@@ -175,7 +176,7 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
 
     Args, Raises and Guarantee: see `search_gradient_noise_paper`.
 
-    Source: holder spec, section 3.3.
+    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published.
     """
     rate, steps, epsilon, log_inverse = _checked(n, batch_size, steps, epsilon, delta)
 
@@ -215,7 +216,7 @@ def unconstrained_split(epsilon: float, delta: float) -> float:
     Raises:
         ValueError: an argument is out of range.
 
-    Source: holder spec, section 3.3 and erratum E8.
+    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published; erratum E8.
 
     Example:
         >>> round(unconstrained_split(epsilon=1.0, delta=1e-6), 6)
@@ -238,7 +239,7 @@ def feasibility_threshold_paper(n: int) -> float:
     Raises:
         ValueError: n is not an integer >= 2.
 
-    Source: holder spec, erratum E9.
+    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published; erratum E9.
 
     Example:
         >>> round(feasibility_threshold_paper(10000), 3)

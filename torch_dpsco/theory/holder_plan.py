@@ -11,7 +11,7 @@ norm at most sigma sqrt(d) moves the loss by G times it, and the projection brin
 Differs from the paper in: its step sizes (`lr_theorem`) balance its own noise, and are used in mode "paper" only; such
 a plan is refused where rounding could exceed what the paper's sensitivity leaves room for.
 
-Source: holder spec, sections 3.1, 3.2, 6 and 8.
+Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#risk-of-output-perturbation.
 """
 
 from __future__ import annotations

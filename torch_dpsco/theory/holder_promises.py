@@ -2,7 +2,7 @@
 
 The step size minimizes a bound on the excess risk, see `holder_plan`.
 
-Source: holder spec, sections 3.2, 6 and 7.
+Source: docs/proofs/holder.md#distance-of-two-runs, docs/proofs/holder.md#risk-of-output-perturbation.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def balanced_output_lr(
     Raises:
         MissingConstantError: no distance on an unbounded domain.
 
-    Source: holder spec, section 6.
+    Source: docs/proofs/holder.md#risk-of-output-perturbation.
     """
     reach = distance_bound(promises, distance)
     alpha, constant, bounded = promises.holder_exponent, promises.holder_constant, math.isfinite(promises.radius)

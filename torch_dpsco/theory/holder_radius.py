@@ -5,11 +5,11 @@
 The first branch is `radius_growth`, the second the triangle inequality. Radii are deterministic: nothing that depends
 on the data, and no realized iterate, enters.
 
-Differs from the spec in: 1. at exponent 0, A takes G at the radius, never above G0; 2. after the first 512 steps, radii
-are bounded in blocks of 1/64 of the steps before, by the same two inequalities, so that a million steps take
-milliseconds; 3. the bounds may include rounding (`holder_rounding`).
+At exponent 0, A takes G at the radius. After the first 512 steps, radii are bounded in blocks of 1/64 of the steps
+before, by the same two inequalities, so that a million steps take milliseconds. The bounds may include rounding
+(`holder_rounding`).
 
-Source: holder spec, sections 3.2, 4.5 and 7.
+Source: docs/proofs/holder.md#radius-of-the-iterates.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def radius_growth(
         ConditionError: alpha = 1 and eta > 1/L, or A overflows.
         ValueError: an argument is out of range, or grad_bound is missing at alpha = 0.
 
-    Source: holder spec, sections 3.2 and 4.5.
+    Source: docs/proofs/holder.md#radius-of-the-iterates.
 
     Example:
         >>> round(radius_growth(0.5, 3.0, 1.0, 0.05), 8)
@@ -103,7 +103,7 @@ def radius_schedule(
     Raises:
         ConditionError: see `radius_growth`.
 
-    Source: holder spec, section 3.2.
+    Source: docs/proofs/holder.md#radius-of-the-iterates.
 
     Example:
         >>> [round(float(r), 3) for r in radius_schedule(1.0, 3.0, 1.5, 1.0, 0.05, 4)]
@@ -157,7 +157,7 @@ def iterate_bounds(
 
     Guarantee: for every data set for which the promised constants hold, surely.
 
-    Source: holder spec, sections 3.2, 4.5 and 7.
+    Source: docs/proofs/holder.md#radius-of-the-iterates, docs/proofs/rounding.md#two-runs-in-floating-point.
     """
     sizes = step_sizes(lr)
     growth = _growth(holder_exponent, holder_constant, _validate.nonnegative(loss_at_zero=loss_at_zero), sizes)

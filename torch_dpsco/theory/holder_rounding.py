@@ -35,14 +35,14 @@ norm <= B (their true norm may exceed it by gamma(d + 4), which is counted as an
 
     q      = gamma(2d + 8) (R + offset)      offset: what the loss adds to the score, over B (1/B or Y/B)
     eps_g  = gamma(b + 2d + 64) G            64 roundings for phi', 1/b, the product and the loss' own constants
-    rho    = gamma(4) (R + 2 eta G), or gamma(d + 16) with a projection (the library's `Ball`)
+    rho    = gamma(4) (R + 2 eta G), or gamma(2d + 32) with a projection (the library's `Ball`)
     mean   = gamma(T + 8) R                  running or weighted mean, in double precision
 
 Assumes that nothing of the size u B R_s is lost in underflow, which holds if B R_s > d 2^-960 (2^-96 in single).
 In the sampler "uniform", where a run without a hit costs nothing, it is also assumed that equal inputs give equal
 results, or that the order of roundings is chosen without looking at the data.
 
-Source: this library (the spec treats real numbers); Higham, Accuracy and Stability of Numerical Algorithms, ch. 3.
+Source: docs/proofs/rounding.md#two-runs-in-floating-point; Higham, Accuracy and Stability, ch. 3.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Arithmetic:
 
     def update_error(self, radius: Numbers, move: FloatArray) -> FloatArray:
         """Returns rho, the error of w - eta g and of the projection; `move` is eta G."""
-        return self._gamma(self.dim + 16 if self.projected else 4) * (radius + 2 * move)
+        return self._gamma(2 * self.dim + 32 if self.projected else 4) * (radius + 2 * move)
 
     def average_error(self, steps: int, radius: float) -> float:
         """Returns the error of a mean of that many iterates, kept in double precision."""

@@ -9,7 +9,7 @@
 Differs from the paper in: Theorem 12's step size is printed as (1/T) max{..}; its own proof needs 1 / (T max{..}),
 which is what is returned (erratum E7). The balanced plans of `holder_plan` and `holder` are better defaults.
 
-Source: holder spec, section 6; Wang, Lei, Ying and Zhang, Theorems 9, 10, 12.
+Source: docs/proofs/holder.md#published-step-sizes; Wang, Lei, Ying and Zhang, Theorems 9, 10, 12.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def lr_theorem(
     Raises:
         ValueError: an argument is out of range.
 
-    Source: holder spec, section 6 and erratum E7.
+    Source: docs/proofs/holder.md#published-step-sizes; erratum E7.
 
     Example:
         >>> round(lr_theorem(12, 1000, 10, epsilon=1.0, delta=1e-6, failure=0.1, steps=1000, holder_exponent=0.5), 8)

@@ -14,10 +14,10 @@ induction, by (a sqrt(m) + h)^2 + a^2 <= (a sqrt(m + 1) + h)^2. So the average s
 
 over the set H of hit steps: a `RunPath`. Step 1 never expands, for both runs start at 0.
 
-Every number that scales noise is rounded up. Differs from the spec in: 1. a(eta) is evaluated in log space with an
-error bound for every exponent below 1, none is treated as 1; 2. what rounding adds is in `holder_rounding`.
+Every number that scales noise is rounded up; a(eta) is evaluated in log space with an error bound for every exponent
+below 1, none is treated as 1. What rounding of the runs adds is in `holder_rounding`.
 
-Source: holder spec, sections 2, 3.2, 4.1-4.3 and 7.
+Source: docs/proofs/holder.md#distance-of-two-runs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def expansion(holder_exponent: float, holder_constant: float, lr: float, glm: bo
         ConditionError: alpha = 1 and eta > 2/L, or a overflows.
         ValueError: an argument is out of range.
 
-    Source: holder spec, sections 2, 4.1 and 4.2.
+    Source: docs/proofs/holder.md#expansion-of-a-step, docs/proofs/holder.md#expansion-with-a-scalar-score.
 
     Example:
         >>> round(expansion(0.5, 3.0, 0.05), 9), round(expansion(0.5, 3.0, 0.05, glm=True), 9)
@@ -139,7 +139,7 @@ def run_path(
     arithmetic: Arithmetic | None = None,
     radii: ArrayLike | None = None,
 ) -> RunPath:
-    """Returns the path of projected SGD with averaging; the general form of (*) in the spec, rounded up.
+    """Returns the path of projected SGD with averaging, rounded up.
 
     With arithmetic given, the bound holds for the iterates and the average that are COMPUTED (`holder_rounding`).
 
@@ -164,7 +164,7 @@ def run_path(
     Guarantee: replace-one (c=2) or zero-out (c=1) of one record, any batches that are the same positions on both sides,
     convex losses with the promised constants on R^d. Proof in the docstring of this module.
 
-    Source: holder spec, sections 3.2 (*), 4.3 and 7.
+    Source: docs/proofs/holder.md#distance-of-two-runs.
 
     Example:
         >>> promises = {"holder_exponent": 0.0, "holder_constant": 1.0}
@@ -209,7 +209,7 @@ def path_sensitivity(path: RunPath, steps_per_epoch: int) -> float:
     Guarantee: replace-one or zero-out, as in `run_path`; every record is in exactly one batch of an epoch, and the
     order does not depend on the data.
 
-    Source: holder spec, sections 3.2 (A) and 7.
+    Source: docs/proofs/holder.md#shuffled-epochs.
 
     Example:
         >>> promises = {"holder_exponent": 0.0, "holder_constant": 1.0}
@@ -248,7 +248,7 @@ def shuffled_sensitivity(
         glm: whether the loss is phi(w.x; y) with a scalar score.
         hit_constant: 2 for replace-one, 1 for zero-out.
 
-    Source: holder spec, section 3.2 (A).
+    Source: docs/proofs/holder.md#shuffled-epochs.
 
     Example:
         >>> round(shuffled_sensitivity(1.0, 2.0, 4.0, 0.01, n=1000, batch_size=10, epochs=5), 5)

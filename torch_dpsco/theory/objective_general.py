@@ -17,7 +17,8 @@ std sigma_out: given theta, a Gaussian release with mu_out = 2 tau / (lam sigma_
 Differs from the literature in: c is log(1 + beta/lam), not -log(1 - beta/lam); the output noise has twice the
 sensitivity; integrals are rounded up.
 
-Source: output spec, section 9; Redberg, Koskela and Wang 2023; Iyengar et al. 2019.
+Source: docs/proofs/objective.md#density-of-the-answer, docs/proofs/objective.md#several-dimensions; Redberg, Koskela
+and Wang 2023; Iyengar et al. 2019.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def log_det(reg: float, smoothness: float) -> float:
         reg: lam > 0, in sum form.
         smoothness: beta >= 0, bound on phi'' |x|^2 at every theta.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#one-record-and-the-determinant
 
     Example:
         >>> round(log_det(reg=5.0, smoothness=0.25), 9)
@@ -109,7 +110,7 @@ def objpert_delta(epsilon: float, noise_std: float, reg: float, lipschitz: float
     Guarantee: add_remove and zero_out, for losses phi(theta.x; y) with phi convex and twice differentiable (almost
         everywhere, with a Lipschitz derivative), an exact minimizer, and b drawn once.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#losses-of-any-sign
 
     Example:
         >>> round(objpert_delta(0.5, noise_std=3.0, reg=2.0, lipschitz=1.0, smoothness=0.25), 9)
@@ -146,7 +147,7 @@ def objpert_delta_general(
     Guarantee: the adjacency of its constants. Scalar losses, replace_one: c = log(1 + beta/lam), D = 2 L, k = 2.
         Softmax: c = `softmax_log_det`, D = sqrt(2) B and k = K - 1 (add_remove), twice both (replace_one).
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#several-dimensions
 
     Example:
         >>> round(objpert_delta_general(0.5, 3.0, log_det=0.1178, diameter=1.0, subspace_dim=1), 6)
@@ -172,7 +173,7 @@ def objpert_rdp(order: float, noise_std: float, reg: float, lipschitz: float, sm
 
     Guarantee: as `objpert_delta`.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#losses-of-any-sign
 
     Example:
         >>> round(objpert_rdp(2, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 9)
@@ -191,7 +192,7 @@ def objpert_rdp_general(order: float, noise_std: float, log_det: float, diameter
         diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
         subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#several-dimensions
 
     Example:
         >>> round(objpert_rdp_general(2, 10.0, log_det=0.05, diameter=1.0, subspace_dim=1), 6)
@@ -225,7 +226,7 @@ def objpert_sigma(epsilon: float, delta: float, reg: float, lipschitz: float, sm
 
     Guarantee: as `objpert_delta`.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#losses-of-any-sign
 
     Example:
         >>> round(objpert_sigma(1.0, 1e-6, reg=1.0, lipschitz=1.0, smoothness=0.25), 6)
@@ -252,7 +253,7 @@ def objpert_sigma_general(epsilon: float, delta: float, log_det: float, diameter
         ValueError: an argument is out of range.
         InfeasibleError: epsilon <= c.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#several-dimensions
 
     Example:
         >>> round(objpert_sigma_general(1.0, 1e-6, log_det=0.1, diameter=1.0, subspace_dim=2), 3)
@@ -276,7 +277,7 @@ def amp_delta(
 
     Guarantee: as `objpert_delta`, for points with a gradient of norm <= tau, released with N(0, sigma_out^2 I).
 
-    Source: output spec, section 9 (AMP).
+    Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
         >>> round(amp_delta(0.5, 3.0, reg=2.0, lipschitz=1.0, smoothness=0.25, mu_out=0.05), 6)
@@ -298,7 +299,7 @@ def amp_delta_general(
         subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
         mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
 
-    Source: output spec, section 9 (AMP).
+    Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
         >>> round(amp_delta_general(0.5, 3.0, 0.1178, diameter=1.0, subspace_dim=1, mu_out=0.05), 6)
@@ -328,7 +329,7 @@ def amp_sigma_general(
         ValueError: an argument is out of range.
         InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
 
-    Source: output spec, section 9 (AMP).
+    Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
         >>> round(amp_sigma_general(1.0, 1e-6, 0.1, diameter=1.0, subspace_dim=1, mu_out=0.01), 3)

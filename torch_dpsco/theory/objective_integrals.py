@@ -4,7 +4,7 @@ The integrands are densities times hockey-stick profiles. Both are log-concave, 
 falls on both sides: one window around the peak holds the integral, and 16-point Gauss-Legendre panels in it, refined
 geometrically at a given corner, leave an error far below the 1e-9 by which results are enlarged.
 
-Source: output spec, section 9.
+Source: docs/proofs/objective.md#integrals
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ three other corners of [0, L]^2, of levels s, s and at most 2 s.
 
 Differs from the literature in: all of the above (no published statement of it is known to us).
 
-Source: output spec, section 9 (monotone losses); the two-sided refinement is this library's.
+Source: docs/proofs/objective.md#losses-of-one-sign, docs/proofs/objective.md#the-dominating-curve.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def objpert_delta_monotone(
         twice differentiable (almost everywhere, with a Lipschitz derivative); an exact minimizer; b drawn once. A
         record that is set to zero has no loss.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#losses-of-one-sign
 
     Example:
         >>> round(objpert_delta_monotone(0.5, noise_std=3.0, reg=2.0, lipschitz=1.0, smoothness=0.25), 9)
@@ -100,7 +100,7 @@ def objpert_rdp_monotone(order: float, noise_std: float, reg: float, lipschitz: 
 
     Guarantee: add_remove and zero_out; both directions. `objpert_rdp_dominating` is smaller.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#losses-of-one-sign
 
     Example:
         >>> round(objpert_rdp_monotone(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 9)
@@ -138,7 +138,7 @@ def objpert_rdp_dominating(
 
     Guarantee: as `objpert_delta_monotone`; a bound of a Renyi divergence, for an `RDPCurve`.
 
-    Source: this library (see the module).
+    Source: docs/proofs/objective.md#the-dominating-curve, docs/proofs/objective.md#replaced-records-of-one-sign.
 
     Example:
         >>> round(objpert_rdp_dominating(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 6)
@@ -225,7 +225,7 @@ def objpert_sigma_monotone(
 
     Guarantee: as `objpert_delta_monotone`.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#losses-of-one-sign
 
     Example:
         >>> round(objpert_sigma_monotone(1.0, 1e-6, reg=1.0, lipschitz=1.0, smoothness=0.25), 6)
@@ -259,7 +259,7 @@ def amp_delta_monotone(
     Guarantee: as `objpert_delta_monotone`, for points with a gradient of norm <= tau, released with
         N(0, sigma_out^2 I).
 
-    Source: output spec, section 9 (AMP); replace_one is this library's.
+    Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
         >>> round(amp_delta_monotone(0.5, 3.0, reg=2.0, lipschitz=1.0, smoothness=0.25, mu_out=0.05), 6)
@@ -297,7 +297,7 @@ def amp_sigma_monotone(
 
     Guarantee: as `amp_delta_monotone`.
 
-    Source: output spec, section 9 (AMP).
+    Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
         >>> round(amp_sigma_monotone(1.0, 1e-6, 1.0, lipschitz=1.0, smoothness=0.25, mu_out=0.01), 4)

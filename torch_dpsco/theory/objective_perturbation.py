@@ -6,7 +6,7 @@
 Both hold for smooth losses of linear scores, whose constants are suprema over ALL of R^d: the minimizer is unbounded.
 Squared, non-smooth and tilted losses are not covered.
 
-Source: output spec, section 9.
+Source: docs/proofs/objective.md
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def objpert_reg(epsilon: float, smoothness: float) -> float:
         epsilon: > 0.
         smoothness: beta > 0.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#default-regularizer
 
     Example:
         >>> round(objpert_reg(epsilon=1.0, smoothness=0.25), 6)
@@ -106,7 +106,7 @@ def objpert_pure_rate(
 
     Guarantee: epsilon-DP under the adjacency, for smooth convex losses of one linear score, an exact minimizer.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#pure-epsilon
 
     Example:
         >>> round(objpert_pure_rate(1.0, reg=1.0, lipschitz=1.0, smoothness=0.25), 9)
@@ -128,7 +128,7 @@ def softmax_log_det(bound_x: float, reg: float, num_classes: int) -> float:
         reg: lam > 0, in sum form.
         num_classes: K >= 2.
 
-    Source: output spec, section 9.
+    Source: docs/proofs/objective.md#softmax
 
     Example:
         >>> round(softmax_log_det(bound_x=1.0, reg=5.0, num_classes=2), 9)
@@ -148,7 +148,7 @@ def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> f
         reg: lam > 0, in sum form.
         mu_out: > 0.
 
-    Source: output spec, section 9 (AMP).
+    Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
         >>> round(amp_noise_std(tolerance=1e-6, reg=1.0), 9)

@@ -4,7 +4,7 @@
 * regularization and risk, the paper's schedules: `output_schedules`;
 * what rounding may hide from a certificate, default tolerances: `output_rounding`.
 
-Source: output spec; Lowy and Razaviyayn, Output Perturbation for Differentially Private Convex Optimization.
+Source: docs/proofs/output.md; Lowy and Razaviyayn, Output Perturbation for Differentially Private Convex Optimization.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ those in the maximum norm.
 Differs from the paper in: a maximum of smooth losses is not smooth (the norm has a kink at w = 0): it is smoothed by a
 public nu, which leaves the privacy constants as they are.
 
-Source: output spec, sections 3 and 8.
+Source: docs/proofs/output.md#clipped-residuals, docs/proofs/output.md#robust-losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
         bound_x: B > 0.
         radius: rho >= 0.
 
-    Source: output spec, section 3 (the closed form; the grid is not offered, its optimality is not proved).
+    Source: docs/proofs/output.md#diameter-of-logistic-gradients
 
     Example:
         >>> round(logistic_gradient_diameter(bound_x=1.0, radius=2.0), 9)
@@ -59,7 +59,7 @@ def residual_clip_constants(bound_x: float, clip: float) -> tuple[float, float]:
         bound_x: B > 0.
         clip: C > 0, bound on the gradient of a record.
 
-    Source: output spec, section 3.
+    Source: docs/proofs/output.md#clipped-residuals
 
     Example:
         >>> tuple(round(constant, 9) for constant in residual_clip_constants(bound_x=1.0, clip=0.25))
@@ -82,7 +82,7 @@ def adversarial_lipschitz(
         norm: "l2" or "linf".
         dim: d >= 1, for linf.
 
-    Source: output spec, section 8.
+    Source: docs/proofs/output.md#robust-losses
 
     Example:
         >>> round(adversarial_lipschitz(1.0, 0.5), 9), round(adversarial_lipschitz(1.0, 0.5, norm="linf", dim=4), 9)
@@ -108,7 +108,7 @@ def adversarial_gradient_diameter(
         norm: "l2" or "linf".
         dim: d >= 1, for linf.
 
-    Source: output spec, section 8.
+    Source: docs/proofs/output.md#robust-losses
 
     Example:
         >>> round(adversarial_gradient_diameter(1.0, 3.0), 9)
@@ -143,7 +143,7 @@ def adversarial_smoothness(
         norm: "l2" or "linf".
         dim: d >= 1, for linf.
 
-    Source: output spec, section 8 (ii).
+    Source: docs/proofs/output.md#robust-losses
 
     Example:
         >>> round(adversarial_smoothness(1.0, 0.5, smoothing=0.1), 9)

@@ -10,11 +10,11 @@ objective (weight / n) sum_i l_i + (lam/2) |w|^2 + b.w,
 bound the errors of the gradient norm and of the gap P - D. m is n for plain sums, in any order; for pairwise sums
 ceil(log2 n); for sums of blocks of 1024 rows that are then added pairwise, the block and the logarithm of their number.
 
-Differs from the spec in: 1. the scores' own error also counts where a target is subtracted from them (`offset`, see
-`Problem.score_offset`). 2. e_gap has the term with L: a score of size B |w| may be far larger than the loss, and so may
-what the dual vector loses. 3. The beta term is kept in sum form. All three enlarge the budget.
+Three things count besides sums: 1. the scores' own error where a target is subtracted from them (`offset`, see
+`Problem.score_offset`); 2. in e_gap the term with L: a score of size B |w| may be far larger than the loss, and so may
+what the dual vector loses; 3. the beta term, in sum form.
 
-Source: output spec, sections 4 and 9; architecture, section 10 (20); Higham, Accuracy and Stability, ch. 3 and 4.
+Source: docs/proofs/output.md#rounding-of-a-gradient; Higham, Accuracy and Stability, ch. 3 and 4.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def gradient_rounding(
         score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
         sums: how sums over records are formed, see `sum_terms`.
 
-    Source: output spec, sections 4 (rounding) and 9.
+    Source: docs/proofs/output.md#rounding-of-a-gradient
 
     Example:
         >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
@@ -129,7 +129,7 @@ def gap_rounding(
         score_offset: as in `gradient_rounding`.
         sums: how sums over records are formed, see `sum_terms`.
 
-    Source: output spec, section 4 (rounding).
+    Source: docs/proofs/output.md#rounding-of-a-gap
 
     Example:
         >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0, sums="pairwise") < 1e-13
@@ -150,7 +150,7 @@ def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool =
         strong_convexity: mu > 0.
         kinked: losses without a gradient (hinge, pinball) get 5 %, the others 0.1 %.
 
-    Source: output spec, section 4.
+    Source: docs/proofs/output.md#tolerances
 
     Example:
         >>> round(solver_tolerance(sensitivity=0.02, strong_convexity=0.1), 12)
@@ -208,7 +208,7 @@ def amp_tolerance(lipschitz: float, rounding: float) -> float:
     Raises:
         ConditionError: 4 e exceeds 1e-4 L.
 
-    Source: output spec, section 9 (AMP); architecture, section 10 (20).
+    Source: docs/proofs/objective.md#rounding-and-tolerance
 
     Example:
         >>> amp_tolerance(1.0, rounding=1e-6)

@@ -14,7 +14,7 @@ q = d / (epsilon n) or sqrt(d) (c + sqrt(c^2 + epsilon)) / (epsilon n), c = `zha
 Differs from the paper in: 1. Delta is that of the loss alone. 2. The noise is bounded on the population loss before
 stability is used, so that no Lipschitz constant outside of the ball is needed.
 
-Source: output spec, sections 5 and 10 (Propositions 2.3 to 2.7, Corollaries 3.1 to 3.3 of the paper).
+Source: docs/proofs/output.md#risk-of-a-noisy-minimizer, docs/proofs/output.md#published-schedules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
         epsilon: > 0.
         delta: in [0, 1); 0 means K-norm noise.
 
-    Source: output spec, sections 2 and 5.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> noise_norms(dim=10, epsilon=2.0, delta=0)
@@ -71,7 +71,7 @@ def paper_ratio(n: int, dim: int, epsilon: float, delta: float) -> float:
     Raises:
         ValueError: an argument is out of range: delta must be 0 or in (0, 1/2).
 
-    Source: output spec, section 1.
+    Source: docs/proofs/output.md#published-schedules
 
     Example:
         >>> paper_ratio(n=1000, dim=10, epsilon=1.0, delta=0)
@@ -102,7 +102,7 @@ def reg_convex_erm(
     Returns:
         lam > 0, for the mean form.
 
-    Source: output spec, section 5.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(reg_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -121,7 +121,7 @@ def reg_convex_population(
 
     The paper's is (L / R) (sqrt(q) + 1 / sqrt(n)). Arguments as in `reg_convex_erm`.
 
-    Source: output spec, section 5.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(reg_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -151,7 +151,7 @@ def reg_smooth_erm(
         delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
         mode: "tight" or "paper".
 
-    Source: output spec, section 5.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(reg_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -173,7 +173,7 @@ def reg_smooth_population(
     R^2 lam^3 / 2 = 2 L^2 lam / n + 4 beta L^2 v / n^2. The paper's is (beta L^2 / R^2)^(1/3) (q^(2/3) + 1 / sqrt(n)).
     Arguments as in `reg_smooth_erm`.
 
-    Source: output spec, sections 5 and 10.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(reg_smooth_population(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0, mode="paper"), 9)
@@ -205,7 +205,7 @@ def risk_convex_erm(
 
     For the projected release of an exact minimizer, replace_one. Arguments as in `reg_convex_erm`.
 
-    Source: output spec, sections 5 and 10.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(risk_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -222,7 +222,7 @@ def risk_convex_population(lipschitz: float, radius: float, n: int, dim: int, ep
 
     Arguments as in `reg_convex_erm`.
 
-    Source: output spec, sections 5 and 10.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(risk_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -245,7 +245,7 @@ def risk_smooth_erm(
         ValueError: an argument is out of range.
         ConditionError: mode "paper" with q^2 > L / (R beta).
 
-    Source: output spec, sections 5 and 10.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(risk_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -267,7 +267,7 @@ def risk_smooth_population(
 
     Arguments as in `reg_smooth_erm`.
 
-    Source: output spec, section 10.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(risk_smooth_population(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 6)
@@ -306,7 +306,7 @@ def risk_strongly_convex(
         population: whether the risk is that of the population.
         distance: r >= 0, certified (grad_tol / mu); the noise grows by 2 r / Delta.
 
-    Source: output spec, section 10.
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
     Example:
         >>> round(risk_strongly_convex(1.0, 0.1, n=1000, dim=10, epsilon=1.0, delta=0), 9)
@@ -328,7 +328,7 @@ def accuracy_paper(lipschitz: float, strong_convexity: float, n: int, dim: int, 
 
     With a certificate it is not needed. Arguments as in `risk_strongly_convex`.
 
-    Source: output spec, section 5 (Corollary 3.1).
+    Source: docs/proofs/output.md#published-schedules (Corollary 3.1).
 
     Example:
         >>> accuracy_paper(1.0, 0.5, n=1000, dim=10, epsilon=1.0, delta=0)
@@ -344,7 +344,7 @@ def accuracy_paper_smooth(
 ) -> float:
     """Returns the paper's accuracy for smooth objectives, (L^2 / (mu n^2)) min(kappa (q n)^2, 1), kappa = beta / mu.
 
-    Source: output spec, section 5 (Corollary 3.2).
+    Source: docs/proofs/output.md#published-schedules (Corollary 3.2).
 
     Example:
         >>> accuracy_paper_smooth(1.0, 0.5, 1.0, n=1000, dim=10, epsilon=1.0, delta=0)

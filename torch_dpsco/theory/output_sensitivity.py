@@ -12,7 +12,7 @@ Differs from the paper in: 1. only the data-dependent loss counts, where the pap
 removing a record is covered, for a public divisor. 3. Inexact minimizers are covered by a certificate of the distance,
 or by a failure probability: an accuracy in expectation is no bound. 4. Every figure is rounded up.
 
-Source: output spec, sections 3, 4 and 6.4.
+Source: docs/proofs/output.md, from docs/proofs/output.md#how-far-a-minimizer-moves on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def erm_sensitivity(
     Guarantee: holds for every pair of neighbors, for minimizers over R^d or over one closed convex set. Under
         add_remove the objective must divide by the constant n, never by the number of records.
 
-    Source: output spec, section 3.
+    Source: docs/proofs/output.md#how-far-a-minimizer-moves
 
     Example:
         >>> round(erm_sensitivity(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
@@ -101,7 +101,7 @@ def argmin_sensitivity(lipschitz: float, strong_convexity: float, radius: float 
         strong_convexity: mu > 0.
         radius: R > 0, of a ball that holds every minimizer; inf if none is known.
 
-    Source: output spec, section 3 (c); Proposition 2.2 of the paper.
+    Source: docs/proofs/output.md#how-far-a-minimizer-moves (Proposition 2.2 of the paper).
 
     Example:
         >>> round(argmin_sensitivity(lipschitz=1.0, strong_convexity=0.1, radius=1.3), 9)
@@ -123,7 +123,7 @@ def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol:
     Guarantee: the sensitivity of the certified points, if the noise is drawn after the solver has ended, from a stream
         of its own.
 
-    Source: output spec, section 4 (M1).
+    Source: docs/proofs/output.md#certified-points
 
     Example:
         >>> round(certified_sensitivity(sensitivity=0.02, strong_convexity=0.1, grad_tol=1e-7), 9)
@@ -145,7 +145,7 @@ def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy
         strong_convexity: mu > 0.
         accuracy: alpha > 0.
 
-    Source: output spec, section 4 and E1; Proposition 3.1 of the paper.
+    Source: docs/proofs/output.md#accuracy-in-expectation (Proposition 3.1 of the paper).
 
     Example:
         >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
@@ -169,7 +169,7 @@ def expected_suboptimal_sensitivity(
 
     Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
 
-    Source: output spec, section 4 (M2).
+    Source: docs/proofs/output.md#accuracy-in-expectation
 
     Example:
         >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
@@ -212,7 +212,7 @@ def minimizer_radius(
     Guarantee: holds for exact minimizers only, so that constants of the ball of this radius must not be used for
         objective perturbation or noisy gradient descent, whose iterates are unbounded.
 
-    Source: output spec, section 3 (b).
+    Source: docs/proofs/output.md#where-minimizers-can-be
 
     Example:
         >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
@@ -251,7 +251,7 @@ def psgd_sensitivity(lipschitz: float, lr: float, passes: int, batch_size: int =
     Guarantee: replace_one, for convex beta-smooth losses, an order that does not depend on the data, and steps without
         momentum; a projection on a convex set is allowed.
 
-    Source: output spec, section 6.4; Wu et al. 2017.
+    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs; Wu et al. 2017.
 
     Example:
         >>> round(psgd_sensitivity(lipschitz=1.0, lr=0.01, passes=5), 9)
@@ -265,7 +265,7 @@ def psgd_sensitivity(lipschitz: float, lr: float, passes: int, batch_size: int =
 def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, n: int) -> float:
     """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
 
-    It holds for any number of passes and any batches, and not for an average of iterates, as the specification has it:
+    It holds for any number of passes and any batches, and not for an average of iterates:
     early iterates move by more, their uniform average by about log(n) times as much (`theory.bolt_on` computes it).
 
     Args:
@@ -275,7 +275,7 @@ def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, 
 
     Guarantee: as `psgd_sensitivity`, for the last iterate only.
 
-    Source: output spec, section 6.4; Wu et al. 2017.
+    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs; Wu et al. 2017.
 
     Example:
         >>> round(psgd_sensitivity_strongly_convex(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)

@@ -10,7 +10,7 @@ query: privacy does not change, and one y for all users and items (per step) is 
 Differs from the paper in: its Lemma 2.5 prints l >= smoothed l (erratum E6); r = 0 by default, since smoothing does not
 improve the rate (E10).
 
-Source: userlevel spec, section 7.
+Source: docs/proofs/holder.md#randomized-smoothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
         radius: r > 0.
         value: t, any finite number.
 
-    Source: userlevel spec, section 7.
+    Source: docs/proofs/holder.md#randomized-smoothing.
 
     Example:
         >>> ball_marginal_cdf(1, 2.0, 1.0)

@@ -1,8 +1,8 @@
 """Steps and step sizes of the solvers: how long each runs in the worst case.
 
-Privacy does not rest on these figures where a certificate does, but for `dual_ascent_steps`, which replaces one.
+No privacy rests on these figures: what is released is certified.
 
-Source: output spec, sections 4 (termination), 5 (algorithms 2 to 4) and 6.2.
+Source: docs/proofs/output.md#solvers-that-cannot-fail
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float
         ValueError: an argument is out of range.
         InfeasibleError: T overflows.
 
-    Source: output spec, section 5 (algorithm 2).
+    Source: docs/proofs/output.md#steps-of-the-subgradient-method
 
     Example:
         >>> subgradient_steps(lipschitz=1.0, strong_convexity=0.5, accuracy=0.001)
@@ -70,7 +70,7 @@ def agd_certified_steps(strong_convexity: float, smoothness: float, distance: fl
 
     Guarantee: in exact arithmetic and without a constraint.
 
-    Source: output spec, section 6.2.
+    Source: docs/proofs/output.md#solvers-that-cannot-fail
 
     Example:
         >>> agd_certified_steps(strong_convexity=0.01, smoothness=1.0, distance=3.0, grad_tol=1e-8)
@@ -92,7 +92,7 @@ def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> K
         smoothness: beta > 0, of each loss.
         strong_convexity: mu > 0, of the regularizer.
 
-    Source: output spec, section 5 (algorithm 3; the paper's tau1 misses the beta).
+    Source: docs/proofs/output.md#steps-of-katyusha (the paper's tau1 misses the beta).
 
     Example:
         >>> katyusha_parameters(n=10, smoothness=5.0, strong_convexity=5.0).tau1
@@ -124,7 +124,7 @@ def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float
 
     Guarantee: a distance for every data set, in exact arithmetic: no certificate is needed at run time.
 
-    Source: output spec, section 4 (termination).
+    Source: docs/proofs/output.md#solvers-that-cannot-fail
 
     Example:
         >>> dual_ascent_steps(bound_x=1.0, reg=0.01, distance=0.5)

@@ -17,7 +17,7 @@ there the first record moves the gradient by its length L, so that without a pub
 Differs from the paper in: 1. tau < 0 is covered. 2. The diameter counts, and the exact supremum of the weight instead
 of min(1, C/n). 3. Adding or removing a record is covered.
 
-Source: output spec, section 7.
+Source: docs/proofs/output.md#tilted-means
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
         loss_range: r >= 0, length of an interval that holds all losses at every possible minimizer.
         n: >= 1.
 
-    Source: output spec, section 7.
+    Source: docs/proofs/output.md#tilted-means
 
     Example:
         >>> round(tilted_max_weight(tilt=1.0, loss_range=2.0, n=100), 9)
@@ -76,7 +76,7 @@ def tilted_strong_convexity(
         ValueError: an argument is out of range.
         ConditionError: the result is not positive: the objective need not be convex.
 
-    Source: output spec, section 7.
+    Source: docs/proofs/output.md#tilted-means
 
     Example:
         >>> round(tilted_strong_convexity(-0.05, lipschitz=1.0, strong_convexity=0.1), 9)
@@ -103,7 +103,7 @@ def tilted_smoothness(
         smoothness: beta >= 0, of every loss.
         gradient_diameter: D > 0; default 2 L.
 
-    Source: output spec, section 7 (Lemma 5.3 of the paper).
+    Source: docs/proofs/output.md#tilted-means (Lemma 5.3 of the paper).
 
     Example:
         >>> round(tilted_smoothness(tilt=10.0, lipschitz=2.0, smoothness=1.0), 9)
@@ -148,7 +148,7 @@ def tilted_sensitivity(
     Guarantee: for every pair of neighbors. For tau < 0 L must bound the gradients on the segment between two
         minimizers: on R^d, or on the ball that objective and solver are constrained to.
 
-    Source: output spec, section 7.
+    Source: docs/proofs/output.md#tilted-means
 
     Example:
         >>> round(tilted_sensitivity(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
@@ -185,7 +185,7 @@ def tilted_sensitivity_paper(
 
     Guarantee: replace_one.
 
-    Source: output spec, section 7 and E5 (Lemma 5.2 of the paper).
+    Source: docs/proofs/output.md#tilted-means (Lemma 5.2 of the paper).
 
     Example:
         >>> round(tilted_sensitivity_paper(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)

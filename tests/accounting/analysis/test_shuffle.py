@@ -26,7 +26,7 @@ def masses(trials, p):
 
 
 def reference(trials, p, shift, order, delta_window):
-    """The definition of heavytail.md, section 6, in 40 digits: (divergence, lost mass)."""
+    """The definition of docs/proofs/heavy_tailed.md#shuffle-accountant in 40 digits: (divergence, lost mass)."""
     low = max(int(binom.ppf(delta_window / 2, trials, p)), shift)
     high = min(int(binom.isf(delta_window / 2, trials, p)), trials - shift)
     mass = masses(trials, p)

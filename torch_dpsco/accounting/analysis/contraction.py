@@ -14,7 +14,7 @@ Cauchy-Schwarz a_k proportional to c^(T-k) is the best (all z_k >= 0, since a_k 
 
 Quadratic objectives with gradients that differ by a constant attain it.
 
-Source: output spec, section 9b; Bok, Su and Altschuler 2024 (the interpolation lemma is theirs).
+Source: docs/proofs/output.md#noisy-gradient-descent; Bok, Su and Altschuler 2024 (the method is theirs).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def noisy_gd_mu(steps: float, contraction: float, sensitivity: float, noise_std:
         step uses all records, and no other iterate, and no function of one, is released. Never together with
         amplification by sampling.
 
-    Source: output spec, section 9b.
+    Source: docs/proofs/output.md#noisy-gradient-descent
 
     Example:
         >>> round(noisy_gd_mu(steps=50, contraction=0.9, sensitivity=1.0, noise_std=2.0), 6)

@@ -13,7 +13,8 @@ A mechanism may be as private as its analysis says only up to an event of probab
 Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
 and per-side failures add up.
 
-Source: accounting spec, section 5.6; architecture, section 5; userlevel spec, section 4.5; output spec, section 4.
+Source: accounting spec, section 5.6; architecture, section 5; userlevel spec, section 4.5;
+docs/proofs/output.md#accuracy-in-expectation (per side).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: Failu
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 5.6; architecture, section 5; output spec, section 4 (M2).
+    Source: accounting spec, section 5.6; architecture, section 5; docs/proofs/output.md#accuracy-in-expectation
 
     Example:
         >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)

@@ -11,7 +11,7 @@ conservative side: `gaussian_mu` is rounded down, `gaussian_epsilon` and `gaussi
 `gaussian_sigma_zhao` is the closed form that the output-perturbation paper uses: more noise, checked against the curve.
 The classical sqrt(2 log(1.25/delta)) / epsilon is not offered: it falls short for large epsilon.
 
-Source: accounting spec, sections 5.6 and 9; holder spec, section 3.4; output spec, section 2; Balle and Wang 2018.
+Source: accounting spec, sections 5.6 and 9; holder spec, section 3.4; Balle and Wang 2018.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> flo
 
     Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
 
-    Source: output spec, section 2.2 (Zhao et al. 2019); accounting spec, section 9.
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019); accounting spec, section 9.
 
     Example:
         >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)
@@ -255,7 +255,7 @@ def zhao_constant(delta: float) -> float:
     Raises:
         ValueError: delta is out of range.
 
-    Source: output spec, section 2.2 (Zhao et al. 2019).
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
 
     Example:
         >>> round(zhao_constant(delta=1e-6), 6)

@@ -17,7 +17,7 @@ closed form in Bessel functions, which the tests use (its functions overflow for
 
 Differs from the spec: 4.7 integrates over (radius, angle) on 400 x 400 points; one dimension gives all digits.
 
-Source: accounting spec, section 4.7; output spec, section 2.1.
+Source: accounting spec, section 4.7; docs/proofs/output.md#k-norm-noise
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def knorm_scale(epsilon: float, sensitivity: float) -> float:
     Guarantee: epsilon-DP (delta = 0) of one release, by the triangle inequality: |log p(z - w) / p(z - w')| <=
     |w - w'| / s.
 
-    Source: accounting spec, section 9; output spec, section 2.1.
+    Source: accounting spec, section 9; docs/proofs/output.md#k-norm-noise
 
     Example:
         >>> knorm_scale(epsilon=0.5, sensitivity=0.25)
@@ -174,7 +174,7 @@ def knorm_mean_norm(dim: int, sensitivity: float, epsilon: float) -> float:
         sensitivity: > 0.
         epsilon: > 0.
 
-    Source: output spec, section 2.1.
+    Source: docs/proofs/output.md#k-norm-noise
 
     Example:
         >>> knorm_mean_norm(dim=50, sensitivity=0.02, epsilon=0.5)
@@ -192,7 +192,7 @@ def knorm_second_moment(dim: int, sensitivity: float, epsilon: float) -> float:
         sensitivity: > 0.
         epsilon: > 0.
 
-    Source: output spec, section 2.1.
+    Source: docs/proofs/output.md#k-norm-noise
 
     Example:
         >>> round(knorm_second_moment(dim=50, sensitivity=0.02, epsilon=0.5), 6)
@@ -211,7 +211,7 @@ def knorm_radius_quantile(dim: int, sensitivity: float, epsilon: float, quantile
         epsilon: > 0.
         quantile: in (0, 1).
 
-    Source: output spec, section 2.1.
+    Source: docs/proofs/output.md#k-norm-noise
 
     Example:
         >>> round(knorm_radius_quantile(dim=1, sensitivity=0.02, epsilon=0.5, quantile=0.5), 6)
@@ -232,7 +232,7 @@ def knorm_logpdf(value: Sequence[float] | FloatArray, sensitivity: float, epsilo
         sensitivity: > 0.
         epsilon: > 0.
 
-    Source: output spec, section 2.1.
+    Source: docs/proofs/output.md#k-norm-noise
 
     Example:
         >>> round(knorm_logpdf([0.0], sensitivity=0.02, epsilon=0.1), 6)

@@ -92,7 +92,7 @@ def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
 
     Guarantee: every epsilon-DP mechanism, interactive ones included, under the adjacency of its epsilon.
 
-    Source: accounting spec, section 4.7; userlevel spec, section 4.5; output spec, section 1.
+    Source: accounting spec, section 4.7; userlevel spec, section 4.5.
 
     Example:
         >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)

@@ -20,7 +20,7 @@ is convex in s, as the log-sum-exp of convex functions (log P between integers o
 for every s. So between two computed points the bound is a chord, and compared with c s^2 or c a (a - 1) a chord is too
 high by no more than a factor that depends on the two points alone (`_between_shifts`, `_between_orders`).
 
-Source: heavytail spec, sections 2.7 and 6; Cheu, Joseph, Mao and Peng 2021 (the protocol).
+Proof: docs/proofs/heavy_tailed.md#shuffle-accountant. Source: Cheu, Joseph, Mao and Peng 2021 (the protocol).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def rdp_binomial_shift(
         Renyi divergences of all coordinates, with their lost masses added to delta. Smaller shifts have their own
         divergence, which is not proved to be smaller.
 
-    Source: heavytail spec, sections 2.7 and 6.
+    Source: docs/proofs/heavy_tailed.md#shuffle-accountant.
 
     Example:
         >>> bound = rdp_binomial_shift(trials=3000, noise_probability=0.5, shift=6, order=10, delta_window=1e-8)
@@ -149,7 +149,7 @@ def rdp_shuffle(
     Guarantee: replace-one, if the record moves the sums by at most that for every value of the public and the coupled
         private coins (the divergence is jointly quasi-convex).
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#shuffle-accountant.
 
     Example:
         >>> [value], lost = rdp_shuffle(
@@ -176,7 +176,7 @@ def zcdp_shuffle(
     Arguments, errors and guarantee are those of `rdp_shuffle`; rho is about 1 % above |s|^2 / (2 N p (1 - p)) for many
     bits.
 
-    Source: heavytail spec, section 2.7.
+    Source: docs/proofs/heavy_tailed.md#shuffle-accountant.
 
     Example:
         >>> cost = zcdp_shuffle(314_000, 0.5, dim=10, max_shift=65, shift_norm=64 + 10**0.5, delta_window=1e-8)

@@ -1,0 +1,96 @@
+"""Streams of ranks: the union of what several processes draw, each its own positions, is a Poisson draw."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import torch_dpsco as dp
+from torch_dpsco.sampling import RankSampler
+from torch_dpsco.sampling import distributed as parts
+
+FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
+
+
+RATE, DRAWS, RANKS = 0.1, 4000, 3
+SIZE = 20 * RANKS
+
+
+def inclusions(key: bytes) -> np.ndarray:
+    """Returns which positions are in which draws: (DRAWS, SIZE) bool, joined over the ranks."""
+    found = np.zeros((DRAWS, SIZE), dtype=bool)
+    for rank in range(RANKS):
+        design = dp.Poisson(round(RATE * SIZE), SIZE)
+        sampler = RankSampler(design, rank=rank, processes=RANKS, key=key, steps=DRAWS)
+        for k, (draw, indices) in enumerate(sampler.draws()):
+            assert (draw.size, draw.index) == (len(indices), k)
+            assert set(indices % RANKS) <= {rank}
+            found[k, indices] = True
+    return found
+
+
+def check_that_positions_are_independent(found: np.ndarray) -> None:
+    """Chi-square on each position's count and on the sizes; pairs of ranks at the same place as often as by chance."""
+    q = stats.binom(DRAWS, RATE)
+    counts = found.sum(axis=0)
+    assert stats.chi2.sf(((counts - q.mean()) ** 2 / q.var()).sum(), SIZE) > FALSE_ALARM / 3
+    sizes = np.bincount(found.sum(axis=1), minlength=SIZE + 1)
+    expected = DRAWS * stats.binom(SIZE, RATE).pmf(np.arange(SIZE + 1))
+    kept = expected > 10
+    observed, wanted = [np.append(part[kept], part[~kept].sum()) for part in (sizes, expected)]
+    assert stats.chi2.sf(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1) > FALSE_ALARM / 3
+    for a in range(RANKS):
+        for b in range(a):
+            joint = int((found[:, a::RANKS] & found[:, b::RANKS]).sum())
+            trials = DRAWS * SIZE // RANKS
+            assert stats.binomtest(joint, trials, RATE**2).pvalue > FALSE_ALARM / 9
+
+
+def test_the_union_over_ranks_is_a_poisson_draw() -> None:
+    check_that_positions_are_independent(inclusions(bytes(range(32))))
+
+
+def test_equal_streams_of_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = parts.rank_generator
+    monkeypatch.setattr(parts, "rank_generator", lambda key, rank: generator(key, 0))
+    with pytest.raises(AssertionError):
+        check_that_positions_are_independent(inclusions(bytes(range(32))))
+
+
+def test_streams_differ_by_rank_and_by_each_bit_of_the_key() -> None:
+    keys = [bytes(32), *((1 << bit).to_bytes(32, "little") for bit in (0, 127, 128, 255))]
+    first = {tuple(parts.rank_generator(key, rank).words(2)) for key in keys for rank in range(50)}
+    assert len(first) == 50 * len(keys)
+    again = parts.rank_generator(keys[1], 3).words(2)
+    assert tuple(again) in first
+    with pytest.raises(ValueError, match="key must have 32 bytes"):
+        parts.rank_generator(b"", 0)
+
+
+def test_a_copy_of_a_rank_sampler_draws_other_batches() -> None:
+    sampler = RankSampler(dp.Poisson(16, 32), rank=1, processes=2, key=bytes(32), steps=20)
+    copied = copy.deepcopy(sampler)
+    draws = [[indices.tolist() for _, indices in s.draws()] for s in (sampler, copied)]
+    assert draws[0] != draws[1]
+    assert {i % 2 for draw in draws[1] for i in draw} == {1}
+    assert [draw.index for draw, _ in sampler.draws()] == list(range(20, 40))  # numbered across iterations
+
+
+def test_more_ranks_than_records_draw_nothing() -> None:
+    sampler = RankSampler(dp.Full(2), rank=2, processes=3, key=bytes(32), steps=2)
+    assert [(draw.size, len(indices)) for draw, indices in sampler.draws()] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("design", [dp.Fixed(2, 8), dp.Shuffled(2, 8), dp.Disjoint(2, 8), dp.Assigned(2, 8)], ids=str)
+def test_designs_whose_positions_depend_on_each_other_are_refused(design: Any) -> None:
+    with pytest.raises(dp.UnknownSamplerError, match="design must be Poisson or Full in a run of several processes"):
+        RankSampler(design, rank=0, processes=2, key=bytes(32))
+
+
+def test_ranks_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank must be < processes=2"):
+        RankSampler(dp.Full(8), rank=2, processes=2, key=bytes(32))
