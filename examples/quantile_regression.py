@@ -89,10 +89,10 @@ def train(method: str, quantile: float, dataset: TensorDataset, epsilon: float, 
         for p in model.parameters():
             nn.init.zeros_(p)
         settings |= {"epochs": EPOCHS["gradient"], "average": "weighted"}
-        noisy = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**settings, dim=model), accountant=ledger)
-        planned = dp.HolderSGD.plan(dim=WIDTH + 1, **settings)
+        planned = dp.HolderSGD.plan(dim=model, **settings)
+        noisy = dp.HolderSGD(model.parameters(), planned, accountant=ledger)
         print_plan(method, quantile, planned.steps, planned.lr, f"{planned.noise_std:.2g} on each mean gradient")
-        return dp.fit(model, noisy, dataset, loss), planned.epsilon
+        return dp.fit(model, noisy, dataset, loss), planned.epsilon()
     model = nn.Linear(WIDTH, 1).double()
     planned = dp.HolderOutputSGD.plan(dim=WIDTH + 1, epochs=EPOCHS["output"], **settings)
     print_plan(method, quantile, planned.steps, planned.lr, f"{planned.sigma:.2g} on the answer")

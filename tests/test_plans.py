@@ -108,17 +108,15 @@ def test_only_what_a_plan_wrote_is_read() -> None:
 def test_the_way_before_plans_says_what_to_write() -> None:
     params = nn.Linear(DIM, 1).parameters()
     with pytest.raises(AttributeError, match=r"HolderSGD.calibrated is now HolderSGD\(params, HolderSGD.plan\(...\)\)"):
-        dp.HolderSGD(params, dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=BUDGET))
+        dp.HolderSGD.calibrated(params, problem=PROBLEM, n=N, budget=BUDGET)
     with pytest.raises(ValueError, match=r"lr, problem must be given to HolderSGD.plan\(...\)"):
-        dp.HolderSGD(params, dp.HolderSGD.plan(lr=0.1, problem=PROBLEM))
+        dp.HolderSGD(params, lr=0.1, problem=PROBLEM)
     with pytest.raises(ValueError, match=r"plan must be given to HolderSGD.plan\(...\), .* \(got 0.1\)"):
-        dp.HolderSGD(params, dp.HolderSGD.plan(lr=0.1))
+        dp.HolderSGD(params, 0.1)
 
 
 def test_an_accountant_of_another_budget_is_refused_by_the_plan() -> None:
     with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
         dp.HolderSGD(
-            nn.Linear(DIM, 1).parameters(),
-            dp.HolderSGD.plan(lr=holder(budget=BUDGET)()),
-            accountant=dp.Accountant(dp.Budget(1.0, 1e-4)),
+            nn.Linear(DIM, 1).parameters(), holder(budget=BUDGET)(), accountant=dp.Accountant(dp.Budget(1.0, 1e-4))
         )

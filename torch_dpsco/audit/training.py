@@ -78,8 +78,8 @@ def audit_training(
         >>> data = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.ones(4, 1))
         >>> def make():
         ...     model = dp.attach(nn.Linear(2, 1, bias=False))
-        ...     plan = dp.HolderSGD.plan(lr=0.1, problem=dp.losses.Logistic().problem(bound_x=1.0), noise_multiplier=1.0,
-        ...                              sampling=dp.Full(4), steps=1)
+        ...     plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=1.0), noise_multiplier=1.0,
+        ...                              lr=0.1, sampling=dp.Full(4), steps=1)
         ...     return model, dp.HolderSGD(model.parameters(), plan)
         >>> canary, other = (torch.tensor([9.0, 0.0]), torch.ones(1)), (torch.tensor([-9.0, 0.0]), torch.ones(1))
         >>> found = audit_training(make, data, canary, other=other, loss=dp.losses.Logistic(), delta=1e-2, trials=40,
