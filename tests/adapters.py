@@ -299,7 +299,8 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
     """Returns the delta that a user-level filter plan really has, from its public numbers alone.
 
     delta_pair + (1 + e^epsilon) beta with beta = P[bad pass] and mu = sqrt(T) 2 tau coefficient / noise_std
-    (userlevel.md, section 4): it must not exceed the target whatever the optimizer of the plan believed.
+    (docs/proofs/user_level.md#guarantee-of-a-filtered-run): it must not exceed the target whatever the optimizer of the
+    plan believed.
     """
     svt = "torch_dpsco.accounting.analysis.svt"
     name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]

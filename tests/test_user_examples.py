@@ -210,7 +210,7 @@ def test_what_is_chosen_of_a_user_does_not_depend_on_other_users(module: ModuleT
 
 def test_the_universe_is_that_of_the_aircraft_with_fifty_flights(module: ModuleType) -> None:
     fleet = module.load_fleet()
-    assert fleet.n_users == 2086  # spec data.md, D1
+    assert fleet.n_users == 2086
     assert torch.equal(torch.bincount(fleet.users), torch.full((2086,), 50))
     assert len(fleet.test_hours) == 327_346 - 286_130
     assert float(nn.functional.pad(fleet.features, (0, 1), value=1.0).norm(dim=1).max()) <= 2.83
@@ -250,7 +250,7 @@ def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specif
     section = DOC.read_text(encoding="utf-8").split("### Noise")[1].split("###")[0]
     quoted = [list(map(float, cells(line))) for line in section.splitlines() if re.match(r"\| [\d,]+ \|", line)]
     assert len(printed) == len(quoted) == 6
-    specified = (677, 2476, 826, 380, 273, 28)  # userlevel.md 4.5: a coarser search
+    specified = (677, 2476, 826, 380, 273, 28)  # of a coarser search
     for line, found, most in zip(quoted, printed, specified, strict=True):
         assert line[:4] == found[:4]
         assert line[4:] == pytest.approx(found[4:7], rel=5e-3)
@@ -292,7 +292,7 @@ def test_the_benchmark_measures_excess_risk_exactly() -> None:
     best = torch.zeros(10)
     best[0] = 6.0
     assert module.excess(best, test) == pytest.approx(0.0, abs=1e-9)
-    assert module.excess(torch.zeros(10), test) == pytest.approx(0.229, abs=5e-3)  # spec userlevel.md 8: 0.228
+    assert module.excess(torch.zeros(10), test) == pytest.approx(0.229, abs=5e-3)  # 0.228 when it was planned
     assert module.slope((1, 2, 4), (1.0, 0.25, None)) == "-2.00"
     assert module.slope((1, 2), (1.0, None)) == "-"
 

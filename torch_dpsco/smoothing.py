@@ -17,7 +17,7 @@ y does not depend on the data, so that the gradient at theta + y is just another
 may even be published. What the shift costs and buys: `theory.smoothing`.
 
 Differs from the paper in: 1. one y per step is the default, for it has the same rate; 2. smoothing is off by default,
-since it does not improve the rate (erratum E10); 3. Y x is drawn itself, not Y.
+since it does not improve the rate (docs/errata.md, paper 3, E10); 3. Y x is drawn itself, not Y.
 
 Source: docs/proofs/holder.md#randomized-smoothing; Asi and Liu 2023, Algorithm 3.
 """

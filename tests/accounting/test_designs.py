@@ -30,7 +30,7 @@ from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.sampling import make_sampler
 
 BASE = clipped_gaussian(1.5)
-N, B = 60000, 256  # the decision table of the accounting spec, section 6
+N, B = 60000, 256  # the decision table of docs/accounting.md#which-sampling-which-method
 EPOCH = 235
 POSITIONAL = [Shuffled(3, 14), Disjoint(3, 14)]
 DECLARED = [Poisson(3, 14), Fixed(3, 14), Full(14), *POSITIONAL]
@@ -219,7 +219,7 @@ def test_the_poisson_rate_is_batch_size_over_n():
     assert Poisson(14, 14).event(BASE, 2) == Repeat(PoissonGaussian(1.5, 1.0), 2)
 
 
-# -- figures of the accounting spec -----------------------------------------------------------------------------------
+# -- figures of the decision table -------------------------------------------------------------------------------------
 
 SETTINGS = [(epochs, noise) for epochs in (1, 10) for noise in (0.6, 1.0, 2.0)]
 # (design, adjacency): published Renyi figures, and the tight values that no valid figure can fall below

@@ -1,4 +1,4 @@
-"""Wrong figures of other accountants (spec accounting.md section 12): measured on the old tool, then asked from ours.
+"""Wrong figures of other accountants: measured on the old tool, then asked from ours.
 
 One test per row of that table, in its order: figures and calibration here, the rows from "`len(accountant)`" on in
 `test_old_bugs_of_use.py`. Each test first shows that the installed version (Opacus 1.6, dp-accounting 0.6) still has

@@ -1,4 +1,4 @@
-"""Traps in the use of other accountants (spec accounting.md section 12), from the row "`len(accountant)`" on.
+"""Traps in the use of other accountants, from the row "`len(accountant)`" on.
 
 See `test_old_bugs.py`, which holds the rows before these.
 """
@@ -169,7 +169,7 @@ def test_fixed_batches_with_little_noise_cost_a_tenth_of_the_published_bound():
     assert 299 < judge.get_epsilon(DELTA) < 301
     ours = Accountant(adjacency=REPLACE_ONE)
     ours.record(WORGaussian(0.6, 256, 60000), 235)
-    assert 23.37 <= ours.get_epsilon(DELTA, method="pld") <= 23.84  # between a fixed pair and the spec's figure
+    assert 23.37 <= ours.get_epsilon(DELTA, method="pld") <= 23.84  # between a fixed pair and an earlier figure
     assert ours.get_epsilon(DELTA, method="rdp") == pytest.approx(28.6, rel=1e-2)
     assert ours.get_epsilon(DELTA) < math.ceil(28.72)
     assert clipped_gaussian(0.6).sensitivity(REPLACE_ONE) == 2.0  # what the noise is relative to

@@ -1,4 +1,4 @@
-"""The properties of spec accounting.md section 15, at the level of ledgers and accountants, by hypothesis.
+"""Properties of ledgers and accountants that docs/proofs/accounting.md implies, by hypothesis.
 
 `ELSEWHERE` names the tests of those that were tested already; the others are here. Curves and laws have tests of their
 own in `analysis/`. Renyi figures are held to rounding. Those by privacy loss distributions lie above the exact ones by

@@ -72,7 +72,7 @@ def test_the_bound_is_nearly_reached_in_units_of_the_radius(dtype):
     one = released(oracle, rows)
     other = released(oracle, torch.cat([rows, column(1.0, dtype=dtype)]))
     moved = float(other.mean[0] - one.mean[0])
-    # a user at tau: tau / (n + 1); the spec's search found 0.75 of 2 tau Rp at most
+    # a user at tau: tau / (n + 1); an earlier search found 0.75 of 2 tau Rp at most
     assert 0.45 < moved / oracle.sensitivity(ADD_REMOVE) <= 1.0
 
 
@@ -113,7 +113,7 @@ def test_test_and_mean_are_charged_together():
 
 
 def test_bad_steps_are_as_rare_as_declared():
-    test = PoissonTest(100_000, 10_000, 9363, 195.0, 60.0, 20.0, 2340)  # the spec's example
+    test = PoissonTest(100_000, 10_000, 9363, 195.0, 60.0, 20.0, 2340)
     exact = stats.norm.sf((195.0 - 60.0) / 20.0) + stats.binom.cdf(9362, 99_999, 0.1)
     assert exact <= test.failure <= exact * (1 + 1e-8)
     assert test.coefficient / 2 * 10_000 == pytest.approx(1.42, abs=0.005)

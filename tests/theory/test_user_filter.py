@@ -175,7 +175,7 @@ def test_the_table_of_noises(n, T, epsilon, delta, published, ours, unfiltered):
 
 
 def test_the_filter_needs_gradients_several_times_the_spread_to_win():
-    """Section 8: T = 60, epsilon = 2; the spec rounds."""
+    """The table of docs/user_level.md, rounded: T = 60, epsilon = 2."""
     for n, ratio in ((3000, 3.7), (10**4, 2.1), (3 * 10**4, 1.5), (10**5, 1.25)):
         plan = calibrate_filter(
             n_users=n, steps=60, epsilon=2.0, delta=1e-6, pair_radius=1.0, typical_score=n, halt_probability=0.01

@@ -163,7 +163,7 @@ def test_the_ledger_charges_a_poisson_plan_no_more_than_it_claims():
 
 def test_the_example_of_the_specification_for_poisson_samples():
     plan = poisson_filter_plan(n_users=10**5, batch_size=10**4, steps=2000, epsilon=1.0, delta=1e-6, pair_radius=1.0)
-    assert plan.n_min == 9364  # the spec's 9363 is proved too
+    assert plan.n_min == 9364  # 9363 is proved too
     assert poisson_underflow(10**5, 0.1, 9364) * 4000 * (1 + math.e) <= 1e-7 * (1 + 1e-6)
     as_there = dataclasses.replace(
         plan, n_min=9363, score_noise_std=20.0, threshold=60.0, deficiency=195.3, ramp_end=2340, noise_std=1.0

@@ -55,7 +55,7 @@ class Accountant(Spending):
         The epsilon reported at delta bounds the composition of all authorized events under the adjacency asked for,
         if their parameters were fixed in advance (under a planned budget that is enforced, see `planning`), or the
         budget's mode is adaptive (see `filters`). Steps of Opacus optimizers count as sampled the way that Opacus says
-        until `bind` has seen the loader. Source: spec accounting.md 2, 3, 5, 7.
+        until `bind` has seen the loader. Source: docs/proofs/accounting.md#composition.
 
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian

@@ -4,7 +4,7 @@
 * `zero_out`: one record is replaced by a null record that contributes 0; sizes and positions stay;
 * `replace_one`: one record is replaced by an arbitrary other one; the data set size is public.
 
-Source: spec accounting.md section 1.
+Source: docs/proofs/accounting.md#adjacencies-and-units.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is charged and where it comes from, as a value, with the formats in which it is stored.
-
-Source: spec accounting.md section 3 (state, resume rules).
-"""
+"""What is charged and where it comes from, as a value, with the formats in which it is stored."""
 
 from __future__ import annotations
 

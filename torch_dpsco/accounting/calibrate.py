@@ -1,6 +1,6 @@
 """Calibration: the least noise, or the most steps, that a target admits. Never over the target.
 
-Source: spec accounting.md section 9.
+Source: docs/proofs/accounting.md#figures-of-a-report.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Gaussian differential privacy (exact for unsampled Gaussians), (xi, rho) of zero
 epsilons, and failure probabilities of the three kinds. Sequential composition adds costs, parallel composition takes
 their pointwise maximum (valid for each measure by itself: the differing record lies in one part).
 
-Source: spec accounting.md sections 2, 4, 4.8, 5.6, 5.7; architecture.md section 5 (failures).
+Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#figures-of-a-report.
 """
 
 from __future__ import annotations

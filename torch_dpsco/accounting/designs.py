@@ -4,7 +4,7 @@ A design is what accounting knows about a sampler; the sampler of `torch_dpsco.s
 never accounted for a sampling that did not happen. `n` and `batch_size` are public constants: under replace_one `n` is
 the size of the data set, under add_remove any public reference size (the true one is private).
 
-Source: spec accounting.md sections 4.6 and 6.
+Source: docs/proofs/accounting.md#sampling-designs.
 """
 
 from __future__ import annotations

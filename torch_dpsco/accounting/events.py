@@ -7,7 +7,7 @@ under one neighboring relation can never be quoted under another.
 Mechanisms of this library carry a sensitivity per adjacency. Guarantees that somebody else proved (`Pure`, `ApproxDP`,
 `ZCDP`, `ApproxZCDP`, `GDP`, `RDPCurve`, `KNorm`) carry the adjacencies under which they were proved; default all three.
 
-Source: spec accounting.md sections 1 and 2.
+Source: docs/proofs/accounting.md#adjacencies-and-units, docs/proofs/accounting.md#composition.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A filter is a pure function of the budget (fixed in advance) and the ledger: it keeps nothing, so that a refusal cannot
 change anything, a cheaper event may still fit, and a resumed run needs the ledger alone. Charging is `Ledger.add`.
 
-Source: spec accounting.md section 7.
+Source: docs/proofs/accounting.md#planned-budgets.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ run when nothing fails. Then for every set S and t >= 0, as w is the same functi
 so that the noise is judged at delta - f, where f is the part of delta that the budget sets aside. Failures of the
 transcript (union bound: adds p) and on each side (adds (1 + e^epsilon) p) are taken from the same part.
 
-Source: spec accounting.md section 7.
+Source: docs/proofs/accounting.md#filters.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def make_filter(budget: Budget) -> Filter:
     Guarantee:
         If every event was admitted before its noise was drawn, the run is (epsilon, delta)-DP under the budget's
         adjacency. "planned": for parameters fixed in advance. Adaptive modes: for any choice of events and of the stop
-        from what was released before. Source: spec accounting.md section 7.
+        from what was released before. Source: docs/proofs/accounting.md#filters.
 
     Example:
         >>> from torch_dpsco.accounting.events import Gaussian

@@ -12,7 +12,7 @@ Parameters are either fixed in advance or chosen while the run goes on, and the 
   released before, and so may the stop; the target holds all the same, because the budget was fixed in advance. See
   `filter_modes`.
 
-Source: spec accounting.md section 7, holder.md section 3.5 (accounting B).
+Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
 """
 
 from __future__ import annotations

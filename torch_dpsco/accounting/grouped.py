@@ -1,6 +1,6 @@
 """replace_one from add_remove: a replaced record is one removed and one added, a group of two.
 
-Source: spec accounting.md section 8.
+Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
 
     Guarantee: (epsilon, delta)-DP under replace_one, if the ledger's parameters were fixed in advance.
 
-    Source: spec accounting.md section 8.
+    Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
 
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian, Repeat

@@ -5,7 +5,7 @@ draw log is needed, for Opacus' Poisson sampler. A shuffled or sequential loader
 of its steps is an unsampled one. Everything else is refused: a shuffled or fixed-size loader accounted as Poisson
 under-reports epsilon by more than 10 times.
 
-Source: spec accounting.md section 6; architecture.md sections 5 and 10.21.
+Source: docs/proofs/accounting.md#sampling-designs.
 """
 
 from __future__ import annotations

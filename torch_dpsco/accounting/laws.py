@@ -3,7 +3,7 @@
 Not every event has one: for `ZCDP`, `ApproxZCDP` and `RDPCurve` only Renyi divergences are known. Failures are not part
 of a law; `curves` takes them out of delta first.
 
-Source: spec accounting.md sections 4 and 5.1.
+Source: docs/proofs/accounting.md#dominating-laws, docs/proofs/accounting.md#losses-on-a-grid.
 """
 
 from __future__ import annotations

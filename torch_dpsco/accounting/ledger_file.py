@@ -17,8 +17,6 @@ A second file, `.mark`, knows how far the first had come (see `high_water`).
 
 A long file is made short when it is opened: a new file, whose one line is the state of all lines, takes its place at
 once. A crash leaves the old file or the new one under the name, and both know every charge.
-
-Source: spec accounting.md section 3 (resume rules a and b), architecture.md section 7.
 """
 
 from __future__ import annotations

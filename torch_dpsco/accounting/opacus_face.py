@@ -5,7 +5,7 @@ by assigning `accountant.history` in a loop. The hook runs after noise is added 
 an exception in it prevents the release. Opacus multiplies the rate by the number of accumulated batches; that is wrong
 (a record may be in several of them), and the mixture over that number is charged here instead.
 
-Source: spec accounting.md sections 3 and 6.
+Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/accounting.md#sampling-designs.
 """
 
 from __future__ import annotations

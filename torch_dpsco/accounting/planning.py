@@ -1,6 +1,6 @@
 """Planning: the part of the accountant that keeps what was planned, so that no output chooses under a planned budget.
 
-Source: spec accounting.md section 7; `plans` has the guarantee.
+Source: docs/proofs/accounting.md#planned-budgets.
 """
 
 from __future__ import annotations

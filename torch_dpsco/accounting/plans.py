@@ -3,6 +3,8 @@
 Composition theorems for fixed parameters hold for events that no output has chosen. A plan therefore closes with the
 first charge. It is a multiset of events, and at most one event more that may be repeated as often as the budget admits.
 
+Source: docs/proofs/accounting.md#planned-budgets.
+
 Guarantee: let M be the fixed events with k repetitions of the open one, k the largest number for which M is within
 (epsilon, delta). Every run charges a part of M, in an order and up to a stop that may depend on what was released. By
 the induction of `filter_base.ScheduledFilter` its divergence is at most that of all of M. Where records are cut into

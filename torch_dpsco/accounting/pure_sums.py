@@ -8,7 +8,7 @@ answer at delta = 0, and a failure probability is a delta.
 
 Sums are exact, in rational numbers, and rounded once, to the nearest float.
 
-Source: spec accounting.md sections 2 (pure eps adds; parts) and 5.7.
+Source: docs/proofs/accounting.md#pure-sums.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Spending: the part of the accountant that charges events, within a budget if there is one.
 
-Source: spec accounting.md sections 3, 5, 7.
+Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Composed costs of a ledger: one row per distinct event, so that a sum over events is one product.
 
-Source: spec accounting.md sections 2 and 13.
+Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition.
 """
 
 from __future__ import annotations

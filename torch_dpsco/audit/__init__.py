@@ -12,7 +12,7 @@ that, an audit finds its bugs. What is audited is the code as it runs: sampling,
 `audit_training` makes the function and the score from a private optimizer and one record, the canary.
 
 Source: Jagielski, Ullman, Oprea 2020 and Nasr et al. 2021 (likelihood-ratio and canary attacks with Clopper-Pearson
-intervals); spec accounting.md section 15, peers.md section 3.1.
+intervals).
 """
 
 from torch_dpsco.audit.bound import Audit

@@ -14,9 +14,10 @@ k >= 1, P(draw >= k g) = e^(-k/t) / (1 + e^(-1/t)) <= e^(-(k-1)/t) / 2 = P(L + g
 e^(-(1-k)/t) / (1 + e^(-1/t)) >= e^(-(1-k)/t) / 2. Hence a query that lies m below the threshold passes with at most the
 probability of the continuous mechanism at m - 2 g.
 
-Differs from the paper in: 1. the scales are given, for the true sensitivity (errata E2); 2. discrete noise.
+Differs from the paper in: 1. the scales are given, for the true sensitivity (docs/errata.md, paper 3, E2); 2. discrete
+noise.
 
-Source: userlevel spec, sections 4.1 and 4.6; Lyu, Su and Li 2017, algorithm 7; proof of the cost in `analysis.svt`.
+Source: docs/proofs/accounting.md#above-threshold; Lyu, Su and Li 2017, algorithm 7.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Consequences used elsewhere: a shift by a multiple of `step` costs exactly shift
 the continuous law; and the draw is at most `step` above a continuous Laplace number in stochastic order (see
 `above_threshold`). Time and number of random bits depend on what is drawn: a side channel that is not closed.
 
-Source: Canonne, Kamath and Steinke 2020, section 5; userlevel spec, sections 4.1 and 9.
+Source: docs/proofs/accounting.md#discrete-laplace-noise; Canonne, Kamath and Steinke 2020, section 5.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class UserClippedSGD(UserOptimizer):
         Unit: user, all rows of one. Adjacency: add_remove, zero_out or replace_one with Poisson batches of users, the
         latter two with fixed ones. Event of a step: that of HolderSGD, with users for records. Assumes: batches of the
         optimizer's own loader, ids that are right, rows of a user that do not depend on other users.
-        Source: spec userlevel.md 5.2, 5.3.
+        Source: docs/proofs/user_level.md#clipped-means-of-users.
 
     Example:
         >>> import torch_dpsco as dp

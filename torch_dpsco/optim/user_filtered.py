@@ -75,7 +75,8 @@ class UserFilteredSGD(UserOptimizer):
         Poisson: an event per step. A step that ends between its charge and its answer (Ctrl-C, an error) ends the run
         in this process: `resume` a new optimizer (with the ledger file), or `finalize()`. Assumes nothing about users'
         rows but that they do not depend on other users.
-        Source: Asi and Liu 2023, Algorithms 2, 3; spec userlevel.md 4, 5.1.
+        Source: Asi and Liu 2023, Algorithms 2, 3; docs/proofs/user_level.md#guarantee-of-a-filtered-run,
+        docs/proofs/user_level.md#poisson-samples-of-users.
 
     Example:
         >>> import torch_dpsco as dp

@@ -21,7 +21,7 @@ A center of the batch itself (its mean or median) has no bounded sensitivity, an
 
 Differs from the usual federated averaging in: 1. the mean of a user's rows, not the sum; 2. the center.
 
-Source: userlevel spec, sections 5.2 and 5.3.
+Source: docs/proofs/user_level.md#clipped-means-of-users.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def centered_clip_mean(rows: Tensor | Sequence[Any], center: Tensor | Sequence[f
         center: (D,).
         clip: C > 0.
 
-    Source: userlevel spec, sections 5.2 and 11.
+    Source: docs/proofs/user_level.md#clipped-means-of-users.
 
     Example:
         >>> centered_clip_mean([[3.0], [0.0]], [0.0], 1.0).tolist()

@@ -22,7 +22,7 @@ Differs from the paper in: 1. deterministic weights by default ("paper_corrected
 2. scales for the true sensitivity of s, and noise for a proved one; 3. one test object for the run, halting for good;
 4. isolated users instead of aborts; 5. tau is a pairwise radius.
 
-Source: Asi and Liu 2023, Algorithm 2; userlevel spec, sections 3, 4 and 9.
+Source: Asi and Liu 2023, Algorithm 2; docs/proofs/user_level.md#guarantee-of-a-filtered-run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def filtered_mean(
         ramp_start: a, number of neighbors up to which the weight is 0.
         ramp_end: b, number of neighbors from which on it is 1.
 
-    Source: userlevel spec, sections 4.1 and 11.
+    Source: docs/proofs/user_level.md#one-radius-filter.
 
     Example:
         >>> filtered_mean(torch.tensor([[0.0], [0.5], [1.0], [9.0]]), 1.0, 2.5, 3)["mean"].tolist()

@@ -22,7 +22,7 @@ scales along, so that the event is the same in all steps.
 
 No guarantee under replace_one, and none for batches of a fixed size.
 
-Source: userlevel spec, section 5.1.
+Source: docs/proofs/user_level.md#poisson-samples-of-users.
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ All scores are integers below n^2 < 2^53.
 | at exactly a candidate from another one | a neighbor there (<=) |
 | far from the center | like any other: `reach` needs tau, and isolates from the first filtered mean on |
 
-Differs from the specification in the score, there |T_i - t|: where no candidate is near t, all candidates above the
-distances are then equally good.
+With |T_i - t| for a score, where no candidate is near t, all candidates above the distances would be equally good.
 
-Source: userlevel spec, section 6; `mechanisms.exponential`.
+Source: docs/proofs/user_level.md#search-for-the-pair-radius; `mechanisms.exponential`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batches of users: a draw takes users, and delivers all their rows with the ids of their users.
 
 Users are sampled, never rows: a user is wholly in a batch or not at all, which is what the events of user-level
-optimizers stand for (spec userlevel.md 5; docs/user_level.md).
+optimizers stand for (docs/proofs/user_level.md#clipped-means-of-users; docs/user_level.md).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ y is uniform in the ball of radius r of R^d; the smoothed loss is E l(theta + y)
 and its gradient is G sqrt(d)/r-Lipschitz. y is independent of the data, so that the gradient at theta + y is another
 query: privacy does not change, and one y for all users and items (per step) is the default.
 
-Differs from the paper in: its Lemma 2.5 prints l >= smoothed l (erratum E6); r = 0 by default, since smoothing does not
-improve the rate (E10).
+Differs from the paper in: its Lemma 2.5 prints l >= smoothed l (docs/errata.md, paper 3, E6); r = 0 by default, since
+smoothing does not improve the rate (E10 there).
 
 Source: docs/proofs/holder.md#randomized-smoothing.
 """

@@ -7,7 +7,7 @@ failure, no halt. User-level DP-SGD is the case c = 0.
 The filter has less noise than full-batch clipping at C if C > `break_even_clip`: a mean gradient several times the
 largest distance of honest users. Near an optimum the mean gradient vanishes, and clipping wins.
 
-Source: userlevel spec, sections 5.2, 5.3 and 8.
+Source: docs/proofs/user_level.md#clipped-means-of-users, docs/proofs/user_level.md#when-the-filter-wins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def centered_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate:
         adjacency: "replace_one" (2C/n over q), "add_remove" or "zero_out" (C/n over q; the divisor does not move).
         sample_rate: q in (0, 1].
 
-    Source: userlevel spec, section 5.2.
+    Source: docs/proofs/user_level.md#clipped-means-of-users.
 
     Example:
         >>> centered_sensitivity(1.0, 100, "replace_one"), centered_sensitivity(1.0, 100, "add_remove", 0.5)
@@ -49,7 +49,7 @@ def clipping_noise_std(
 ) -> float:
     """Returns the noise of T full-batch means of clipped users' gradients, all of (epsilon, delta) spent on them.
 
-    Source: userlevel spec, section 8.
+    Source: docs/proofs/user_level.md#when-the-filter-wins.
 
     Example:
         >>> round(clipping_noise_std(2000, 100, 1.0, 1e-6, 1.0) * 2000)
@@ -62,7 +62,7 @@ def clipping_noise_std(
 def break_even_clip(plan: UserFilterPlan) -> float:
     """Returns the C at which full-batch clipping of users needs the noise of the plan, under replace_one.
 
-    Source: userlevel spec, section 8.
+    Source: docs/proofs/user_level.md#when-the-filter-wins.
     """
     return plan.noise_std / clipping_noise_std(plan.n_users, plan.steps, plan.epsilon, plan.delta, 1.0)
 
@@ -81,7 +81,7 @@ def item_level_user_delta(max_items: int, sample_rate: float, noise_multiplier: 
 
     Guarantee: one user with at most K items added or removed.
 
-    Source: userlevel spec, section 5.3.
+    Source: docs/proofs/user_level.md#clipped-means-of-users.
 
     Example:
         >>> round(item_level_user_delta(5, 0.1, 0.8, 1.0), 6)

@@ -8,9 +8,9 @@ failure beta and, with them, theta, H, the ramp and the noise:
 
 Mode "tight" (default) has deterministic weights; "paper_corrected" is the paper's random membership, threshold 4n/5 and
 Laplace scales, with the failure, sensitivity and noise that are proved for them. The published noise is not a mode: it
-is refused (erratum E2 and E4; `published_noise_std` is for comparison).
+is refused (docs/errata.md, paper 3, E2 and E4; `published_noise_std` is for comparison).
 
-Source: userlevel spec, sections 4.4, 4.5 and 10.
+Source: docs/proofs/user_level.md#calibration-of-the-filter, docs/proofs/user_level.md#random-membership.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def calibrate_filter(
 
     Guarantee: that of the plan, which it recomputes; at most epsilon and delta.
 
-    Source: userlevel spec, section 4.5.
+    Source: docs/proofs/user_level.md#calibration-of-the-filter.
 
     Example:
         >>> plan = calibrate_filter(n_users=10**4, steps=1000, epsilon=1.0, delta=1e-6, pair_radius=1.0,

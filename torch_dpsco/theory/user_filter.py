@@ -15,7 +15,7 @@ factor of beta is a reserve: a ledger that knows failures of kind "transcript" c
 All this is about real numbers. Whoever computes distances and means in floating point enlarges radii and noise by its
 rounding errors, in proportion, so that the plan's ratio of noise and sensitivity stays (`oracles.user_filtered`).
 
-Source: userlevel spec, sections 4, 9 and 10.
+Source: docs/proofs/user_level.md#guarantee-of-a-filtered-run.
 """
 
 from __future__ import annotations

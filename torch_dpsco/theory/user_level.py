@@ -8,7 +8,7 @@
 
 The published calibration is not private (docs/errata.md, paper 3); here it is a figure for comparison only.
 
-Source: userlevel spec; Asi and Liu, User-level differentially private stochastic convex optimization.
+Source: docs/proofs/user_level.md; Asi and Liu, User-level differentially private stochastic convex optimization.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def sketch_failure(sketch_dim: int, distortion: float, n_users: int, steps: int)
         n_users: n >= 1; the n + 1 rows of a pair of data sets count.
         steps: T >= 1.
 
-    Source: userlevel spec, section 9.
+    Source: docs/proofs/user_level.md#fresh-sketches.
 
     Example:
         >>> sketch_failure(256, 0.3, 1000, 1000) < 2e-4

@@ -12,7 +12,8 @@ smoothing and distances of the paper, with its hidden constant C.
 Differs from the paper in: 1. distances proved from explicit bounds; 2. steps are capped (the paper's are (m n_j)^2);
 3. every phase has a calibration of its own; 4. k is what is feasible.
 
-Source: userlevel spec, sections 2 and 8; Asi and Liu, Algorithm 4.
+Source: docs/proofs/user_level.md#phases-on-disjoint-users, docs/proofs/user_level.md#distances-of-phases;
+Asi and Liu, Algorithm 4.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def localized_user_plan(
 
     Guarantee: that of `LocalizedUserPlan`.
 
-    Source: userlevel spec, section 2.
+    Source: docs/proofs/user_level.md#phases-on-disjoint-users.
     """
     task = _Task(
         n_users=check.positive_count(n_users=n_users),

@@ -16,7 +16,7 @@ a function of the pair and the transcript once the others' samples are put into 
 beta. Not for batches of a fixed size: their proof uses several partner batches at once; nor is the test of the whole
 run (`user_filter`) amplified by sampling.
 
-Source: userlevel spec, section 5.1.
+Source: docs/proofs/user_level.md#poisson-samples-of-users.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def poisson_filter_plan(
 
     Guarantee: that of the plan, at most (epsilon, delta) with failures reserved at (1 + e^epsilon) beta.
 
-    Source: userlevel spec, section 5.1.
+    Source: docs/proofs/user_level.md#poisson-samples-of-users.
     """
     if check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency) != "add_remove":
         raise AdjacencyError("Poisson samples of users are proved for add_remove; for replace_one use calibrate_filter")

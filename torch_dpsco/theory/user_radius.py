@@ -8,9 +8,9 @@ With unequal numbers of items take the smallest admitted one, a public choice an
 fewer are isolated, and `typical_score` is lowered by a PUBLIC bound on their number.
 
 Differs from the paper in: tau is a radius of PAIRS; a ball of radius rho around a center has pairs 2 rho apart
-(erratum E5); the constant is explicit and free of the dimension.
+(docs/errata.md, paper 3, E5); the constant is explicit and free of the dimension.
 
-Source: userlevel spec, sections 5.1 and 6.
+Source: docs/proofs/user_level.md#pair-radius-of-honest-users, docs/proofs/user_level.md#search-for-the-pair-radius.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pair_radius_iid(lipschitz: float, items_per_user: int, n_users: int, failure
         n_users: n >= 2.
         failure: gamma in (0, 1); p_halt/T for a run of T steps.
 
-    Source: userlevel spec, section 6; McDiarmid's inequality.
+    Source: docs/proofs/user_level.md#pair-radius-of-honest-users; McDiarmid's inequality.
 
     Example:
         >>> round(pair_radius_iid(2.5, 400, 100, 0.01), 4)
@@ -60,7 +60,7 @@ def pair_radius_iid(lipschitz: float, items_per_user: int, n_users: int, failure
 def pair_radius_of_ball(ball_radius: float) -> float:
     """Returns 2 rho, the largest distance of two points in a ball of radius rho.
 
-    Source: userlevel spec, erratum E5.
+    Source: docs/errata.md, paper 3, E5.
     """
     return 2 * check.positive(ball_radius=ball_radius)
 
@@ -75,7 +75,7 @@ def typical_score(n_users: int, isolated: int = 0, share: float = 0.99) -> float
         isolated: PUBLIC bound on the number of users without neighbors, never the observed number.
         share: of n that is left among the others.
 
-    Source: userlevel spec, section 6.
+    Source: docs/proofs/user_level.md#pair-radius-of-honest-users.
 
     Example:
         >>> typical_score(1000, isolated=20)
@@ -91,8 +91,8 @@ class PairRadiusSearch:
 
     The utility of a candidate is minus the distance of the target from the scores between the candidate before and
     itself, of sensitivity 2(n-1)/n; a candidate is drawn with weight exp(exponent * utility), and the choice is widened
-    by a ratio of the grid (`oracles.UserSearched`). The specification has -|score - target|, for which all candidates
-    above the distances are equally good.
+    by a ratio of the grid (`oracles.UserSearched`). With -|score - target| all candidates above the distances would be
+    equally good.
 
     Args:
         candidates: public radii, increasing.
@@ -142,8 +142,7 @@ def pair_radius_search(
 
         t = max(0.9 n, min(0.99 n - 4 log(points)/epsilon, n - 4 log(100 points)/epsilon))
 
-    it is at most 1 % if epsilon n >= 40 log(100 points); see `PairRadiusSearch.overshoot`. Differs from the
-    specification in the second term of the minimum.
+    it is at most 1 % if epsilon n >= 40 log(100 points); see `PairRadiusSearch.overshoot`.
 
     Args:
         n_users: n, public.
@@ -152,7 +151,7 @@ def pair_radius_search(
         points: of the grid, >= 2.
         ratio: of the grid, > 1.
 
-    Source: userlevel spec, section 6.
+    Source: docs/proofs/user_level.md#search-for-the-pair-radius.
 
     Example:
         >>> search = pair_radius_search(1000, 0.5, 0.01)
@@ -196,7 +195,7 @@ def adapted_pair_radius(
 
     Guarantee: post-processing of the released score; the noise on the mean scales along (see `PoissonFilterPlan`).
 
-    Source: userlevel spec, section 5.1.
+    Source: docs/proofs/user_level.md#poisson-samples-of-users.
 
     Example:
         >>> adapted_pair_radius(1.0, 200.0, 1000.0, 0.1, 10.0) > 1

@@ -8,9 +8,10 @@ argument stability give for convex, G-Lipschitz losses, n users with m i.i.d. it
 plus 2 G R times the probability of a halt or of a user without full weight. R bounds the distance of the start to a
 minimizer (in the mean square).
 
-Differs from the paper in: 1. constants; 2. no smoothing is needed (erratum E10); 3. steps end where they stop helping.
+Differs from the paper in: 1. constants; 2. no smoothing is needed (docs/errata.md, paper 3, E10); 3. steps end where
+they stop helping.
 
-Source: userlevel spec, sections 2 and 8.
+Source: docs/proofs/user_level.md#bound-of-the-steps.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def schedule(
         dim: d >= 1.
         noise_std_per_root_step: sigma_1 >= 0, noise std per step over sqrt(T).
 
-    Source: userlevel spec, section 8.
+    Source: docs/proofs/user_level.md#bound-of-the-steps.
 
     Example:
         >>> round(schedule(1.0, 1.0, 10**6, 100, 10, 0.0).bound, 6)
@@ -154,7 +155,7 @@ def filtered_schedule(
 
     Guarantee: that of the plan.
 
-    Source: userlevel spec, section 8.
+    Source: docs/proofs/user_level.md#bound-of-the-steps.
     """
     items = check.positive_count(n_users=n_users) * check.positive_count(items_per_user=items_per_user)
     steps = check.positive_count(max_steps=max_steps)
@@ -193,7 +194,7 @@ def schedule_paper(
     r = d^(1/4) R/sqrt(T), eta = (R/G) min{sqrt(m) n eps/(T sqrt(d) L), T^(-3/4), sqrt(nm)/T}, L = log(mnd/delta),
     tau = G log(ndm e^eps T/delta)/sqrt(m), default T = (mn)^2 + ceil(mn sqrt(d)).
 
-    Source: userlevel spec, section 2; Asi and Liu, Theorem 4.1.
+    Source: Asi and Liu, Theorem 4.1; docs/proofs/user_level.md#distances-of-phases.
 
     Example:
         >>> schedule_paper(100, 5, 10, 1.0, 1e-6, 1.0, 1.0, 1000).default_steps
@@ -241,7 +242,7 @@ def user_localized_schedule(
         rate_constant: C, the hidden constant of Theorem 4.1.
         phases: k; default as above.
 
-    Source: userlevel spec, section 2; Asi and Liu, Theorem 4.11.
+    Source: Asi and Liu, Theorem 4.11; docs/proofs/user_level.md#distances-of-phases.
 
     Example:
         >>> user_localized_schedule(4096, 4, 10, 2.0, 1e-6, 1.0, 1.0).phase_users
@@ -277,7 +278,7 @@ def default_phases(n_items: int) -> int:
 def min_users_paper(steps: int, delta: float, epsilon: float, corrected: bool) -> int:
     """Returns ceil(40 log(4T/delta)/epsilon), the paper's condition, or 240 in place of 40: its argument, mended.
 
-    Neither is a check: `calibrate_filter` says what is proved (erratum E3).
+    Neither is a check: `calibrate_filter` says what is proved (docs/errata.md, paper 3, E3).
 
     Example:
         >>> min_users_paper(11, 1e-6, 1.0, corrected=False)
@@ -293,7 +294,7 @@ def published_noise_std(n: int, steps: int, epsilon: float, delta: float, pair_r
 
     sigma^2 = 8 tau^2 T log(e^eps T/delta) log(e^(eps/2)/delta)/(n eps)^2. Warns.
 
-    Source: userlevel spec, section 2 and errata E2, E4.
+    Source: docs/errata.md, paper 3, E2 and E4.
 
     Example:
         >>> import warnings

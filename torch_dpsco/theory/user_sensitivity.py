@@ -17,9 +17,11 @@ at most c/(n-b) or (c+R)/(n-a), a ratio of linear functions between; solve for R
 filter): the M = ceil(H) users within tau of the best-connected one have f_j >= M, hence weight 1 before and after for
 b <= M - 1, and the n - M others move by at most c: |g - g'| <= 4 tau (1 + (n - M) c)/M.
 
-Both are tight: tests find pairs within 5 % of them. Differs from the paper in: its Lemma 3.3 is false (errata).
+Both are tight: tests find pairs within 5 % of them. Differs from the paper in: its Lemma 3.3 is false (docs/errata.md,
+paper 3, E1).
 
-Source: userlevel spec, sections 4.2, 4.3, 4.4 and 5.1.
+Source: docs/proofs/user_level.md#one-radius-filter, docs/proofs/user_level.md#two-radius-filter,
+docs/proofs/user_level.md#random-membership, docs/proofs/user_level.md#poisson-samples-of-users.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def filter_coefficient(n: int, score_floor: float, ramp_end: int) -> float:
 
     Guarantee: sensitivity to the replacement of one user (n public), for any rows.
 
-    Source: userlevel spec, section 4.2.
+    Source: docs/proofs/user_level.md#one-radius-filter.
 
     Example:
         >>> round(filter_coefficient(1000, 950.0, 750), 6)
@@ -111,7 +113,7 @@ def best_ramp_end(n: int, score_floor: float) -> RampEnd:
     Raises:
         ConditionError: no b has a coefficient below 1.
 
-    Source: userlevel spec, section 4.2.
+    Source: docs/proofs/user_level.md#one-radius-filter.
 
     Example:
         >>> best_ramp_end(1000, 950.0).ramp_end
@@ -139,7 +141,7 @@ def filter_coefficient_two_radius(n: int, score_floor: float, ramp_end: int | No
 
     Guarantee: as `filter_coefficient`; a pair within tau of a third row must be within the filter's radius.
 
-    Source: userlevel spec, section 4.3.
+    Source: docs/proofs/user_level.md#two-radius-filter.
 
     Example:
         >>> round(filter_coefficient_two_radius(1000, 666.0), 6)
@@ -162,7 +164,7 @@ def bernoulli_mismatch(count: int, probability: float, failure: float) -> int:
         probability: in [0, 1], that it does.
         failure: zeta in (0, 1).
 
-    Source: userlevel spec, section 4.4.
+    Source: docs/proofs/user_level.md#random-membership.
 
     Example:
         >>> bernoulli_mismatch(60, 0.02, 1e-9)
@@ -199,7 +201,7 @@ def bernoulli_sensitivity(n: int, score_floor: float, ramp_end: int, failure: fl
     Raises:
         ConditionError: ceil(H) < ramp_end + 1.
 
-    Source: userlevel spec, section 4.4.
+    Source: docs/proofs/user_level.md#random-membership.
 
     Example:
         >>> round(bernoulli_sensitivity(10**4, 8000.0, 6666, 1e-12, 1.0) * 10**4, 1)
@@ -234,7 +236,7 @@ def poisson_filter_coefficient(n_min: int, deficiency: float, ramp_start: float,
 
     Guarantee: sensitivity to the addition or removal of one user of the batch, all others fixed.
 
-    Source: userlevel spec, section 5.1.
+    Source: docs/proofs/user_level.md#poisson-samples-of-users.
 
     Example:
         >>> round(poisson_filter_coefficient(9363, 195.0, 4681.0, 2340) * 10**4, 2)

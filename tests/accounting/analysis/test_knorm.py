@@ -70,7 +70,7 @@ def test_the_closed_form_is_met_at_the_corners(epsilon, dim, order):
 
 @pytest.mark.parametrize(("epsilon", "dim", "order"), [(1.0, 2, 2.0), (2.0, 5, 2.5), (0.5, 5, 8.0), (4.0, 10, 3.0)])
 def test_the_curve_is_the_integral_over_radius_and_angle(epsilon, dim, order):
-    """The spec's form: E exp((a-1) epsilon (|Z - e1| - |Z|)), |Z| ~ Gamma(dim, 1/epsilon), angle ~ sin^(dim-2)."""
+    """Another form: E exp((a-1) epsilon (|Z - e1| - |Z|)), |Z| ~ Gamma(dim, 1/epsilon), angle ~ sin^(dim-2)."""
     norm = math.sqrt(math.pi) * math.gamma((dim - 1) / 2) / math.gamma(dim / 2)
 
     def integrand(angle, radius):

@@ -93,7 +93,7 @@ def test_epsilon_is_nearly_reached_by_long_streams():
 
 
 def test_the_published_scales_of_the_filter_leak_more_than_claimed():
-    """Erratum E2: n = 704, T = 11, epsilon = 1, delta = 1e-6 claimed; the score moves by 2 (n - 1) / n."""
+    """docs/errata.md, paper 3, E2: n = 704, T = 11, epsilon = 1, delta = 1e-6 claimed; scores move by 2 (n - 1) / n."""
     threshold = 4 * 704 / 5
 
     def score(left: int, middle: bool) -> float:

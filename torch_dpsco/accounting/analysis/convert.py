@@ -6,7 +6,8 @@ If D_a(P||Q) <= D for both orderings of every neighboring pair, the mechanism is
 
 for any delta in (0, 1), and the best order may be chosen freely, as long as the curve was fixed in advance.
 
-Source: accounting spec, section 5.6; Balle, Barthe, Gaboardi, Hsu and Sato 2020; Canonne, Kamath and Steinke 2020.
+Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta; Balle, Barthe, Gaboardi, Hsu and
+Sato 2020; Canonne, Kamath and Steinke 2020.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def rdp_epsilon_classic(value: float, order: float, delta: float) -> float:
     Raises:
         ValueError: an argument is out of range.
 
-    Source: holder spec, section 3.3 (Lemma 5 of the paper); Mironov 2017.
+    Source: Mironov 2017 (Lemma 5 of the Hoelder paper).
 
     Example:
         >>> round(rdp_epsilon_classic(value=0.1, order=10, delta=1e-5), 4)
@@ -80,7 +81,7 @@ def rdp_epsilon_at_order(value: float, order: float, delta: float) -> float:
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
 
     Example:
         >>> round(rdp_epsilon_at_order(value=0.1, order=10, delta=1e-5), 4)
@@ -110,7 +111,7 @@ def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilo
 
     Guarantee: (epsilon, delta)-DP under the adjacency of the curve, if the curve was fixed in advance.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
 
     Example:
         >>> rdp_epsilon(orders=[2.0, 8.0], values=[0.5, 2.0], delta=1e-5).order
@@ -150,7 +151,7 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
 
     Guarantee: (epsilon, delta)-DP under the adjacency of the curve, if the curve was fixed in advance.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
 
     Example:
         >>> round(rdp_delta(orders=[2.0, 8.0], values=[0.5, 2.0], epsilon=4.0), 9)

@@ -13,7 +13,7 @@ A mechanism may be as private as its analysis says only up to an event of probab
 Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
 and per-side failures add up.
 
-Source: accounting spec, section 5.6; architecture, section 5; userlevel spec, section 4.5;
+Source: docs/proofs/accounting.md#failure-probabilities;
 docs/proofs/output.md#accuracy-in-expectation (per side).
 """
 
@@ -59,7 +59,7 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: Failu
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 5.6; architecture, section 5; docs/proofs/output.md#accuracy-in-expectation
+    Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation.
 
     Example:
         >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
@@ -92,7 +92,7 @@ def delta_before_failure(delta: float, failure: float, epsilon: float, kind: Fai
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 5.6; architecture, section 5.
+    Source: docs/proofs/accounting.md#failure-probabilities.
 
     Example:
         >>> round(delta_before_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="transcript"), 12)
@@ -141,7 +141,7 @@ def epsilon_with_failures(
 
     Guarantee: (epsilon, delta)-DP if `epsilon_at` is valid for the mechanism itself.
 
-    Source: accounting spec, section 5.6; architecture, section 5.
+    Source: docs/proofs/accounting.md#failure-probabilities.
 
     Example:
         >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
@@ -180,7 +180,7 @@ def total_coupling_failure(failures: Iterable[float]) -> float:
     Raises:
         ValueError: a failure is out of range.
 
-    Source: accounting spec, section 2 (composition rules).
+    Source: docs/proofs/accounting.md#failure-probabilities.
 
     Example:
         >>> round(total_coupling_failure([0.1, 0.1]), 12)
@@ -212,7 +212,7 @@ def mu_upper(epsilons: ArrayLike, deltas: ArrayLike, delta_min: float = 1e-10) -
 
     Guarantee: a summary "valid for delta >= delta_min", not GDP; compositions of it are not covered.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
 
     Example:
         >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_delta

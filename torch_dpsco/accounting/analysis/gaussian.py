@@ -11,7 +11,7 @@ conservative side: `gaussian_mu` is rounded down, `gaussian_epsilon` and `gaussi
 `gaussian_sigma_zhao` is the closed form that the output-perturbation paper uses: more noise, checked against the curve.
 The classical sqrt(2 log(1.25/delta)) / epsilon is not offered: it falls short for large epsilon.
 
-Source: accounting spec, sections 5.6 and 9; holder spec, section 3.4; Balle and Wang 2018.
+Source: docs/proofs/accounting.md#gaussian-mechanism; Balle and Wang 2018.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     Raises:
         ValueError: mu or epsilon is negative or not a number, or epsilon is infinite.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#gaussian-mechanism.
 
     Example:
         >>> round(gaussian_delta(mu=1.0, epsilon=1.0), 6)
@@ -84,7 +84,7 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
     Raises:
         ValueError: mu or epsilon is negative or not a number, or epsilon is infinite.
 
-    Source: holder spec, section 3.4; accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#gaussian-mechanism.
 
     Example:
         >>> round(gaussian_log_delta(epsilon=0.5, mu=0.02), 4)
@@ -110,7 +110,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     Guarantee: gaussian_delta(mu, epsilon) <= delta for the epsilon returned.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#gaussian-mechanism.
 
     Example:
         >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
@@ -147,7 +147,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
     Guarantee: gaussian_delta(mu, epsilon) <= delta and gaussian_epsilon(mu, delta) <= epsilon for the mu returned.
 
-    Source: accounting spec, section 5.6; holder spec, section 3.4.
+    Source: docs/proofs/accounting.md#gaussian-mechanism.
 
     Example:
         >>> round(gaussian_mu(epsilon=1.0, delta=1e-5), 6)
@@ -187,7 +187,7 @@ def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:
 
     Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
 
-    Source: accounting spec, section 9; Balle and Wang 2018.
+    Source: docs/proofs/accounting.md#gaussian-mechanism; Balle and Wang 2018.
 
     Example:
         >>> round(gaussian_sigma(epsilon=1.0, delta=1e-5, sensitivity=2.0), 4)
@@ -222,7 +222,7 @@ def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> flo
 
     Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
 
-    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019); accounting spec, section 9.
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
 
     Example:
         >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)

@@ -15,7 +15,7 @@ a mechanism that is known: a Gaussian whose unit contributes at most some sum ha
 k Poisson-sampled records is the mixture of `rdp_poisson_gaussian_group` and `poisson_group_delta`, and one replaced
 Poisson-sampled record the pair of `rdp_poisson_gaussian_replace_one`.
 
-Source: accounting spec, sections 4.5 and 8; userlevel spec, section 5; Mironov 2017; Bun and Steinke 2016.
+Source: docs/proofs/accounting.md#groups; Mironov 2017; Bun and Steinke 2016.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> floa
 
     Guarantee: the adjacency of the argument, k times.
 
-    Source: accounting spec, section 8.
+    Source: docs/proofs/accounting.md#groups.
 
     Example:
         >>> round(group_approx_dp_delta(epsilon=0.2, delta=1e-6, group_size=2), 12)
@@ -100,7 +100,7 @@ def group_pure_epsilon(epsilon: float, group_size: int) -> float:
         epsilon: >= 0, of one record.
         group_size: k >= 1.
 
-    Source: accounting spec, section 8.
+    Source: docs/proofs/accounting.md#groups.
 
     Example:
         >>> group_pure_epsilon(epsilon=0.5, group_size=4)
@@ -118,7 +118,7 @@ def group_zcdp_rho(rho: float, group_size: int) -> float:
         rho: >= 0, of one record.
         group_size: k >= 1.
 
-    Source: accounting spec, section 8; Bun and Steinke 2016, proposition 27.
+    Source: docs/proofs/accounting.md#groups; Bun and Steinke 2016, proposition 27.
 
     Example:
         >>> group_zcdp_rho(rho=0.5, group_size=4)
@@ -136,7 +136,7 @@ def group_gdp_mu(mu: float, group_size: int) -> float:
         mu: >= 0, of one record.
         group_size: k >= 1.
 
-    Source: accounting spec, section 8; Dong, Roth and Su 2022, theorem 5.
+    Source: docs/proofs/accounting.md#groups; Dong, Roth and Su 2022.
 
     Example:
         >>> group_gdp_mu(mu=0.5, group_size=4)
@@ -163,7 +163,7 @@ def group_delta(epsilon: float, curve: Curve, group_size: int) -> float:
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 8.
+    Source: docs/proofs/accounting.md#groups.
 
     Example:
         >>> round(group_delta(2.0, lambda e: 1e-6 * math.exp(-e), 2), 9)
@@ -188,7 +188,7 @@ def group_epsilon(delta: float, curve: Curve, group_size: int) -> float:
     Returns:
         epsilon >= 0; inf if there is none up to 1e6.
 
-    Source: accounting spec, section 8.
+    Source: docs/proofs/accounting.md#groups.
 
     Example:
         >>> round(group_epsilon(2e-6, lambda e: 1e-6 * math.exp(-e), 2), 6)
@@ -217,7 +217,7 @@ def replace_one_delta(epsilon: float, curve: Curve) -> float:
 
     Guarantee: REPLACE_ONE of the record that is added or removed.
 
-    Source: accounting spec, section 8.
+    Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
 
     Example:
         >>> round(replace_one_delta(2.0, lambda e: 1e-6 * math.exp(-e)), 9)
@@ -240,7 +240,7 @@ def replace_one_epsilon(delta: float, curve: Curve) -> float:
     Returns:
         epsilon >= 0; inf if there is none up to 1e6.
 
-    Source: accounting spec, section 8.
+    Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
 
     Example:
         >>> round(replace_one_epsilon(1.5e-6, lambda e: 1e-6 * math.exp(-e)), 3)
@@ -267,7 +267,7 @@ def user_mu(items_per_release: Sequence[int], noise_multiplier: float, adjacency
         ValueError: an argument is out of range.
         AdjacencyError: "add_remove": removing a user would shift the batches of all others.
 
-    Source: accounting spec, sections 4.6 and 8.
+    Source: docs/proofs/accounting.md#groups.
 
     Example:
         >>> round(user_mu([2, 0, 1], noise_multiplier=2.0, adjacency="zero_out"), 6)

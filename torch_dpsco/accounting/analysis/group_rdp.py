@@ -1,6 +1,6 @@
 """Renyi curves of groups: k hops between neighbors. `group` exports the functions.
 
-Source: accounting spec, section 8; Mironov 2017; Bun and Steinke 2016.
+Source: docs/proofs/accounting.md#groups; Mironov 2017; Bun and Steinke 2016.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rdp_group(curve: Callable[[FloatArray], FloatArray], group_size: int, order:
 
     Guarantee: the adjacency of the curve, k times; the whole ledger at once (its curve is the sum over events).
 
-    Source: accounting spec, section 8 (sharpened); Mironov 2017, proposition 11; Bun and Steinke 2016, proposition 27.
+    Source: docs/proofs/accounting.md#groups; Mironov 2017, proposition 11; Bun and Steinke 2016, proposition 27.
 
     Example:
         >>> round(rdp_group(lambda a: 0.5 * a, 3, 2.0), 9)
@@ -81,7 +81,7 @@ def rdp_replace_one(curve: Callable[[FloatArray], FloatArray], order: Orders) ->
 
     Guarantee: REPLACE_ONE of the record that is added or removed; the whole ledger at once.
 
-    Source: accounting spec, section 8 (sharpened, see `rdp_group`).
+    Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
 
     Example:
         >>> round(rdp_replace_one(lambda a: 0.5 * a, 2.0), 9)
@@ -107,7 +107,7 @@ def rdp_group_point(order: float, value: float, group_size: int) -> RDPPoint:
         ValueError: an argument is out of range.
         ConditionError: a < 2^(c+1).
 
-    Source: accounting spec, section 8; Mironov 2017, proposition 2.
+    Source: docs/proofs/accounting.md#groups; Mironov 2017, proposition 2.
 
     Example:
         >>> rdp_group_point(order=16.0, value=0.5, group_size=4)

@@ -15,9 +15,7 @@ eta has the density (for the neighbor with the opposite sign in the exponent)
 So the loss is symmetric, every quantity is one integral over eta = sin(theta) in (0, 1), and (a - 1) D_a has even a
 closed form in Bessel functions, which the tests use (its functions overflow for large dim).
 
-Differs from the spec: 4.7 integrates over (radius, angle) on 400 x 400 points; one dimension gives all digits.
-
-Source: accounting spec, section 4.7; docs/proofs/output.md#k-norm-noise
+Source: docs/proofs/accounting.md#k-norm-noise, docs/proofs/output.md#k-norm-noise.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
 
     Guarantee: one release of a vector with that L2 sensitivity, whatever the adjacency of the sensitivity.
 
-    Source: accounting spec, section 4.7.
+    Source: docs/proofs/accounting.md#k-norm-noise.
 
     Example:
         >>> round(rdp_l2_knorm(epsilon=1.0, dim=100, order=2.0), 7)
@@ -110,7 +108,7 @@ def knorm_delta(epsilon: float, pure_epsilon: float, dim: int) -> float:
 
     Guarantee: one release is (epsilon, delta)-DP under the adjacency of its sensitivity.
 
-    Source: accounting spec, section 4.7.
+    Source: docs/proofs/accounting.md#k-norm-noise.
 
     Example:
         >>> knorm_delta(epsilon=1.61, pure_epsilon=4.0, dim=100) < 1e-5
@@ -152,7 +150,7 @@ def knorm_scale(epsilon: float, sensitivity: float) -> float:
     Guarantee: epsilon-DP (delta = 0) of one release, by the triangle inequality: |log p(z - w) / p(z - w')| <=
     |w - w'| / s.
 
-    Source: accounting spec, section 9; docs/proofs/output.md#k-norm-noise
+    Source: docs/proofs/output.md#k-norm-noise.
 
     Example:
         >>> knorm_scale(epsilon=0.5, sensitivity=0.25)

@@ -9,7 +9,7 @@ log r is convex and increasing. Its branch points, the zeros of r, lie on the li
 multiples): as a polynomial in e^(x/z^2), r has only real negative roots, since a binomial polynomial has, and since
 e^(-j^2 t) is a multiplier sequence.
 
-Source: accounting spec, sections 4.2 and 4.5.
+Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/accounting.md#renyi-integrals.
 """
 
 from __future__ import annotations

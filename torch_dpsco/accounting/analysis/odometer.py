@@ -16,8 +16,8 @@ the first release, and the costs hold in both directions.
   event with the event included.
 * Filters of one order, of zCDP and of unsampled Gaussians compare a sum with a fixed budget: no overhead.
 
-Source: accounting spec, section 7; Feldman and Zrnic 2021; Whitehouse, Ramdas, Rogers and Wu 2023; Smith and Thakurta
-2022.
+Source: docs/proofs/accounting.md#odometer-and-mixture-filter; Feldman and Zrnic 2021; Whitehouse, Ramdas, Rogers and
+Wu 2023; Smith and Thakurta 2022.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float, weights:
 
     Guarantee: at all times at once, for parameters and stopping rules chosen from earlier outputs.
 
-    Source: accounting spec, section 7.
+    Source: docs/proofs/accounting.md#odometer-and-mixture-filter.
 
     Example:
         >>> orders = np.array(ODOMETER_ORDERS)
@@ -108,7 +108,7 @@ def mixture_filter_admits(
 
     Guarantee: a run is (epsilon, delta)-DP if every event was admitted before its noise was drawn.
 
-    Source: accounting spec, section 7 ("rdp-mixture").
+    Source: docs/proofs/accounting.md#odometer-and-mixture-filter.
 
     Example:
         >>> orders = np.array(ODOMETER_ORDERS)
@@ -141,7 +141,7 @@ def mixture_filter_log_margin(
     Raises:
         ValueError: an argument is out of range or the lengths differ.
 
-    Source: accounting spec, section 7.
+    Source: docs/proofs/accounting.md#odometer-and-mixture-filter.
 
     Example:
         >>> h = mixture_filter_log_margin(1.0, [4.0], [0.1])  # one order: the conversion of `convert`
@@ -188,7 +188,7 @@ def zcdp_filter_budget(epsilon: float, delta: float, failure_budget: float = 0.0
 
     Guarantee: full adaptivity, for the adjacency of the rho_t.
 
-    Source: accounting spec, section 7; Whitehouse, Ramdas, Rogers and Wu 2023.
+    Source: docs/proofs/accounting.md#filters; Whitehouse, Ramdas, Rogers and Wu 2023.
 
     Example:
         >>> round(zcdp_filter_budget(1.0, 1e-5), 5), round(zcdp_filter_budget(1.0, 1e-5, failure_budget=9e-6), 5)
@@ -217,7 +217,7 @@ def gdp_filter_budget(epsilon: float, delta: float) -> float:
 
     Guarantee: full adaptivity, for the adjacency of the mu_t.
 
-    Source: accounting spec, section 7; Smith and Thakurta 2022.
+    Source: docs/proofs/accounting.md#filters; Smith and Thakurta 2022.
 
     Example:
         >>> round(gdp_filter_budget(1.0, 1e-5), 5)

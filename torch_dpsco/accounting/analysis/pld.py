@@ -9,11 +9,10 @@ Every answer is an upper bound whatever the grid, which decides how tight it is:
 and 2^21 points suffice (2^22 for all laws together); and is doubled where many points gain nothing. `None` means that
 there is no figure: losses too large for the points (steps above 1/4), more than 512 laws, or a delta not reached.
 
-Differs from the spec in: 1. the transform is always tilted, not for small delta alone; 2. no answer is refused because
-of rounding: rounding is bounded and added, and mostly such answers are still far below the Renyi bound; 3. transforms
-are not cached, since the tilt depends on the query; grid laws are.
+No answer is refused because of rounding: it is bounded and added, and mostly such answers are still far below the Renyi
+bound. Transforms are not cached, since the tilt depends on the query; grid laws are.
 
-Source: accounting spec, sections 5.1-5.5.
+Source: docs/proofs/accounting.md#losses-on-a-grid, docs/proofs/accounting.md#composition-by-transforms.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: fl
     Guarantee: (epsilon, delta)-DP under the adjacency that all the laws share, also under adaptive choice of the data
     (not of the parameters).
 
-    Source: accounting spec, sections 5.1-5.5.
+    Source: docs/proofs/accounting.md#composition-by-transforms.
 
     Example:
         >>> from torch_dpsco.accounting.analysis.pld_loss import PoissonLoss
@@ -114,7 +113,7 @@ def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: fl
 
     Guarantee: as for `pld_epsilon`.
 
-    Source: accounting spec, sections 5.1-5.5.
+    Source: docs/proofs/accounting.md#composition-by-transforms.
 
     Example:
         >>> from torch_dpsco.accounting.analysis.pld_loss import GaussianLoss

@@ -37,7 +37,8 @@ With A_k = sum_{j > k} p_j,
 
     delta(k h) = sum_{j > k} p_j (1 - e^((k-j) h)) = (1 - e^-h) sum_{i >= k} A_i e^((k-i) h):  only positive terms.
 
-Source: accounting spec, section 5.2; Higham, Accuracy and Stability of Numerical Algorithms, section 24.1 (transforms).
+Source: docs/proofs/accounting.md#composition-by-transforms; Higham, Accuracy and Stability of Numerical
+Algorithms, section 24.1 (transforms).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ whose chord asks for more than the points themselves are halved.
 Let E be the epsilon at delta_min. Beyond it delta is at most delta_min. So if the Gaussian curve is at least delta on
 [0, E], then for every delta >= delta_min the epsilon that mu implies is one at which the ledger has at most this delta.
 
-A central-limit mu has no such proof, and reports far too little (accounting spec, section 12).
+A central-limit mu has no such proof, and reports far too little.
 
-Source: accounting spec, section 5.6.
+Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gdp_upper(losses: Sequence[tuple[LossLaw, int]], delta_min: float = 1e-10) -
     Guarantee: for every delta >= delta_min, (gaussian_epsilon(mu, delta), delta)-DP under the adjacency that all the
         laws share. Not GDP: "valid for delta >= delta_min" belongs to it, and it must not be composed further.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
 
     Example:
         >>> from torch_dpsco.accounting.analysis.pld_loss import PoissonLoss

@@ -14,7 +14,8 @@ right end. Rounding: bucket ends are solved up to `shift`, so that the law domin
 relative error below eta, and (1 + eta) w_0 + 2 eta p, (1 + eta) w_1 are kept: no dot has less mass than it should.
 Exchanging P and Q turns w at k h into w e^(-k h) at -k h: the same dots serve both orders.
 
-Source: accounting spec, section 5.1; Doroshenko, Ghazi, Kamath, Kumar and Manurangsi 2022 (the chords).
+Source: docs/proofs/accounting.md#losses-on-a-grid; Doroshenko, Ghazi, Kamath, Kumar and Manurangsi 2022 (the
+chords).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     LaplaceLoss      Laplace noise
     ApproxLoss       whatever is (epsilon, delta)-DP
 
-Source: accounting spec, sections 4 and 5.1.
+Source: docs/proofs/accounting.md#losses-on-a-grid.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PoissonLoss(LossLaw):
             hold, over a whole ledger each: `pld.pld_epsilon` sees to it.
 
     Guarantee: ADD_REMOVE and ZERO_OUT.
-    Source: accounting spec, sections 4.2 and 4.5.
+    Source: docs/proofs/accounting.md#several-records-of-a-unit.
     """
 
     rate: float
@@ -151,7 +151,7 @@ class ReplaceOneLoss(LossLaw):
     """The Gaussian mechanism on a Poisson sample, for one record replaced: rate q in (0, 1), noise z > 0 over the clip.
 
     Guarantee: REPLACE_ONE, if a record's contribution does not depend on who else is in the batch.
-    Source: accounting spec, section 4.3 (the opposite pair and its proof).
+    Source: docs/proofs/accounting.md#poisson-batch-one-record-replaced.
     """
 
     rate: float
@@ -182,7 +182,7 @@ class FixedSizeLoss(LossLaw):
     that profile puts the mass of mix on {x > 1/2} at +l(x), that of Q on {x > 1/2} at -l(x), and the rest at 0.
 
     Guarantee: REPLACE_ONE and ZERO_OUT.
-    Source: accounting spec, section 4.4.
+    Source: docs/proofs/accounting.md#batches-of-fixed-size.
     """
 
     rate: float

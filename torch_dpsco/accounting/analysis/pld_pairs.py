@@ -10,9 +10,9 @@ decreases. So {l <= t} is a half line, and a bucket of losses is an interval (c,
     p = P(bucket)   and   e = p - e^l(c) Q(bucket) = integral of P(x) - P(c) Q(x) / Q(c),
 
 the latter from terms that are all positive (1 - e^(-j (x-c) / z^2) for the rise since c), so that no digit is lost to
-the small difference: Gauss-Legendre with 4 nodes, on panels so short that its relative error is below 1e-15.
+the small difference: Gauss-Legendre with 4 nodes, on panels so short that its relative error is below `accuracy`.
 
-Source: accounting spec, sections 4.2, 4.3, 4.5 and 5.1 (the inverses of the loss).
+Source: docs/proofs/accounting.md#losses-on-a-grid.
 """
 
 from __future__ import annotations

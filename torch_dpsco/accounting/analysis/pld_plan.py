@@ -7,7 +7,7 @@ The summary joins grid points into blocks that widen with the distance from 0 (e
 costs some thousand exponentials a law. A poor tilt or window makes the composition refuse or its figure loose, never
 wrong: `pld_compose` bounds what it leaves out by the laws themselves.
 
-Source: accounting spec, section 5.2.
+Source: docs/proofs/accounting.md#composition-by-transforms.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ With w the mixture sum_j Bin(j; k, q) N(j, z^2) of `mixtures` and r = w / N(0, z
 
 Both are integrals of positive terms, so that no digits are lost in delta = 1e-150. `group` exports the function.
 
-Source: accounting spec, section 4.5; userlevel spec, section 5.
+Source: docs/proofs/accounting.md#several-records-of-a-unit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def poisson_group_delta(
 
     Guarantee: ADD_REMOVE and ZERO_OUT of the whole unit; the maximum over the directions.
 
-    Source: accounting spec, section 4.5; userlevel spec, section 5.
+    Source: docs/proofs/accounting.md#several-records-of-a-unit.
 
     Example:
         >>> round(poisson_group_delta(5, 0.1, 0.8, epsilon=1.0), 6)

@@ -5,7 +5,7 @@ Of all epsilon-DP pairs, randomized response
     P = (p, 1 - p),   Q = (1 - p, p),   p = e^epsilon / (1 + e^epsilon),
 
 is the worst: every epsilon-DP pair is an image of it under a common Markov kernel (Kairouz, Oh and Viswanath 2015),
-also one answer at a time (userlevel spec, section 4.5). Its Renyi divergence is
+also one answer at a time. Its Renyi divergence is
 
     (a - 1) D_a = log(1 + E),   E = 2 sinh(a epsilon / 2) sinh((a - 1) epsilon / 2) / cosh(epsilon / 2)
                 = (a - 1) epsilon + log1p(e^(-(2a - 1) epsilon)) - log1p(e^-epsilon).
@@ -17,7 +17,8 @@ Laplace noise of scale b = 1/t on a number of sensitivity 1 is better at every o
 Both are evaluated by their excess E, a sum or product of positive terms, where it is small, and by the exponents where
 it is large, so that neither 1 + E rounds to 1 nor anything overflows.
 
-Source: accounting spec, section 4.7; Mironov 2017.
+Source: docs/proofs/accounting.md#pure-mechanisms, docs/proofs/accounting.md#laplace-noise; Mironov
+2017.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def rdp_laplace(scale: float, order: Orders) -> Orders:
     with that L1 sensitivity and independent noise of that scale: (a - 1) D_a is convex in t and 0 at 0, so that the
     costs of the coordinates add up to at most that of the sum of their shifts.
 
-    Source: accounting spec, section 4.7; Mironov 2017, proposition 6.
+    Source: docs/proofs/accounting.md#laplace-noise; Mironov 2017, proposition 6.
 
     Example:
         >>> round(rdp_laplace(scale=1.0, order=2.0), 6)
@@ -92,7 +93,7 @@ def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
 
     Guarantee: every epsilon-DP mechanism, interactive ones included, under the adjacency of its epsilon.
 
-    Source: accounting spec, section 4.7; userlevel spec, section 4.5.
+    Source: docs/proofs/accounting.md#pure-mechanisms.
 
     Example:
         >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)
@@ -127,7 +128,7 @@ def rho_pure(epsilon: float) -> float:
 
     Guarantee: every epsilon-DP mechanism is rho-zCDP, under the adjacency of its epsilon.
 
-    Source: accounting spec, section 4.7.
+    Source: docs/proofs/accounting.md#pure-mechanisms.
 
     Example:
         >>> round(rho_pure(1.0), 6)
@@ -156,7 +157,7 @@ def laplace_delta(epsilon: float, scale: float) -> float:
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 5.1.
+    Source: docs/proofs/accounting.md#laplace-noise.
 
     Example:
         >>> round(laplace_delta(epsilon=0.5, scale=1.0), 6)
@@ -185,7 +186,7 @@ def pure_delta(epsilon: float, pure_epsilon: float) -> float:
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, sections 4.7 and 5.1; Kairouz, Oh and Viswanath 2015.
+    Source: docs/proofs/accounting.md#pure-mechanisms; Kairouz, Oh and Viswanath 2015.
 
     Example:
         >>> round(pure_delta(epsilon=0.5, pure_epsilon=1.0), 6)

@@ -14,7 +14,7 @@ give E:
 Results are logarithms, so that orders up to 2^20 neither overflow nor underflow. `log_excess` is the fast way to
 integrate these kernels for many orders, `log_integral` the plain one for any kernel.
 
-Source: accounting spec, sections 4 (common device) and 13.
+Source: docs/proofs/accounting.md#renyi-integrals.
 """
 
 from __future__ import annotations

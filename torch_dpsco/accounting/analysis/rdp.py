@@ -10,10 +10,10 @@ the batch independently, so that neighboring data sets lead to these pairs of on
 which dominate whatever clipped contributions can produce, also under adaptive composition. Their divergences are
 integrals (`quadrature`). Every function takes one order or an array of orders.
 
-Differs from the spec: integer orders of 4.2 go by quadrature too, not by the binomial sum: one path for all orders,
-which agrees with the sum to 1e-13 (test_integer_orders_agree_with_the_binomial_sum).
+Integer orders go by quadrature too, not by the binomial sum: one path for all orders, which agrees with the sum to
+1e-13 (test_integer_orders_agree_with_the_binomial_sum).
 
-Source: accounting spec, sections 4.1-4.5 and 4.8; Mironov, Talwar and Zhang 2019.
+Source: docs/proofs/accounting.md#renyi-integrals; Mironov, Talwar and Zhang 2019.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ Direction = Literal["remove", "add"]
 def default_orders() -> FloatArray:
     """Returns the default grid: 174 ascending orders from 1.001 to 2^14, integers from 11 on.
 
-    Source: accounting spec, section 4.8.
-
     Example:
         >>> orders = default_orders()
         >>> len(orders), float(orders[0]), float(orders[-1])
@@ -83,8 +81,6 @@ def extended_orders(orders: FloatArray, best: float) -> FloatArray:
 
     Returns:
         New orders, ascending, none of them in the grid.
-
-    Source: accounting spec, section 4.8.
 
     Example:
         >>> extended_orders(np.array([2.0, 64.0]), best=64.0)
@@ -115,7 +111,7 @@ def rdp_gaussian(order: Orders, noise_ratio: float) -> Orders:
 
     Guarantee: one release of a vector with that L2 sensitivity, whatever the adjacency of the sensitivity.
 
-    Source: accounting spec, section 4.1.
+    Source: docs/proofs/accounting.md#gaussian-mechanism.
 
     Example:
         >>> rdp_gaussian(order=2.0, noise_ratio=1.0)
@@ -149,7 +145,7 @@ def rdp_poisson_gaussian(
     Guarantee: ADD_REMOVE (data set size not public, constant divisor) and ZERO_OUT; unit: the record that is sampled;
     the clipped sum of a batch drawn by Poisson sampling. Not REPLACE_ONE.
 
-    Source: accounting spec, section 4.2.
+    Source: docs/proofs/accounting.md#poisson-batch-one-record-added-or-removed.
 
     Example:
         >>> round(rdp_poisson_gaussian(sample_rate=0.01, noise_multiplier=1.0, order=2.0), 9)
@@ -181,7 +177,7 @@ def rdp_poisson_gaussian_group(
 
     Guarantee: ADD_REMOVE and ZERO_OUT of the whole unit; the maximum over the directions.
 
-    Source: accounting spec, section 4.5.
+    Source: docs/proofs/accounting.md#several-records-of-a-unit.
 
     Example:
         >>> round(rdp_poisson_gaussian_group(0.01, 1.0, 2, 2.0, "remove"), 9)
@@ -215,7 +211,7 @@ def rdp_poisson_gaussian_replace_one(sample_rate: float, noise_multiplier: float
     Guarantee: REPLACE_ONE (data set size public); unit: the record that is sampled; the clipped sum of a batch drawn
     by Poisson sampling, if a record's contribution does not depend on who else is in the batch.
 
-    Source: accounting spec, section 4.3 (with proof).
+    Source: docs/proofs/accounting.md#poisson-batch-one-record-replaced.
 
     Example:
         >>> round(rdp_poisson_gaussian_replace_one(sample_rate=0.01, noise_multiplier=0.6, order=1.5), 9)

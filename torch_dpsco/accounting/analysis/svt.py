@@ -11,7 +11,7 @@ not halt, and each of the c others by 2 D (Lyu, Su and Li 2017, algorithm 7; the
 Under the neighboring relation of one user replaced, the concentration score of the user-level filter, the number of
 ordered pairs of users within a distance divided by n, moves by at most 2 (n - 1) / n: 2 (n - 1) pairs hold the user.
 
-Source: accounting spec, section 4.7; userlevel spec, sections 4.1 and 4.5; architecture, section 10, item 6.
+Source: docs/proofs/accounting.md#above-threshold, docs/proofs/user_level.md#concentration-score.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def above_threshold_epsilon(
 
     Guarantee: epsilon-DP of the whole run, for any number of adaptive queries; a restart is a new run.
 
-    Source: accounting spec, section 4.7.
+    Source: docs/proofs/accounting.md#above-threshold.
 
     Example:
         >>> round(above_threshold_epsilon(threshold_scale=2.0, query_scale=4.0, sensitivity=1.0), 12)
@@ -106,7 +106,7 @@ def above_threshold_scales(
     Raises:
         ValueError: an argument is out of range.
 
-    Source: accounting spec, section 4.7; userlevel spec, section 4.1.
+    Source: docs/proofs/accounting.md#above-threshold.
 
     Example:
         >>> [round(scale, 9) for scale in above_threshold_scales(epsilon=0.5, sensitivity=1.0)]
@@ -131,7 +131,7 @@ def concentration_score_sensitivity(n_users: int) -> float:
     Returns:
         The sensitivity under REPLACE_ONE and ZERO_OUT, rounded up.
 
-    Source: userlevel spec, section 4.1 and erratum E2; architecture, section 10, item 6.
+    Source: docs/proofs/user_level.md#concentration-score.
 
     Example:
         >>> concentration_score_sensitivity(4)
@@ -162,7 +162,7 @@ def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: 
     Raises:
         ValueError: an argument is out of range.
 
-    Source: userlevel spec, section 4.5.
+    Source: docs/proofs/accounting.md#above-threshold.
 
     Example:
         >>> laplace_difference_tail(margin=0.0, threshold_scale=2.0, query_scale=3.0)
@@ -199,7 +199,7 @@ def bad_pass_probability(margin: float, steps: int, threshold_scale: float, quer
 
     Guarantee: beta bounds the failure of kind `transcript` of the filtered mean.
 
-    Source: userlevel spec, section 4.5.
+    Source: docs/proofs/accounting.md#above-threshold.
 
     Example:
         >>> round(bad_pass_probability(margin=20.83, steps=1, threshold_scale=4.0, query_scale=8.0), 6)
@@ -228,7 +228,8 @@ def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_sc
         threshold_scale: b1 > 0.
         query_scale: b2 > 0.
 
-    Source: userlevel spec, section 4.5: the union form costs next to nothing unless b1 is well above b2.
+    Source: docs/proofs/accounting.md#above-threshold: the union form costs next to nothing unless b1 is well above
+    b2.
 
     Example:
         >>> round(bad_pass_margin(failure=0.01, steps=100, threshold_scale=4.0, query_scale=8.0), 3)
@@ -265,7 +266,7 @@ def sequence_probability(
     Raises:
         ValueError: an argument is out of range.
 
-    Source: userlevel spec, erratum E2.
+    Source: docs/errata.md, paper 3, E2.
 
     Example:
         >>> round(sequence_probability(4.67, -15.47, passes=1, threshold_scale=4.0, query_scale=8.0), 6)
@@ -304,7 +305,7 @@ def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
 
     Guarantee: (epsilon, delta)-DP of the interleaved mechanism, for the adjacency of both sensitivities.
 
-    Source: userlevel spec, section 4.5 (with proof).
+    Source: docs/proofs/accounting.md#noisy-tests-beside-gaussians.
 
     Example:
         >>> round(svt_gaussian_delta(epsilon=1.0, epsilon_svt=0.5, mu=0.3), 6)
@@ -334,7 +335,7 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
         ValueError: an argument is out of range.
         InfeasibleError: the run alone exceeds the budget.
 
-    Source: userlevel spec, section 4.5.
+    Source: docs/proofs/accounting.md#noisy-tests-beside-gaussians.
 
     Example:
         >>> round(svt_gaussian_mu(epsilon=1.0, delta=1e-6, epsilon_svt=0.2), 6)

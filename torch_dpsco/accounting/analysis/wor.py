@@ -11,7 +11,8 @@ neighboring data sets two batches differ by one record for another, at a distanc
 
 and a reference bound for Poisson sampling under REPLACE_ONE, from the same kind of profile.
 
-Source: accounting spec, section 4.4; holder spec, sections 3.3 and 4.4.
+Source: docs/proofs/accounting.md#batches-of-fixed-size,
+docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> O
     Guarantee: REPLACE_ONE and ZERO_OUT (data set size public); unit: the record that is sampled; the clipped sum of a
     batch drawn uniformly and independently at every step (shuffled epochs are not).
 
-    Source: accounting spec, section 4.4; holder spec, section 4.4 (the same bound as an integral over the profile).
+    Source: docs/proofs/accounting.md#batches-of-fixed-size.
 
     Example:
         >>> round(rdp_wor_gaussian(sample_rate=0.01, noise_ratio=1.0, order=2.0), 9)
@@ -94,7 +95,8 @@ def rdp_wor_gaussian_wbk(sample_rate: float, noise_ratio: float, order: Orders) 
 
     Guarantee: as `rdp_wor_gaussian`, which is smaller.
 
-    Source: accounting spec, section 4.4; Wang, Balle and Kasiviswanathan 2018.
+    Source: docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size; Wang, Balle and Kasiviswanathan
+    2018.
 
     Example:
         >>> round(rdp_wor_gaussian_wbk(sample_rate=0.01, noise_ratio=1.0, order=2.0), 9)
@@ -138,7 +140,7 @@ def rdp_wor_gaussian_closed_form(sample_rate: float, noise_ratio: float, order: 
 
     Guarantee: as `rdp_wor_gaussian`, which is smaller.
 
-    Source: accounting spec, section 4.4; holder spec, section 3.3 (Lemma 3 of the paper).
+    Source: docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size (Lemma 3 of the paper).
 
     Example:
         >>> round(rdp_wor_gaussian_closed_form(sample_rate=0.001, noise_ratio=2.0, order=1.5), 12)
@@ -187,7 +189,7 @@ def rdp_poisson_replace_one_profile(order: Orders, noise_ratio: float, sample_ra
 
     Guarantee: REPLACE_ONE, as `rdp_poisson_gaussian_replace_one`, which is smaller.
 
-    Source: holder spec, sections 3.3 and 4.4.
+    Source: docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size.
 
     Example:
         >>> round(rdp_poisson_replace_one_profile(order=2.0, noise_ratio=1.0, sample_rate=0.01), 9)

@@ -12,7 +12,7 @@ So both directions need one root, and any b gives a valid bound: an inexact root
 unsampled Gaussian noise alone `gaussian` is exact and smaller. The textbook bound of Bun and Steinke is that
 of b = sqrt(log(1/delta) / rho) without its two negative terms: valid, larger, kept for the papers that calibrate by it.
 
-Source: accounting spec, sections 2, 5.6 and 9; heavytail spec, section 3.2; Bun and Steinke 2016.
+Source: docs/proofs/accounting.md#concentrated-privacy; Bun and Steinke 2016.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
     Guarantee: every rho-zCDP mechanism is (epsilon, delta)-DP, under the adjacency of its rho.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#concentrated-privacy.
 
     Example:
         >>> round(zcdp_epsilon(rho=0.1, delta=1e-5), 4)
@@ -94,7 +94,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
 
     Guarantee: zcdp_epsilon(rho, delta) <= epsilon for the rho returned.
 
-    Source: accounting spec, section 5.6.
+    Source: docs/proofs/accounting.md#concentrated-privacy.
 
     Example:
         >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
@@ -134,7 +134,7 @@ def zcdp_epsilon_bs16(rho: float, delta: float) -> float:
 
     Guarantee: every rho-zCDP mechanism is (epsilon, delta)-DP, under the adjacency of its rho.
 
-    Source: Bun and Steinke 2016, Proposition 1.3; accounting spec, section 9; heavytail spec, section 7.
+    Source: docs/proofs/accounting.md#concentrated-privacy; Bun and Steinke 2016, Proposition 1.3.
 
     Example:
         >>> round(zcdp_epsilon_bs16(rho=0.1, delta=1e-5), 4)
@@ -161,7 +161,7 @@ def zcdp_rho_bs16(epsilon: float, delta: float) -> float:
 
     Guarantee: zcdp_epsilon_bs16(rho, delta) <= epsilon for the rho returned.
 
-    Source: Bun and Steinke 2016; accounting spec, section 9.
+    Source: docs/proofs/accounting.md#concentrated-privacy; Bun and Steinke 2016.
 
     Example:
         >>> round(zcdp_rho_bs16(epsilon=1.0, delta=1e-5), 5)
@@ -191,7 +191,7 @@ def compose_sequential(rhos: Iterable[float]) -> float:
 
     Guarantee: rho-zCDP under every adjacency that all the rhos share.
 
-    Source: Bun and Steinke 2016, Lemma 2.3; accounting spec, section 2; heavytail spec, section 3.2.
+    Source: docs/proofs/accounting.md#composition; Bun and Steinke 2016, Lemma 2.3.
 
     Example:
         >>> compose_sequential([0.25, 0.5])
@@ -225,7 +225,7 @@ def compose_parallel(rhos: Iterable[float]) -> float:
         replace-one or zero-out, not add/remove, where one removal shifts every later part. Parts by a key of the
         record: add/remove or zero-out, not replace-one, unless the replacement keeps the key.
 
-    Source: accounting spec, section 2; heavytail spec, section 3.2.
+    Source: docs/proofs/accounting.md#parts-of-a-partition.
 
     Example:
         >>> compose_parallel([0.25, 0.5])
