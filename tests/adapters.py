@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Vector:
         return f"{self.key}#{self.number}({','.join(scalars)[:60]})"
 
 
+@cache
 def load(folder: Path) -> list[Vector]:
     """Returns the vectors of all family files of a folder; a file of no known family is an error, not skipped."""
     vectors: list[Vector] = []

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from torch_dpsco.compat import ATTRIBUTES
 
@@ -74,12 +73,17 @@ def imports(tree: ast.Module, name: str) -> set[str]:
     return found
 
 
+@cache
+def imported(name: str) -> set[str]:
+    return imports(parsed(name), name)
+
+
 def reachable(name: str) -> set[str]:
     """Returns every module that a module imports, directly or through modules of the package."""
     seen: set[str] = set()
     queue = [name]
     while queue:
-        for target in imports(parsed(current := queue.pop()), current) - seen:
+        for target in imported(queue.pop()) - seen:
             seen.add(target)
             if target in FILES:
                 queue.append(target)
@@ -100,35 +104,43 @@ def outside_of(targets: set[str], allowed: list[str]) -> set[str]:
     }
 
 
+def those_inside(targets: set[str], *packages: str) -> set[str]:
+    return {target for target in targets if any(inside(target, package) for package in packages)}
+
+
 def below(*packages: str) -> list[str]:
     return [name for name in FILES if any(inside(name, package) for package in packages)]
 
 
-@pytest.mark.parametrize("name", below(ANALYSIS))
-def test_the_analysis_imports_only_checks_errors_numpy_and_scipy(name):
-    assert not outside_of(imports(parsed(name), name), [*LEAVES, ANALYSIS, "numpy", "scipy"])
+def offenders(wrong: Callable[[str], Iterable[str]], names: Iterable[str] = FILES) -> dict[str, list[str]]:
+    """Returns what is wrong in each module in which something is."""
+    return {name: found for name in names if (found := sorted(wrong(name)))}
 
 
-@pytest.mark.parametrize("name", below(THEORY))
-def test_the_theory_imports_only_the_analysis_besides(name):
-    assert not outside_of(imports(parsed(name), name), [*LEAVES, ANALYSIS, THEORY, "numpy", "scipy"])
+def test_the_analysis_imports_only_checks_errors_numpy_and_scipy():
+    allowed = [*LEAVES, ANALYSIS, "numpy", "scipy"]
+    assert offenders(lambda name: outside_of(imported(name), allowed), below(ANALYSIS)) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in below(ACCOUNTING, THEORY) if name not in ACCOUNTING_WITH_TORCH])
-def test_formulas_and_ledger_do_not_reach_torch(name):
-    assert not {target for target in reachable(name) if inside(target, "torch") or inside(target, "opacus")}
+def test_the_theory_imports_only_the_analysis_besides():
+    allowed = [*LEAVES, ANALYSIS, THEORY, "numpy", "scipy"]
+    assert offenders(lambda name: outside_of(imported(name), allowed), below(THEORY)) == {}
 
 
-@pytest.mark.parametrize("name", below(f"{PACKAGE}.rules", f"{PACKAGE}.oracles"))
-def test_rules_and_oracles_do_not_know_each_other(name):
-    other = f"{PACKAGE}.oracles" if inside(name, f"{PACKAGE}.rules") else f"{PACKAGE}.rules"
-    assert not {target for target in reachable(name) if inside(target, other)}
+def test_formulas_and_ledger_do_not_reach_torch():
+    names = [name for name in below(ACCOUNTING, THEORY) if name not in ACCOUNTING_WITH_TORCH]
+    assert offenders(lambda name: those_inside(reachable(name), "torch", "opacus"), names) == {}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_opacus_is_imported_only_at_the_contact_points(name):
-    if not any(inside(name, contact) for contact in OPACUS_CONTACT):
-        assert not {target for target in imports(parsed(name), name) if inside(target, "opacus")}
+def test_rules_and_oracles_do_not_know_each_other():
+    rules, oracles = f"{PACKAGE}.rules", f"{PACKAGE}.oracles"
+    assert offenders(lambda name: those_inside(reachable(name), oracles), below(rules)) == {}
+    assert offenders(lambda name: those_inside(reachable(name), rules), below(oracles)) == {}
+
+
+def test_opacus_is_imported_only_at_the_contact_points():
+    names = [name for name in FILES if name not in below(*OPACUS_CONTACT)]
+    assert offenders(lambda name: those_inside(imported(name), "opacus"), names) == {}
 
 
 def private_uses(tree: ast.Module) -> Iterator[str]:
@@ -151,34 +163,37 @@ def private_uses(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_private_names_of_torch_and_opacus_are_in_compat_only(name):
-    if name != f"{PACKAGE}.compat":
-        assert not list(private_uses(parsed(name)))
+def test_private_names_of_torch_and_opacus_are_in_compat_only():
+    names = [name for name in FILES if name != f"{PACKAGE}.compat"]
+    assert offenders(lambda name: private_uses(parsed(name)), names) == {}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import(name):
+def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import():
     """Hooks, counters and versions that other people's objects keep under a private name are listed in compat."""
     known = {attribute for names in ATTRIBUTES.values() for attribute in names}
     telling = ("hooks", "_counter", "_version", "_parameters", "_buffers", "_skipped")
-    used = {
-        node.attr
-        for node in ast.walk(parsed(name))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and node.attr.endswith(telling)
-        and ast.unparse(node.value) not in ("self", "cls")
-    }
-    assert name == f"{PACKAGE}.compat" or used <= known
+
+    def unknown(name: str) -> set[str]:
+        return {
+            node.attr
+            for node in ast.walk(parsed(name))
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and node.attr.endswith(telling)
+            and ast.unparse(node.value) not in ("self", "cls")
+        } - known
+
+    assert offenders(unknown, [name for name in FILES if name != f"{PACKAGE}.compat"]) == {}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_module_has_a_docstring_and_at_most_400_lines(name):
-    docstring = ast.get_docstring(parsed(name))
-    assert docstring
-    assert len(docstring.split()) >= 3
-    assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+def test_every_module_has_a_docstring_and_at_most_400_lines():
+    def wrong(name: str) -> Iterator[str]:
+        if len((ast.get_docstring(parsed(name)) or "").split()) < 3:
+            yield "no docstring"
+        if (lines := len(FILES[name].read_text(encoding="utf-8").splitlines())) > MAX_LINES:
+            yield f"{lines} lines"
+
+    assert offenders(wrong) == {}
 
 
 def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
@@ -199,9 +214,8 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
         yield "tqdm outside train.py"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train(name):
-    assert list(forbidden(parsed(name), name)) == []
+def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train():
+    assert offenders(lambda name: forbidden(parsed(name), name)) == {}
 
 
 # The checks themselves: each must see what it is there to see.

@@ -279,7 +279,9 @@ def test_a_first_step_moves_no_margin_by_more_than_one(examples: dict[str, Examp
 
 
 @pytest.mark.slow
-def test_private_machines_come_near_the_others(examples: dict[str, Example]) -> None:
+def test_private_machines_come_near_the_others(examples: dict[str, Example], monkeypatch: pytest.MonkeyPatch) -> None:
+    # the second table: test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others
+    monkeypatch.setattr(examples["svm"].module, "compare", lambda *_: {})
     figures, text, _ = examples["svm"].run()
     for name in (*HINGES, "logistic"):
         # seen in runs: 0.005 to 0.021 below; the noise is fresh in each

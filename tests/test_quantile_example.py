@@ -24,6 +24,7 @@ from torch_dpsco.accounting.report import rounded_up
 ROOT = Path(__file__).parents[1]
 QUANTILES, METHODS = ("0.1", "0.5", "0.9"), ("gradient", "output", "output, smoothed")
 DELTA = 1e-6
+SLOW, WEEKLY = pytest.mark.slow, pytest.mark.weekly
 
 
 def load(folder: str, name: str) -> ModuleType:
@@ -212,16 +213,18 @@ def test_the_hour_of_the_plot_is_the_scheduled_hour(module: ModuleType, quick: R
     assert 4.5 < float(clock.min()) < float(clock.max()) < 24.0
 
 
-@pytest.mark.slow
-def test_private_quantiles_of_all_flights_beat_the_constant_ones(module: ModuleType) -> None:
+@pytest.mark.parametrize("quantile", [pytest.param(q, marks=SLOW if q == "0.5" else WEEKLY) for q in QUANTILES])
+def test_private_quantiles_of_all_flights_beat_the_constant_ones(
+    quantile: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUANTILES", (float(quantile),))
     figures = run(module).figures
-    for quantile in QUANTILES:
-        constant = figures[f"constant, not private_{quantile}_pinball"]
-        linear = figures[f"linear, not private_{quantile}_pinball"]
-        for method in ("gradient", "output, smoothed"):
-            assert linear - 1e-3 < figures[f"{method}_{quantile}_pinball"] < constant
-            assert figures[f"{method}_{quantile}_coverage"] == pytest.approx(float(quantile), abs=0.06)
-        assert figures[f"output_{quantile}_pinball"] > linear  # the kink costs
+    constant = figures[f"constant, not private_{quantile}_pinball"]
+    linear = figures[f"linear, not private_{quantile}_pinball"]
+    for method in ("gradient", "output, smoothed"):
+        assert linear - 1e-3 < figures[f"{method}_{quantile}_pinball"] < constant
+        assert figures[f"{method}_{quantile}_coverage"] == pytest.approx(float(quantile), abs=0.06)
+    assert figures[f"output_{quantile}_pinball"] > linear  # the kink costs
 
 
 # -- support vector machines by output perturbation -------------------------------------------------------------------

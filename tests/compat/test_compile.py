@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 # sizes change, so that graphs for one size, for any size and for none are all used; more steps than recompilations
 SIZES = (3, 4, 1, 0, 2, 7, 5, 3, 6, 8, 9, 4, 2)
 SLOW = pytest.mark.slow  # a compilation takes a second
+SLOWEST = {("inductor", "before attach"), ("inductor", "in place")}  # ten
 WHEN = pytest.mark.parametrize("when", ["before attach", "after attach", pytest.param("in place", marks=SLOW)])
 # refused there too, by an internal error of dynamo or a warning of torch.fx in the place of what the test expects
 EARLY_DYNAMO = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 fails with errors of its own")
@@ -87,26 +88,21 @@ def rows_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.stack(parts) for parts in zip(*alone, strict=True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("when", "rows"), [("before attach", "auto"), ("after attach", "dense")])
-def test_rows_of_compiled_models_are_right(when, rows):
-    assert_right_rows(when, rows, "aot_eager", SIZES[:5])
-
-
-@SLOW
-@WHEN
 @ROWS
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "when"),
+    [
+        pytest.param(backend, when, marks=pytest.mark.weekly if (backend, when) in SLOWEST else SLOW)
+        for backend in ("eager", "aot_eager", "inductor")
+        for when in ("before attach", "after attach", "in place")
+    ],
+)
 def test_rows_of_compiled_models_are_right_for_many_sizes(when, rows, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
-    assert_right_rows(when, rows, backend, SIZES[:6] if backend == "inductor" else SIZES)
-
-
-def assert_right_rows(when: str, rows: str, backend: str, sizes: Sequence[int]) -> None:
     case = Case(build, tuple)
     run = compiled(build(), when, rows, "sum", backend=backend)
-    for k, size in enumerate(sizes):
+    for k, size in enumerate(SIZES[:6] if backend == "inductor" else SIZES):
         x = numbers(2, seed=k, n=size)
         if k == 1:
             run.eval()

@@ -38,7 +38,7 @@ def test_the_ledger_is_never_under_the_truth_in_random_orders() -> None:
     run_state_machine_as_test(CallOrders, settings=settings(SETTINGS, max_examples=25))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_ledger_is_never_under_the_truth_in_many_random_orders() -> None:
     run_state_machine_as_test(CallOrders, settings=settings(SETTINGS, max_examples=500))
 
