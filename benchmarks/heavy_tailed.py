@@ -311,8 +311,11 @@ def without_budget(build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor],
     for name in OPTIMIZERS:
         model = dp.attach(build())
         common = {"noise_multiplier": 1.0, "batch_size": len(batch[0]), "adjacency": "replace_one"}
-        promise = {"problem": dp.Problem(lipschitz=1.0)} if name == "HolderSGD" else {"clip": 1.0}
-        optimizer = getattr(dp, name)(model.parameters(), 1e-4, **common, **promise)
+        if name == "HolderSGD":
+            plan = dp.HolderSGD.plan(problem=dp.Problem(lipschitz=1.0), lr=1e-4, **common)
+            optimizer: dp.PrivateOptimizer = dp.HolderSGD(model.parameters(), plan)
+        else:
+            optimizer = getattr(dp, name)(model.parameters(), 1e-4, clip=1.0, **common)
         made[name] = timed(model, optimizer, loss, itertools.repeat(batch))
     return made
 
@@ -325,8 +328,11 @@ def with_budget(dim: int, batch_size: int, steps: int) -> dict[str, Step]:
     for name in OPTIMIZERS:
         model = dp.attach(nn.Linear(dim, 1))
         common = {"problem": problem, "n": n, "budget": BUDGET}
-        many = {"batch_size": batch_size, "epochs": 1.0} if name == "HolderSGD" else {"steps": steps, "clip": 1.0}
-        optimizer = getattr(dp, name).calibrated(model.parameters(), **common, **many)
+        if name == "HolderSGD":
+            plan = dp.HolderSGD.plan(**common, batch_size=batch_size, epochs=1.0)
+            optimizer: dp.PrivateOptimizer = dp.HolderSGD(model.parameters(), plan)
+        else:
+            optimizer = getattr(dp, name).calibrated(model.parameters(), **common, steps=steps, clip=1.0)
         made[name] = timed(model, optimizer, nn.BCEWithLogitsLoss(), iter(optimizer.loader(data)))
     return made
 

@@ -28,6 +28,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.planned import PlannedOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.theory.user_level import pair_radius_search
 
@@ -63,7 +64,10 @@ def _problem() -> dp.Problem:
 
 def _steps(cls: Any, problem: dp.Problem, n: int = 120, **options: Any) -> Case:
     def build(params: Any, accountant: dp.Accountant) -> Any:
-        return cls.calibrated(params, problem=problem, n=n, budget=accountant.budget, accountant=accountant, **options)
+        given = {"problem": problem, "n": n, "budget": accountant.budget, **options}
+        if issubclass(cls, PlannedOptimizer):
+            return cls(params, cls.plan(**given), accountant=accountant)
+        return cls.calibrated(params, **given, accountant=accountant)
 
     return Case(build, data=lambda: records(n))
 

@@ -188,6 +188,8 @@ def made(name: str, secure: str | None, **changes: object):
     kind, arguments = OPTIMIZERS[name]
     model = dp.attach(nn.Linear(3, 1))
     given = {"n": 60, "budget": dp.Budget(2.0, 1e-3)} | arguments | changes
+    if kind is dp.HolderSGD:
+        return model, kind(model.parameters(), kind.plan(**given, secure=secure))
     return model, kind.calibrated(model.parameters(), **given, secure=secure)
 
 

@@ -168,21 +168,18 @@ def gradient_audit(adjacency: str) -> dp.Audit:
     """Audits whole runs of gradient perturbation, two full batches each."""
     budget, noise = dp.Budget(EPSILON, DELTA, adjacency), torch.Generator().manual_seed(7)
     plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=budget, batch_size=N, epochs=2, lr=0.01, sampling="poisson")
+    full = dp.HolderSGD.plan(
+        problem=PROBLEM,
+        lr=plan.lr,
+        noise_multiplier=plan.noise_multiplier,
+        sampling=dp.Full(N),
+        steps=plan.steps,
+        adjacency=adjacency,
+    )
 
     def make() -> tuple[nn.Module, dp.HolderSGD]:
         model = dp.attach(nn.Linear(1, 1, bias=False))
-        opt = dp.HolderSGD(
-            model.parameters(),
-            plan.lr,
-            problem=PROBLEM,
-            noise_multiplier=plan.noise_multiplier,
-            batch_size=N,
-            design=dp.Full(N),
-            steps=plan.steps,
-            adjacency=adjacency,
-            generator=noise,
-        )
-        return model, opt
+        return model, dp.HolderSGD(model.parameters(), full, generator=noise)
 
     canary, other = ((torch.tensor([label]), torch.ones(1)) for label in (1.0, -1.0))
     if adjacency == "zero_out":
