@@ -220,6 +220,8 @@ class HolderSGD(PrivateOptimizer):
                 1.0 / problem.smoothness if smooth and problem.smoothness else _lr(radius, steps, bound, dim, noise_std)
             )
         average = average or ("last" if smooth and not paper else "uniform")
+        if dim is not None and not paper:
+            checks.warn_if_buried(multiplier / batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon)
         bounded = dim is not None and math.isfinite(problem.radius) and average == "uniform"
         return HolderPlan(
             n=n,
