@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 import torch_dpsco as dp
+from torch_dpsco.optim.bolt_on import BoltOnPSGD
+from torch_dpsco.optim.heavy_plan import release_noise
 
 PROBLEM = dp.losses.Logistic().problem(bound_x=2.0)
 
@@ -58,3 +64,113 @@ def test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them():
     for design in (dp.Disjoint(6, 24), dp.Shuffled(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
         assert dp.AcceleratedSGD(torch.nn.Linear(2, 1).parameters(), 0.1, oracle=oracle, design=design).oracle is oracle
+
+
+# -- budgets that bury the signal -------------------------------------------------------------------------------------
+
+SMALL, USERS = dp.Budget(0.05, 1e-5), dp.Budget(1.0, 1e-5, unit="user")
+PURE, ADDED = dp.Budget(0.05, 0.0), dp.Budget(0.05, 1e-5, "add_remove")
+DIM, UNIT = 20, dp.losses.Logistic().problem(bound_x=1.0)
+BALL, SMOOTH = dp.losses.Logistic().problem(bound_x=1.0, radius=1.0), dp.Problem(smoothness=1.0)
+FILTER = {"budget": USERS, "dim": 10**6, "pair_radius": 0.5}
+
+
+def solved(cls: Any, budget: dp.Budget = SMALL) -> Callable[[int], Any]:
+    logistic = {"loss": dp.losses.Logistic(), "budget": budget, "bound_x": 1.0}
+    return lambda n: cls.calibrated(torch.nn.Linear(DIM - 1, 1).parameters(), n=n, **logistic)
+
+
+def users_clipped(n: int) -> Any:
+    budget = dp.Budget(0.05, 1e-5, unit="user")
+    params = torch.nn.Linear(DIM - 1, 1).parameters()
+    return dp.UserClippedSGD.calibrated(params, n_users=n, budget=budget, clip=2.0, lr=0.1)
+
+
+def planner(cls: Any, budget: dp.Budget = SMALL, **settings: Any) -> Callable[[int], Any]:
+    return lambda n: cls.plan(n=n, budget=budget, dim=DIM, **settings)
+
+
+# and the number of records at which noise is as long as the largest signal
+PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
+    "HolderSGD": (planner(dp.HolderSGD, problem=UNIT), 517),
+    "HolderSGD fixed": (planner(dp.HolderSGD, problem=UNIT, sampling="fixed", batch_size=50, epochs=1), 575),
+    "ClippedSGD": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, steps=1), 517),
+    "ClippedSGD add_remove": (planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4), 517),
+    "ClippedSGD passes": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, sampling="full"), 517),
+    "AcceleratedSGD": (planner(dp.AcceleratedSGD, problem=SMOOTH, clip=0.1, steps=1), 517),
+    "ProximalSGD": (planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4), 1033),
+    "LocalizedSGD": (planner(dp.LocalizedSGD, problem=dp.Problem(), clip=3.0, reg=0.1), 1033),
+    "HolderOutputSGD": (planner(dp.HolderOutputSGD, problem=BALL, batch_size=5), 511),
+    "BoltOnPSGD": (planner(BoltOnPSGD, problem=UNIT, batch_size=5, reg=0.1), 144),
+    "BoltOnPSGD pure": (planner(BoltOnPSGD, PURE, problem=UNIT, batch_size=5, reg=0.1), 206),
+    "UserClippedSGD": (users_clipped, 517),
+    "UserFilteredSGD": (
+        lambda n: dp.UserFilteredSGD.plan(n_users=n, problem=dp.Problem(lipschitz=1.0), steps=5, lr=0.1, **FILTER),
+        1280,
+    ),
+    "LocalizedUserSGD": (
+        lambda n: dp.LocalizedUserSGD.plan(
+            n_users=n, problem=dp.Problem(lipschitz=1.0, radius=1.0), reg=0.1, max_steps=5, **FILTER
+        ),
+        2900,
+    ),
+    "OutputPerturbation": (solved(dp.OutputPerturbation), 258),
+    "OutputPerturbation pure": (solved(dp.OutputPerturbation, PURE), 410),
+    "ObjectivePerturbation": (solved(dp.ObjectivePerturbation), 1046),
+    "NoisyGD": (solved(dp.NoisyGD), 291),
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_more_records_does_not(name: str) -> None:
+    plan, edge = PLANNERS[name]
+    with pytest.warns(dp.UtilityWarning, match=r"noise buries") as told:
+        plan(int(edge / 1.25))
+    assert len(told) == 1
+    plan(int(edge * 1.25))  # a warning would be an error
+
+
+@pytest.mark.parametrize("budget", [SMALL, ADDED, dp.Budget(3.0, 1e-6), dp.Budget(0.01, 1e-7, "zero_out")])
+@pytest.mark.parametrize("dim", [1, 50])
+def test_the_edge_is_where_the_noise_of_one_mean_is_as_long_as_its_clip(budget: dp.Budget, dim: int) -> None:
+    kind = {"problem": SMOOTH, "budget": budget, "dim": dim, "clip": 7.0, "steps": 1}
+    noise = release_noise(budget)
+    edge = noise * math.sqrt(dim) if noise > math.sqrt(dim) else noise**2  # fewer records than parameters
+    with pytest.warns(dp.UtilityWarning, match="noise buries"):
+        dp.ClippedSGD.plan(n=math.floor(edge), **kind)
+    dp.ClippedSGD.plan(n=math.ceil(edge * 1.001), **kind)
+
+
+def test_the_warning_names_noise_signal_and_what_they_come_from() -> None:
+    with pytest.warns(dp.UtilityWarning, match=r"\(n=200, epsilon=0\.05, dim=20\): use more data") as told:
+        plan = dp.HolderSGD.plan(problem=UNIT, n=200, budget=SMALL, dim=DIM)
+    noise, signal = map(float, re.findall(r"(?:norm|at most) ([\d.]+)", str(told[0].message)))
+    of_all = plan.noise_std / plan.grad_bound / math.sqrt(plan.steps)
+    assert noise == pytest.approx(of_all * math.sqrt(DIM), rel=1e-2)
+    assert signal == 1.0
+    assert told[0].filename == __file__
+
+
+def test_parameters_beyond_the_records_do_not_count() -> None:
+    """Noise in directions that no gradient has moves no loss."""
+    for dim in (600, 10**9):
+        dp.HolderSGD.plan(problem=UNIT, n=600, budget=dp.Budget(0.5, 1e-5), dim=dim, lr=0.1)
+
+
+def test_nothing_is_said_of_published_numbers_nor_where_no_scale_is_public() -> None:
+    fixed = {"n": 100, "budget": dp.Budget(0.3, 1e-3)}
+    hinge = dp.losses.Hinge(power=1.5)
+    paper = {"problem": BALL, "budget": dp.Budget(3.0, 1e-3), "batch_size": 1, "epochs": 1, "mode": "paper"}
+    plan = dp.HolderSGD.plan(n=60, dim=100, **paper)
+    assert plan.noise_multiplier * math.sqrt(60) > 2 * plan.batch_size * math.sqrt(plan.steps)
+    law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)
+    dp.ClippedSGD.plan(problem=law, dim=10**6, mode="paper", **fixed)
+    with pytest.warns(dp.UtilityWarning, match="noise buries"):
+        dp.ClippedSGD.plan(problem=law, dim=10**6, **fixed)
+    output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3)}
+    dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), mode="paper", **output)
+    with pytest.warns(dp.UtilityWarning, match="noise buries"):
+        dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), **output)
+    dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0), **output)  # gradients have no bound
+    dp.UserFilteredSGD.plan(n_users=1000, steps=5, lr=0.1, **FILTER)  # none is promised
+    dp.HolderSGD.plan(problem=UNIT, **fixed)  # no number of parameters

@@ -230,7 +230,8 @@ def test_the_largest_gradient_that_is_promised_is_admitted(reduction: str) -> No
     features[:, 0] = 1.0
     data = torch.utils.data.TensorDataset(features, torch.ones(N, 1).double())
     model = nn.Linear(DIM, 1, bias=False).double()
-    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=N, budget=BUDGET, batch_size=BATCH, epochs=40, lr=0.1, dim=DIM)
+    run = {"batch_size": BATCH, "epochs": 40, "lr": 0.1}
+    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(30.0, 1e-3), dim=DIM, **run)
     opt = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=PROBLEM, loss_reduction=reduction)
     for x, y in opt.loader(data):
         LOSS(model(x), y, reduction=reduction).backward()

@@ -28,7 +28,7 @@ def delivered(problem: dp.Problem, data: TensorDataset, bias: bool = False) -> t
         model.parameters(),
         problem=problem,
         n=len(data),
-        budget=dp.Budget(1.0, 1e-4),
+        budget=dp.Budget(100.0, 1e-4),
         batch_size=len(data),
         epochs=2,
         lr=0.01,
@@ -137,14 +137,14 @@ def test_a_scalar_score_needs_a_layer_with_one_output() -> None:
 )
 def test_a_problem_that_the_plan_was_not_made_from_is_refused(other: dp.Problem) -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=20, budget=dp.Budget(1.0, DELTA), dim=3, lr=0.1)
+    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=20, budget=dp.Budget(1.0, DELTA), dim=3, lr=0.02)
     dp.HolderOutputSGD(model.parameters(), plan=plan, problem=HINGE.problem(bound_x=1.0, radius=1.0))
     with pytest.raises(dp.NotCertifiedError, match="problem must be the plan's"):
         dp.HolderOutputSGD(model.parameters(), plan=plan, problem=other)
 
 
 def test_a_model_of_another_size_than_planned_is_refused() -> None:
-    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=20, budget=dp.Budget(1.0, DELTA), dim=3, lr=0.1)
+    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=20, budget=dp.Budget(1.0, DELTA), dim=3, lr=0.02)
     with pytest.raises(ValueError, match=r"dim must be 5, .*\(got 3\)"):
         dp.HolderOutputSGD(nn.Linear(5, 1, bias=False).double().parameters(), plan=plan, problem=PROBLEM)
 
@@ -260,13 +260,13 @@ def test_a_budget_without_meaning_is_refused(epsilon: float, delta: float) -> No
 
 def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
     with pytest.warns(dp.UtilityWarning, match=r"delta=0.011 is not below 1/n=0.01: it allows to publish a record"):
-        planned(budget=dp.Budget(1.0, 0.011), lr=0.1)
+        planned(budget=dp.Budget(1.0, 0.011), lr=0.02)
 
 
 def test_paper_mode_refuses_what_its_theorem_does_not_cover() -> None:
-    kind = {"mode": "paper", "lr": 0.1}
+    kind = {"mode": "paper", "lr": 0.02}
     assert (planned(**kind).sampler, planned(**kind).batch_size) == ("uniform", 1)
-    assert planned(**kind).sigma > 10 * planned(lr=0.1, sampling="uniform", epochs=1).sigma
+    assert planned(**kind).sigma > 10 * planned(lr=0.02, sampling="uniform", epochs=1).sigma
     for changes, error, match in (
         ({"sampling": "shuffle"}, dp.ConditionError, "sampler='uniform' and batch_size=1"),
         ({"batch_size": 2}, dp.ConditionError, "batch_size=1"),
@@ -285,7 +285,7 @@ def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_
         for adjacency in ("replace_one", "zero_out"):
             if kind == {"mode": "paper"} and adjacency == "zero_out":
                 continue
-            plan = planned(budget=dp.Budget(1.0, DELTA, adjacency), lr=0.1, **kind)
+            plan = planned(budget=dp.Budget(1.0, DELTA, adjacency), lr=0.02, **kind)
             opt = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=PROBLEM)
             assert opt.noise_std == plan.sigma > 0
             if kind == {"sampling": "shuffle"}:
@@ -296,8 +296,8 @@ def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_
 
 
 def test_zero_out_needs_half_of_the_hits_and_noise_between_half_and_all() -> None:
-    replaced = planned(lr=0.1)
-    zeroed = planned(lr=0.1, budget=dp.Budget(1.0, DELTA, "zero_out"))
+    replaced = planned(lr=0.02)
+    zeroed = planned(lr=0.02, budget=dp.Budget(1.0, DELTA, "zero_out"))
     assert 0.5 < zeroed.sensitivity / replaced.sensitivity < 1.0
     assert zeroed.sigma / zeroed.sensitivity == pytest.approx(replaced.sigma / replaced.sensitivity)
 
@@ -316,7 +316,7 @@ def test_calibrated_is_plan_and_construction() -> None:
 
 def test_calibrated_takes_an_accountant_of_its_budget_or_of_none() -> None:
     model, budget = nn.Linear(3, 1, bias=False).double(), dp.Budget(1.0, DELTA)
-    kind = {"problem": PROBLEM, "n": 100, "budget": budget, "lr": 0.1}
+    kind = {"problem": PROBLEM, "n": 100, "budget": budget, "lr": 0.02}
     for accountant in (dp.Accountant(), dp.Accountant(budget)):
         opt = dp.HolderOutputSGD.calibrated(model.parameters(), **kind, accountant=accountant)
         assert opt.accountant is accountant

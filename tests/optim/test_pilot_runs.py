@@ -316,12 +316,14 @@ def test_add_remove_is_refused(cls: Any) -> None:
 
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 @pytest.mark.parametrize("n", [2, 16, 30])
+@pytest.mark.filterwarnings("ignore:noise buries the signal")  # which is said before
 def test_too_few_records_are_refused_by_name(cls: Any, n: int) -> None:
     with pytest.raises((dp.InfeasibleError, ValueError), match=r"n must be|size"):
         calibrated(cls, n=n)
 
 
 @pytest.mark.parametrize(("n", "copies"), [(60, 1), (68, 5), (61, 1)])
+@pytest.mark.filterwarnings("ignore:noise buries the signal")  # which is said before
 def test_a_phase_that_its_pilot_uses_up_is_refused_by_name(n: int, copies: int) -> None:
     problem = dp.Problem(moment=3.0, moment_order=2.0, second_moment=3.0)
     with pytest.raises((dp.InfeasibleError, ValueError), match=r"[Pp]ilot"):

@@ -218,7 +218,7 @@ def resumed(run: Run, **changes: Any) -> Run:
     return again
 
 
-@pytest.mark.parametrize("lrs", [0.1, [0.3 / (1 + k) for k in range(3 * EPOCH)]])
+@pytest.mark.parametrize("lrs", [0.1, [0.2 / (1 + k) for k in range(3 * EPOCH)]])
 def test_a_run_resumed_between_epochs_ends_like_one_that_was_never_interrupted(lrs: Any) -> None:
     orders = [np.random.default_rng(k).permutation(N) for k in range(3)]
     whole = make(epochs=3, lr=lrs)

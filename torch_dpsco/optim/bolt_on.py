@@ -30,7 +30,7 @@ from torch_dpsco.accounting.events import Gaussian, KNorm
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.linear_layer import loss_promises, parameters_of, record_bounds, require_linear
+from torch_dpsco.optim.linear_layer import loss_promises, parameters_of, reach, record_bounds, require_linear
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
@@ -178,7 +178,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             >>> round(plan.sensitivity, 6), round(plan.noise_scale, 6)
             (0.02, 0.02)
         """
-        return plan_bolt_on(
+        plan = plan_bolt_on(
             loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
@@ -193,6 +193,10 @@ class BoltOnPSGD(RowFreeOptimizer):
             distance=distance,
             secure=secure,
         )
+        noise = plan.noise_scale * (1.0 if budget.delta else math.sqrt(dim + 1))  # the K-norm's norm is of Gamma(dim)
+        far = reach(plan.promises, plan.lr, plan.steps)
+        checks.warn_if_buried(noise, far, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+        return plan
 
     @classmethod
     def calibrated(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = [
     "require_same_parts",
     "require_universe",
     "step_sizes",
+    "warn_if_buried",
     "warn_of_other_lrs",
 ]
 
@@ -201,6 +203,45 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether hooks, or a scheduler that counts, want to see each call of `step()`."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
     return bool(own or compat.some_optimizer_hook())
+
+
+def warn_if_buried(
+    noise_std: float,
+    signal: float = 1.0,
+    *,
+    n: int,
+    dim: int,
+    epsilon: float,
+    of: str = "the mean of all steps, in units of the clip,",
+) -> None:
+    """Warns that noise buries the signal of a planned run, by public numbers.
+
+    Losses of n records change to first order along their n gradients only (exactly so for one linear score), so that
+    noise matters in at most m = min(dim, n) directions, where its root mean square is noise_std sqrt(m). What T steps
+    tell of the data are means of clipped rows. No weighting of them has less noise than their average, which has 1/T of
+    the variance of a step, nor a longer signal than the clip, for which all rows of all steps must be clipped and
+    parallel. Where noise is longer even than that, most of the way that parameters go is noise, on EVERY data set. In
+    rho-zCDP, for full batches under replace_one, that is n < sqrt(2 m/rho): the order below which no private algorithm
+    beats, on the worst data, an answer that ignores them (Bassily, Smith and Thakurta 2014). Only data that are known
+    to span far fewer than m directions could still be learned: from a model of fewer parameters.
+
+    Args:
+        noise_std: std per coordinate of the noise: on the average of all steps, or on the answer.
+        signal: bound on the norm of what it is added to; inf where none is public, which never warns.
+        n: public number of records (or users).
+        dim: number of parameters.
+        epsilon: of the budget.
+        of: what both are about.
+    """
+    noise = noise_std * math.sqrt(min(dim, n))
+    if noise > signal:
+        warnings.warn(
+            f"noise buries the signal: {of} has noise of norm {noise:.3g} beside a signal of at most {signal:.3g} "
+            f"(n={n}, epsilon={epsilon:g}, dim={dim}): use more data, a larger epsilon or fewer parameters (for one "
+            f"noised answer also smaller steps or more regularization)",
+            UtilityWarning,
+            stacklevel=4,  # beyond the types at the door
+        )
 
 
 def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: list[float]) -> None:

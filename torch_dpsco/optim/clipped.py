@@ -230,6 +230,7 @@ class ClippedSGD(HeavyTailed):
             default = _FULL_STEPS if sampling == "full" else _DEFAULT_EPOCHS
             steps = epoch_steps(design, default if epochs is None else epochs)
         noise = calibrate_noise(budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency)
+        checks.warn_if_buried(noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon)
         return HeavyTailedPlan(
             n=n,
             dim=dim,

@@ -190,6 +190,8 @@ class HeavyTailed(PrivateOptimizer):
         steps = FEW_STEPS if steps is None else check.positive_count(steps=steps)
         if steps > left:
             raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
+        if mode != "paper":
+            checks.warn_if_buried(noise / (left // steps) / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon)
         return HeavyTailedPlan(
             n=n,
             dim=dim,

@@ -27,6 +27,7 @@ from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
     SAMPLING,
     PlannedOptimizer,
@@ -232,6 +233,8 @@ class HolderSGD(PlannedOptimizer):
         risk = None
         if dim is not None and math.isfinite(problem.radius) and average == "uniform" and multiplier and steps:
             risk = _risk(problem, noise, steps, lr, dim, multiplier, batch_size)
+        if not given and multiplier and steps and n and dim and budget and not paper:
+            checks.warn_if_buried(multiplier / batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon)
         return HolderPlan(
             budget=budget,
             adjacency=adjacency,

@@ -30,7 +30,7 @@ from torch_dpsco.accounting.events import ApproxDP, Gaussian, SimpleEvent
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.linear_layer import loss_promises, parameters_of, record_bounds, require_linear
+from torch_dpsco.optim.linear_layer import loss_promises, parameters_of, reach, record_bounds, require_linear
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity
@@ -172,7 +172,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             0.093
         """
         check.choice(("shuffle", "uniform", None), sampling=sampling)
-        return plan_output(
+        plan = plan_output(
             _promises(problem, mode, gradient_error),
             n=n,
             batch_size=batch_size,
@@ -187,6 +187,10 @@ class HolderOutputSGD(RowFreeOptimizer):
             distance=distance,
             secure=secure,
         )
+        if mode != "paper":
+            far = reach(plan.promises, plan.lr, plan.steps)
+            checks.warn_if_buried(plan.sigma, far, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+        return plan
 
     @classmethod
     def calibrated(

@@ -14,7 +14,7 @@ from torch_dpsco.optim.checks import listed
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.holder_promises import LossPromises
 
-__all__ = ["GradBound", "loss_promises", "parameters_of", "record_bounds", "require_linear"]
+__all__ = ["GradBound", "loss_promises", "parameters_of", "reach", "record_bounds", "require_linear"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ def parameters_of(params: Any, lr: float | Sequence[float] | None) -> list[nn.Pa
             raise ValueError(f"lr must be given to the plan, and be the step size of the plan (got {items[0]['lr']})")
         items = list(items[0]["params"])
     return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def reach(promises: LossPromises, lr: float | Sequence[float], steps: int) -> float:
+    """Returns how far from their start plain steps can end; inf where gradients have no bound."""
+    total = lr * steps if isinstance(lr, float) else math.fsum(lr)
+    try:
+        return min(promises.radius, total * promises.grad_bound(promises.radius))
+    except MissingConstantError:
+        return math.inf
 
 
 def record_bounds(problem: Problem, bias: bool) -> tuple[float | None, float | None]:

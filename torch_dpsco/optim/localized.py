@@ -181,7 +181,7 @@ class LocalizedSGD(PrivateOptimizer):
             MissingConstantError: promises are missing; says which, and how to do without.
             AdjacencyError: add_remove, where parts that are cut by position have no bound.
         """
-        return plan_localized(
+        schedule = plan_localized(
             problem,
             n=n,
             budget=budget,
@@ -196,6 +196,9 @@ class LocalizedSGD(PrivateOptimizer):
             distance=distance,
             allow_infinite_variance=allow_infinite_variance,
         )
+        noise = min(p.noise_multiplier / p.batch_size / math.sqrt(p.steps) for p in schedule.phases)
+        checks.warn_if_buried(noise, n=n, dim=dim, epsilon=budget.epsilon, of="its best phase, in units of the clip,")
+        return schedule
 
     @classmethod
     def calibrated(
@@ -226,8 +229,8 @@ class LocalizedSGD(PrivateOptimizer):
         """
         params, dim = dimension(params)
         pilot = clip if isinstance(clip, Pilot) else None
-        schedule = plan_localized(
-            problem,
+        schedule = cls.plan(
+            problem=problem,
             n=n,
             budget=budget,
             dim=dim,

@@ -17,7 +17,7 @@ from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
-from torch_dpsco.optim.checks import listed, require_budget
+from torch_dpsco.optim.checks import listed, require_budget, warn_if_buried
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_shape
 
 __all__ = ["NoisyGD"]
@@ -116,7 +116,11 @@ class NoisyGD(SolvedOptimizer):
         )
         if accountant is not None:
             require_budget(accountant, budget)
-        return cls(given, plan=plan_noisy_gd(task, steps), accountant=accountant, generator=generator)
+        plan = plan_noisy_gd(task, steps)
+        assert task.lipschitz is not None  # of plan_noisy_gd
+        noise, of = plan.noise_std / math.sqrt(plan.steps), "the mean of all steps"
+        warn_if_buried(noise, n * task.lipschitz, n=n, dim=task.parameters, epsilon=budget.epsilon, of=of)
+        return cls(given, plan=plan, accountant=accountant, generator=generator)
 
     def _keep(self, records: Records, start: Tensor | None) -> None:
         if start is not None:

@@ -18,7 +18,7 @@ from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
-from torch_dpsco.optim.checks import listed, require_budget
+from torch_dpsco.optim.checks import listed, require_budget, warn_if_buried
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_shape
 from torch_dpsco.solvers import SOLVERS
 
@@ -126,7 +126,12 @@ class ObjectivePerturbation(SolvedOptimizer):
         )
         if accountant is not None and charge == "approx":
             require_budget(accountant, budget)
-        return cls(given, plan=plan_objective(task, charge), solver=solver, accountant=accountant, generator=generator)
+        plan = plan_objective(task, charge)
+        noise = plan.noise_scale * (1.0 if budget.delta else math.sqrt(task.parameters + 1))
+        assert task.lipschitz is not None  # of plan_objective
+        of = "the sum of all gradients"
+        warn_if_buried(noise, n * task.lipschitz, n=n, dim=task.parameters, epsilon=budget.epsilon, of=of)
+        return cls(given, plan=plan, solver=solver, accountant=accountant, generator=generator)
 
     def _keep(self, records: Records, start: Tensor | None) -> None:
         if start is not None:

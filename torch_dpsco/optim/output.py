@@ -17,7 +17,7 @@ from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.objectives.records import Records
-from torch_dpsco.optim.checks import listed, require_budget
+from torch_dpsco.optim.checks import listed, require_budget, warn_if_buried
 from torch_dpsco.optim.solved import Inner, SolvedOptimizer, linear_shape
 from torch_dpsco.solvers import SOLVERS
 
@@ -153,6 +153,10 @@ class OutputPerturbation(SolvedOptimizer):
             plan = markov_plan(task, expected_accuracy, failure, mode, secure)
         else:
             plan = plan_output(task, mode, secure)
+        if mode != "paper":
+            noise = plan.noise_scale * (1.0 if budget.delta else math.sqrt(task.parameters + 1))
+            far = min(plan.radius, n * plan.sensitivity)  # from 0, the answer without records
+            warn_if_buried(noise, far, n=n, dim=task.parameters, epsilon=budget.epsilon, of="the answer")
         return cls(given, plan=plan, inner=inner, solver=solver, accountant=accountant, generator=generator)
 
     @property

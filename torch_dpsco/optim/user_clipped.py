@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
+from torch_dpsco.optim.heavy_plan import dimension
 from torch_dpsco.optim.user_base import UserOptimizer, require_user
 from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
@@ -189,6 +191,9 @@ class UserClippedSGD(UserOptimizer):
         noise = calibrate_noise(budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency)
         if accountant is not None:
             checks.require_budget(accountant, budget)
+        params, dim = dimension(params)
+        of_all = noise / design.batch_size / math.sqrt(steps)
+        checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
         return cls(
             params,
             lr,

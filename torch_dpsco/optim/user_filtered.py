@@ -31,7 +31,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import dimension
 from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.optim.user_plan import filtered_oracle, plan_filtered, poisson_oracle
+from torch_dpsco.optim.user_plan import filtered_oracle, plan_filtered, poisson_oracle, warn_if_users_are_buried
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius
 from torch_dpsco.problem import Problem
@@ -192,7 +192,7 @@ class UserFilteredSGD(UserOptimizer):
             MissingConstantError: promises are missing; says which, and how to do without.
             UnitError: the budget is of another unit.
         """
-        return plan_filtered(
+        made = plan_filtered(
             n_users=n_users,
             budget=budget,
             dim=dim,
@@ -209,6 +209,9 @@ class UserFilteredSGD(UserOptimizer):
             halt_probability=halt_probability,
             smoothing=smoothing,
         )
+        if not isinstance(pair_radius, PairRadiusSearch):
+            warn_if_users_are_buried([made.plan], problem, n_users, dim, budget)
+        return made
 
     @classmethod
     def calibrated(
@@ -245,7 +248,7 @@ class UserFilteredSGD(UserOptimizer):
         With a finite radius of the problem the iterates stay in its ball, unless there is another `prox`.
         """
         params, dim = dimension(params)
-        made = plan_filtered(
+        made = cls.plan(
             n_users=n_users,
             budget=budget,
             dim=dim,

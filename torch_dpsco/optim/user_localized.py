@@ -23,7 +23,7 @@ from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import dimension
 from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.optim.user_plan import filtered_oracle, plan_localized_users
+from torch_dpsco.optim.user_plan import filtered_oracle, plan_localized_users, warn_if_users_are_buried
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Prox
@@ -144,7 +144,7 @@ class LocalizedUserSGD(UserOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        return plan_localized_users(
+        made = plan_localized_users(
             n_users=n_users,
             budget=budget,
             dim=dim,
@@ -160,6 +160,8 @@ class LocalizedUserSGD(UserOptimizer):
             halt_probability=halt_probability,
             schedule=schedule,
         )
+        warn_if_users_are_buried([phase.plan for phase in made.phases], problem, n_users, dim, budget)
+        return made
 
     @classmethod
     def calibrated(
@@ -191,7 +193,7 @@ class LocalizedUserSGD(UserOptimizer):
         With a finite radius of the problem the iterates stay in its ball, unless there is another `prox`.
         """
         params, dim = dimension(params)
-        made = plan_localized_users(
+        made = cls.plan(
             n_users=n_users,
             budget=budget,
             dim=dim,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.user_base import require_user
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
@@ -33,7 +35,7 @@ from torch_dpsco.theory.user_level import (
     schedule,
 )
 
-__all__ = ["filtered_oracle", "plan_filtered", "plan_localized_users", "poisson_oracle"]
+__all__ = ["filtered_oracle", "plan_filtered", "plan_localized_users", "poisson_oracle", "warn_if_users_are_buried"]
 
 _FILTERED, _LOCALIZED = "UserFilteredSGD", "LocalizedUserSGD"
 
@@ -194,6 +196,16 @@ def plan_localized_users(
         max_steps=max_steps,
         schedule=schedule,
     )
+
+
+def warn_if_users_are_buried(
+    plans: Sequence[UserFilterPlan | PoissonFilterPlan], problem: Problem | None, n_users: int, dim: int, budget: Budget
+) -> None:
+    """Warns where a bound on gradients is promised and the noise exceeds it in each of the phases."""
+    with suppress(MissingConstantError):
+        bound = _lipschitz(problem, "a warning")
+        noise = min(plan.noise_std / math.sqrt(plan.steps) for plan in plans)
+        checks.warn_if_buried(noise, bound, n=n_users, dim=dim, epsilon=budget.epsilon, of="the mean of all steps")
 
 
 def _after_search(budget: Budget, search: PairRadiusSearch) -> float:
