@@ -145,7 +145,7 @@ FOUND_BY = {
     charges_for_more_noise: "under the truth",
     charges_forgotten_by_loading: ".",
     copies_with_a_ledger_of_their_own: ".",
-    keeps_a_refused_batch: "counts twice",
+    keeps_a_refused_batch: "counts twice|of another draw",  # as the next draw has a record in common or not
     aborts_nothing: ".",
     a_second_step_on_one_draw: ".",
     no_discard_on_restart: ".",
