@@ -23,7 +23,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.first_step import check_model, trace_loss
+from torch_dpsco.first_step import FirstStep
 from torch_dpsco.gradbatch.batch import clear_rows, has_rows
 from torch_dpsco.gradbatch.ghost import GhostHooks
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
@@ -33,8 +33,9 @@ from torch_dpsco.gradbatch.precision import HALF, inexact_mean
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
+from torch_dpsco.loss_trace import plain
 
-__all__ = ["attach", "detach", "is_attached"]
+__all__ = ["attach", "detach", "first_step_of", "is_attached"]
 
 _OWN = (
     *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
@@ -52,7 +53,8 @@ class _Attachment:
         factored: list[nn.Module],
         loss_reduction: str,
         batch_first: bool,
-        hooks: type[DenseHooks] = DenseHooks,
+        hooks: type[DenseHooks],
+        check_first_step: bool,
     ) -> None:
         self.mean = loss_reduction == "mean"
         self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
@@ -68,12 +70,11 @@ class _Attachment:
             start_recording(layer, Tape(scale_by_batch=self.mean), self.passes)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
-            model.register_forward_hook(_after_forward, always_call=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
         ]
         self.buffers: list[tuple[int, int]] = []
         self.values: list[str] | None = None  # during the first forward
-        self.checks_first_step = False
-        self.checked: dict[str, str] = {}  # what that has shown about records that reach each other
+        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks is GhostHooks)
         self.compared = False
         self.used = 0  # number of the newest forward when rows were last used or dropped
         forget_wrappers(self.factored + self.dense)
@@ -84,7 +85,7 @@ class _Attachment:
         self.hooked = True
         for p in self.factored + self.dense:
             p.dpsco_reset, p.dpsco_retire = self.reset, self.retire  # type: ignore[attr-defined]
-            p.dpsco_mean, p.dpsco_checked = self.mean, self.checked  # type: ignore[attr-defined]
+            p.dpsco_mean, p.dpsco_checked = self.mean, self.first.verdicts  # type: ignore[attr-defined]
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
         self.handles += [_after_accumulation(p, _drop_factored) for p in self.factored]
@@ -212,12 +213,12 @@ def _training(model: nn.Module) -> bool:
     return model.training and torch.is_grad_enabled()
 
 
-def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
     if not _training(model):
-        return
+        return None
     require_unwrapped(attachment.dense + attachment.factored)
     # Opacus sums two forwards into one row per position, which would clip two records as one.
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
@@ -227,16 +228,14 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         )
     for p in attachment.dense:
         p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
-    if attachment.checks_first_step and "model" not in attachment.checked:
-        attachment.checked["model"] = "found to couple records"  # unless it returns
-        attachment.checked["model"] = check_model(model, args, kwargs, attachment.batch_dim)
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     if not attachment.compared:
         attachment.values, attachment.compared = _values(attachment.layers), True
     attachment.buffers = _states(attachment.layers)
+    return (plain(args), plain(kwargs)) if attachment.first.waits else None  # outputs of another attached model
 
 
-def _after_forward(model: nn.Module, args: Any, output: Any) -> Any:
+def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     number = attachment.passes.tag
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
@@ -257,9 +256,18 @@ def _after_forward(model: nn.Module, args: Any, output: Any) -> Any:
             f"a training forward must not change buffers or weights, they would carry private data out of the model "
             f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
         )
-    if not attachment.checks_first_step or "loss" in attachment.checked or attachment.batch_dim:
-        return None
-    return trace_loss(output, attachment.checked)
+    return _look(attachment, model, args, kwargs, output) if attachment.first.waits else None
+
+
+def _look_eagerly(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    try:
+        return attachment.first.look(model, args, kwargs, output)
+    except PrivacyError:
+        attachment.reset()
+        raise
+
+
+_look: Callable[..., Any] = torch.compiler.disable(_look_eagerly)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:
@@ -271,6 +279,12 @@ def _factorable(model: nn.Module) -> list[nn.Module]:
 def is_attached(model: nn.Module) -> bool:
     """Returns whether `attach` was called on the model."""
     return hasattr(model, "_dpsco")
+
+
+def first_step_of(model: nn.Module) -> FirstStep:
+    """Returns what is known about records that reach each other in an attached model."""
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    return attachment.first
 
 
 def _is_part_of_attached(model: nn.Module) -> bool:
@@ -286,7 +300,7 @@ def attach(
     rows: str = "auto",
     loss_reduction: str = "mean",
     batch_first: bool = True,
-    check_first_step: bool = False,
+    check_first_step: bool = True,
 ) -> _Model:
     """Makes the model record per-sample gradients in every training backward, and returns the model itself.
 
@@ -337,8 +351,7 @@ def attach(
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
     hooks = GhostHooks if rows == "ghost" else DenseHooks
-    attachment = _Attachment(model, factored, loss_reduction, batch_first, hooks)
-    attachment.checks_first_step = check_first_step
+    attachment = _Attachment(model, factored, loss_reduction, batch_first, hooks, check_first_step)
     model._dpsco = attachment  # type: ignore[assignment]
     return model
 

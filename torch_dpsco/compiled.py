@@ -31,8 +31,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.attach import is_attached
+from torch_dpsco.attempt import Refused, attempt
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map
-from torch_dpsco.doctor.evidence import Refused, attempt
 from torch_dpsco.engine import require_same_parameters
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.gradbatch.left import forget_rows, leave_rows
@@ -45,6 +45,7 @@ __all__ = ["CompiledRows", "try_compile"]
 
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
+_BY_RECORD = dict.fromkeys(("model", "loss"), "evaluated record by record, by dp.CompiledRows")
 _CHANGED = (
     "a forward must not change buffers or weights, they would carry private data out of the model; use layers without "
     "running statistics, e.g. GroupNorm"
@@ -132,6 +133,7 @@ class CompiledRows:
             optimizer.step(users=users)
             return
         params = self._trained()
+        optimizer.note_checks(_BY_RECORD)
         if self.micro_batch_size is None:
             # a batch of users has any number of records
             self.micro_batch_size = self._fitting(optimizer.design if optimizer.oracle.unit == "example" else None)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.attach import attach, detach
+from torch_dpsco.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError
@@ -158,6 +158,8 @@ def require_sound(
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
         found = doctor(model, loss, loader, optimizer).findings
         Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already
+        if is_attached(model):
+            first_step_of(model).settle_probed("model")
 
 
 def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:

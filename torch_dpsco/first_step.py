@@ -1,305 +1,261 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
-It runs on made-up records of the first batch's shape: no value of a record, of a target or of a weight of the loss has
-a say. One record is made 1000 times as small, 10,000 times as large, NaN, and another target, and the median of small
-and large records is moved by one; nothing of the other records may change by that. NaN marks whatever it is mixed into.
-
-* The model is called without gradients, and put back as it was; outputs of the other records must stay.
-* The loss is what a loop computes from the first training forward's outputs until `backward()`: its tensor operations
-  are noted, and repeated on made-up outputs, targets and weights. Gradients of the other outputs must stay.
-
-What it cannot see, it says: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions of your own that
-take no subclass or have a backward of their own. It does not see what is done to a batch before the model, statistics
-of targets alone, nor what later steps compute.
+It runs on made-up records of the first batch's shape (`mixing`). The model is called without gradients, after its first
+training forward, and put back as it was (`untouched`); outputs of the other records must stay. What the loop computes
+from its outputs is noted, and looked at before the backward (`loss_trace`). It does not see what is done to a batch
+before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
+outside of itself are called and written ten times more.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten, without_subclasses
+from torch_dpsco.attempt import Refused, attempt
+from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.untouched import RandomStreams, Untouched, seed_torch
+from torch_dpsco.loss_trace import plain, trace_outputs
+from torch_dpsco.mixing import SEED, Leaf, Mixed, changed_rows, compare, rows_first
+from torch_dpsco.untouched import Untouched, seed_torch
 
-__all__ = ["Traced", "check_model", "trace_loss", "untraced"]
+__all__ = ["FirstStep"]
 
-_SEED = 5_000_011
-_ROWS = 8  # of a made-up batch for the model
-_SMALL, _LARGE = 1e-3, 1e4
-_CAUGHT = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError)
-# numbers that leave torch, and what is done to gradients: neither is repeated
-_OUT_OF_SIGHT = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "data_ptr"}
-_OUT_OF_SIGHT |= {"register_hook"}
-_MOST_CALLS = 10_000
-FOUND = (
-    "records must not reach each other before the last sum or mean over the batch ({part}: with {what} as one made-up "
-    "record, those of {count} of {others} others changed): clipping one row at a time does not bound one record then; "
-    "use functions of one record (loss = dp.per_record(...)), and see dp.doctor"
+_SIZES = (7, 5, 11, 13, 17, 19, 23)  # of made-up batches: the first that is no other size of the model's tensors
+_CPU = torch.device("cpu")
+_NOT_FOUND = "a part that was not found"
+_MOST_COPIED = 2**24  # parameters of a model that is copied to the CPU
+_OFF = "not checked, switched off by dp.attach(check_first_step=False)"
+_UNSEEN = {
+    "model": "not checked, no training forward of a batch was seen",
+    "loss": "not checked, no loss.backward() of a batch was seen",
+}
+_PROBED = "checked by the probes of dp.doctor on made-up records: none reaches another"
+_FOUND = (
+    "records must not reach each other in the model (in {where}: with {what} as one of several made-up records, the "
+    "outputs of others changed): clipping one row at a time does not bound one record then; replace statistics of the "
+    "batch (x.mean(0), x.abs().max(), medians) by constants or by functions of one record (docs/pitfalls.md, coupled "
+    "records)"
 )
 
 
-def _variants(rows: int) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yields (what the other record 0 is, scales of the records, scales with the other record)."""
-    for scale, what in ((_SMALL, "a small one"), (_LARGE, "a large one"), (math.nan, "NaN"), (-1.0, "another one")):
-        yield what, [1.0] * rows, [scale] + [1.0] * (rows - 1)
-    low = (rows - 1) // 2 + 1
-    mixed = [_SMALL] * low + [_LARGE] * (rows - low)
-    yield "a large one in place of the small one in the middle", mixed, [_LARGE, *mixed[1:]]
-
-
-def _made_up(like: Tensor, rows: int, dim: int, scales: Sequence[float], generator: torch.Generator) -> Tensor:
-    shape = list(like.shape)
-    shape[dim] = rows
-    place = [1] * len(shape)
-    place[dim] = rows
-    if not like.is_floating_point():
-        values = torch.ones(shape, dtype=torch.float64)
-        values.select(dim, 0).mul_(float(scales[0] == 1.0 or scales[0] == _SMALL))
-        return values.to(like.device, like.dtype)
-    values = 0.25 + 0.5 * torch.rand(shape, generator=generator, dtype=torch.float64)
-    return (values * torch.tensor(scales, dtype=torch.float64).view(place)).to(like.device, like.dtype)
-
-
-def _changed(before: Tensor, after: Tensor, dim: int) -> int:
-    """Returns how many rows but the first differ, among those that were finite."""
-    rows = [t.detach().movedim(dim, 0).reshape(t.shape[dim], -1).double()[1:] for t in (before, after)]
-    known = rows[0].isfinite().all(1)
-    first, second = rows[0][known], rows[1][known]
-    if not first.numel():
-        return 0
-    norms = first.norm(dim=1)
-    gaps = (second - first).norm(dim=1) / norms.clamp_min(float(norms.median()) + 1e-30)
-    return int((~(gaps <= 1e-4)).sum())
-
-
-def check_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> str:
-    """Returns what was checked, in words; `dim` is the batch's dimension.
-
-    Raises:
-        PrivacyError: a made-up record moves the outputs of others.
-    """
-    leaves, structure = tree_flatten((args, kwargs))
-    batch = max((t.shape[dim] for t in leaves if isinstance(t, Tensor) and t.dim() > dim), default=0)
-    rows = min(batch, _ROWS)
-    if rows < 3:
-        return "not checked, with fewer than three records"
-
-    def outputs(scales: Sequence[float]) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(_SEED)
-        seed_torch(_SEED)
-        made = [
-            _made_up(t, rows, dim, scales, generator)
-            if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
-            else t
-            for t in leaves
-        ]
-        again, options = tree_unflatten(made, structure)
-        found = tree_leaves(model(*again, **options))
-        return [t for t in found if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == rows]
-
-    state = Untouched(model)
-    try:
-        with torch.no_grad():
-            return _compare("model", rows, outputs, dim)
-    finally:
-        state.restore()
-
-
-def _compare(part: str, rows: int, made: Callable[[Sequence[float]], list[Tensor]], dim: int) -> str:
-    checked = 0
-    for what, scales, others in _variants(rows):
-        try:
-            pairs = list(zip(made(scales), made(others), strict=True))
-        except _CAUGHT:
-            continue
-        checked += bool(pairs)
-        count = max((_changed(before, after, dim) for before, after in pairs), default=0)
-        if count:
-            # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
-            raise PrivacyError(FOUND.format(part=part, what=what, count=count, others=rows - 1))
-    if not checked:
-        return "not checked, it takes no made-up records"
-    return "checked at the first step on made-up records, some of them far out: none reaches another"
-
-
-# -- the loss ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Ref:
-    place: int
-    made_up: bool = False  # a tensor that is not computed from outputs
-
-    def of(self, made: Sequence[Tensor], values: Mapping[int, Tensor]) -> Tensor:
-        return made[self.place] if self.made_up else values[self.place]
-
-
-class Traced(Tensor):
-    """An output of the model whose operations are noted until `backward()`."""
-
-    _trace: _Trace
-    _place: int
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the operation; before `backward()` the check is made."""
-        kwargs = kwargs or {}
-        trace = next(t._trace for t in tree_leaves((args, kwargs)) if isinstance(t, Traced) and hasattr(t, "_trace"))
-        if func is Tensor.backward:
-            trace.check(args[0])
-        spec = trace.spec(args, kwargs)
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        trace.note(func, spec, result)
-        return result
-
-
-class _Trace:
-    """The operations of a loss on the outputs of a forward."""
-
-    def __init__(self, outputs: Sequence[Tensor], checked: dict[str, str]) -> None:
-        self.checked, self.done = checked, False
-        self.shapes = [torch.empty_like(t, device="meta") for t in outputs]
-        self.devices = [t.device for t in outputs]
-        self.calls: list[tuple[Any, Any, list[int]]] = []
-        self.externals: list[Tensor] = []
-        self.places = len(outputs)
-        self.lost: set[str] = set()
-        self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
-
-    def spec(self, args: Any, kwargs: Any) -> Any:
-        if self.done:
-            return None
-        return tree_map(lambda t: self._ref(t) if isinstance(t, Tensor) else t, (args, kwargs))
-
-    def _ref(self, t: Tensor) -> _Ref:
-        if isinstance(t, Traced) and hasattr(t, "_place"):
-            return _Ref(t._place)
-        if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
-            self.lost.add("an operation of your own")  # an autograd.Function, say, or rows of another forward
-        known = [k for k, other in enumerate(self.externals) if other is t]
-        if not known:
-            self.externals.append(t)
-        return _Ref(known[0] if known else len(self.externals) - 1, made_up=True)
-
-    def note(self, func: Any, spec: Any, result: Any) -> None:
-        if self.done or len(self.calls) > _MOST_CALLS:
-            return
-        name = getattr(func, "__name__", "")
-        tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if not tensors and name != "__setitem__":
-            self.lost |= {name} & _OUT_OF_SIGHT
-            return
-        places = []
-        for t in tensors:
-            if isinstance(t, Traced) and not hasattr(t, "_place"):
-                t._trace, t._place = self, self.places
-                self.places += 1
-            places.append(getattr(t, "_place", -1))
-        self.calls.append((func, spec, places))
-
-    def end(self, verdict: str) -> None:
-        self.checked["loss"], self.done = verdict, True
-        self.calls, self.externals = [], []
-
-    def check(self, loss: Traced) -> None:
-        """Repeats the operations on made-up outputs; raises PrivacyError if records reach each other."""
-        if self.done:
-            return
-        rows, streams = self.shapes[0].shape[0], RandomStreams()
-        with without_subclasses():
-            if _own_backward(loss.grad_fn, self.ends):
-                self.lost.add("autograd.Function")
-        verdict = "not checked, with fewer than three records"
-        try:
-            with torch.enable_grad(), without_subclasses():
-                if rows >= 3:
-                    verdict = _compare("loss", rows, lambda scales: self._gradients(loss._place, scales, rows), 0)
-        finally:
-            streams.restore()
-            if any(not t.dim() or t.shape[0] != rows for t in self.externals):
-                verdict += ", tensors without a row for each record taken for constants"
-            left = sorted(self.lost)
-            self.end(f"{verdict}, but not what was done out of sight ({left})" if left else verdict)
-
-    def _gradients(self, root: int, scales: Sequence[float], rows: int) -> list[Tensor]:
-        seed_torch(_SEED)
-        generator = torch.Generator().manual_seed(_SEED)
-        outputs = [
-            _made_up(torch.empty(t.shape, dtype=t.dtype, device=d), rows, 0, scales, generator).requires_grad_(True)
-            for t, d in zip(self.shapes, self.devices, strict=True)
-        ]
-        ones = [1.0] * rows
-        kinds = [1.0 if s == 1.0 or s == _SMALL else 0.0 for s in scales]  # targets stay where losses take them
-        made = []
-        for t in self.externals:
-            if t.dim() and t.shape[0] == rows:
-                scaled = ones if t.is_floating_point() and kinds[0] else [1.0 - 0.5 * (1 - kinds[0]), *ones[1:]]
-                made.append(_made_up(t, rows, 0, scaled if t.is_floating_point() else scales, generator))
-            elif t.is_floating_point():
-                made.append((0.5 + torch.rand(t.shape, generator=generator, dtype=torch.float64)).to(t.device, t.dtype))
-            else:
-                made.append(torch.ones_like(t))
-        values: dict[int, Any] = dict(enumerate(outputs))
-        for func, spec, places in self.calls:
-            args, kwargs = tree_map(lambda r: r.of(made, values) if isinstance(r, _Ref) else r, spec)
-            results = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
-            values.update({place: t for place, t in zip(places, results, strict=True) if place >= 0})
-        found = torch.autograd.grad(values[root].sum(), outputs, allow_unused=True, materialize_grads=True)
-        return list(found)
-
-
-def _own_backward(root: Any, ends: set[Any]) -> bool:
-    """Returns whether a backward that torch does not know lies between a loss and the outputs."""
-    seen, waiting = set(ends), [root]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
-
-
-def trace_loss(output: Any, checked: dict[str, str]) -> Any:
-    """Returns the output of a training forward with its tensors traced, if they have a row for each record.
+class FirstStep:
+    """What is known about records that reach each other in an attached model; looks in its first step.
 
     Args:
-        output: a tensor, or tuples, lists and dicts of such, the batch first.
-        checked: takes what was checked, at "loss".
+        asked: whether to look.
+        reduction: of the loss, "mean" or "sum".
+        dim: where the batch is in the inputs.
+        ghost: whether `ghost_backward` takes the place of `backward()`.
     """
-    leaves, structure = tree_flatten(output)
-    picked = [k for k, t in enumerate(leaves) if type(t) is Tensor and t.requires_grad and t.dim()]
-    if not picked or len({leaves[k].shape[0] for k in picked}) > 1:
-        checked["loss"] = "not checked, the model gives no outputs with a row for each record"
-        return output
-    checked["loss"] = "not checked, its backward was not seen"
-    trace = _Trace([leaves[k] for k in picked], checked)
-    for place, k in enumerate(picked):
-        traced = leaves[k].as_subclass(Traced)
-        traced._trace, traced._place = trace, place
-        with without_subclasses():
-            trace.ends.add(traced.grad_fn)
-        leaves[k] = traced
-    return tree_unflatten(leaves, structure)
+
+    def __init__(self, asked: bool, reduction: str, dim: int, ghost: bool) -> None:
+        self.verdicts = dict(_UNSEEN) if asked else dict.fromkeys(_UNSEEN, _OFF)
+        self.reduction, self.ghost, self.forwards = reduction, ghost, 0
+        self.asked, self.probed = asked, False  # the doctor says whether it has compared rows
+        self.hooked = False  # whether hooks on the model may change the gradients of its outputs
+        self._open = dict.fromkeys(_UNSEEN, True)
+        self._dim = dim
+        self._dims: list[int | None] | None = None  # of the model's outputs, as far as that was seen
+
+    @property
+    def waits(self) -> bool:
+        """Whether a part is to be looked at in the next step."""
+        return self.asked and any(self._open.values())
+
+    def settle(self, part: str, verdict: str) -> None:
+        """Notes what is known about "model" or "loss", which is not looked at any more."""
+        self.verdicts[part], self._open[part] = verdict, False
+
+    def settle_probed(self, *parts: str) -> None:
+        """Notes that the probes of the doctor were about these parts, if they have shown anything."""
+        for part in parts if self.probed else ():
+            self.settle(part, _PROBED)
+
+    def look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Looks at a model, after a training forward; returns its output, traced for a look at the loss.
+
+        Raises:
+            PrivacyError: a made-up record moves the outputs of others.
+        """
+        self.forwards += 1
+        self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
+        if self._open["model"]:
+            self._look_at(model, args, kwargs, output)
+        if not self._open["loss"]:
+            return None
+        dims = self._dims
+        leaves = tree_leaves(output)
+        if dims is None or len(dims) != len(leaves):
+            known = {len(t) for t in leaves if isinstance(t, Tensor) and t.dim()} if self._dim == 0 else set()
+            dims = [0 if len(known) == 1 and isinstance(t, Tensor) and t.dim() else None for t in leaves]
+        return trace_outputs(self, output, dims)
+
+    def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Tensor, PackedSequence))]
+        sizes = dict.fromkeys(t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim)
+        if len(sizes) == 0 or _has_lists((args, kwargs)) or any(isinstance(leaf, PackedSequence) for leaf in leaves):
+            self.settle("model", "not checked, its inputs are no tensors with a row for each record")
+            return
+        verdict = ""
+        for batch in (size for size in sizes if size):  # the batch is the size that the outputs follow
+            calls = _Calls(model, args, kwargs, output, batch, self._dim)
+            verdict = calls.problem or self._compared(calls)  # PrivacyError leaves the part open: it comes again
+            if any(dim is not None for dim in calls.dims):
+                self._dims = calls.dims
+                break
+        if verdict:  # else the batch was empty
+            self.settle("model", verdict)
+
+    def _compared(self, calls: _Calls) -> str:
+        found = attempt("calling the model on made-up records", calls.compared)
+        if isinstance(found, Refused):  # e.g. memory
+            return f"not checked, {type(found.error).__name__} was raised"
+        if isinstance(found, str):
+            return found
+        self.verdicts["model"] = "records REACH each other"
+        # PRIVACY: one would be in many rows (test_a_model_that_couples_records_is_found_at_the_first_step)
+        raise PrivacyError(_FOUND.format(where=found[1], what=found[0].what))
 
 
-def untraced(output: Any, verdict: str) -> Any:
-    """Returns plain tensors for traced ones, whose loss is known: the check is not made."""
+class _Calls:
+    """Calls of a model on made-up records, for one guess at the size of its batch.
 
-    def plain(t: Any) -> Any:
-        if not isinstance(t, Traced):
-            return t
-        if hasattr(t, "_trace"):
-            t._trace.end(verdict)
-        with without_subclasses():
-            return t.as_subclass(Tensor)
+    Args:
+        model: attached.
+        args: of its first forward.
+        kwargs: the same.
+        output: of it.
+        batch: the guess.
+        dim: where the batch is in the inputs.
+    """
 
-    return tree_map(plain, output)
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, batch: int, dim: int
+    ) -> None:
+        self._model, self._batch, self._dim = model, batch, dim
+        self._inputs, self._structure = tree_flatten((plain(args), plain(kwargs)))
+        self._outputs = tree_leaves(output)
+        self.dims: list[int | None] = [None] * len(self._outputs)  # where outputs have the batch
+        sizes = {n for t in (*self._inputs, *self._outputs) if isinstance(t, Tensor) for n in t.shape}
+        self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
+        self._places = [
+            k for k, t in enumerate(self._inputs) if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
+        ]
+        made = [self._inputs[k] for k in self._places]
+        # a wrong index on an accelerator ends the process
+        self._on_cpu = any(not t.is_floating_point() and t.device.type != "cpu" for t in made)
+        self.problem = ""
+        if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
+            self.problem = "not checked, integers are made up on the CPU, where the model is too large to be copied"
+        self.leaves = [
+            Leaf((*t.shape[:dim], self.rows, *t.shape[dim + 1 :]), t.dtype, _CPU if self._on_cpu else t.device, dim)
+            for t in made
+        ]
+        self._watched: list[_Watched] | None = None
+
+    def compared(self) -> str | tuple[Mixed, str]:
+        """Returns what was checked, or how records reach each other, and where; puts everything back."""
+        with self._open():
+            found = compare(self.leaves, self.rows, self)
+            return found if isinstance(found, str) else (found, self._culprit(found))
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        self._state = Untouched(self._model)
+        self._copy: dict[str, Tensor] = {}
+        if self._on_cpu:
+            tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+            self._copy = {name: t.detach().cpu() for name, t in tensors}
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            self._state.restore()
+
+    def __call__(self, made: list[Tensor]) -> list[Tensor]:
+        """Returns the outputs for made-up records, records first."""
+        leaves = [t.cpu() if self._on_cpu and isinstance(t, Tensor) else t for t in self._inputs]
+        for k, t in zip(self._places, made, strict=True):
+            leaves[k] = t
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        self._state.rewind()
+        seed_torch(SEED)
+        if self._watched is not None:
+            self._watch(self._watched)
+        if self._copy:
+            found = tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
+        else:
+            found = tree_leaves(self._model(*args, **kwargs))
+        self.dims = [self._dim_of(*pair) for pair in zip(found, self._outputs, strict=True)]
+        return [rows_first(t, d) for t, d in zip(found, self.dims, strict=True) if d is not None]
+
+    def _dim_of(self, made: Any, real: Any) -> int | None:
+        """Returns where an output has the batch: there alone it has changed its size."""
+        if not isinstance(made, Tensor) or not isinstance(real, Tensor) or made.dim() != real.dim():
+            return None
+        differing = [d for d, sizes in enumerate(zip(made.shape, real.shape, strict=True)) if sizes[0] != sizes[1]]
+        if len(differing) != 1 or differing[0] > self._dim:
+            return None
+        (d,) = differing
+        return d if (made.shape[d], real.shape[d]) == (self.rows, self._batch) else None
+
+    def _culprit(self, found: Mixed) -> str:
+        """Returns the name of the module in which records meet."""
+
+        def named() -> str:
+            runs = []
+            for made in found.batches:
+                self._watched = []
+                self([t.clone() for t in made])
+                runs.append(self._watched)
+            for first, second in zip(*runs, strict=True):
+                if changed_rows(first.outputs, second.outputs):
+                    inside = changed_rows(first.inputs, second.inputs)  # then they met on the way to this module
+                    name = first.name.rpartition(".")[0] if inside else first.name
+                    kind = type(self._model.get_submodule(name)).__name__
+                    return f"{kind} {name!r}" if name else f"the forward of {kind}"
+            return _NOT_FOUND
+
+        where = attempt("looking for the module", named)
+        return _NOT_FOUND if isinstance(where, Refused) else where
+
+    def _watch(self, watched: list[_Watched]) -> None:
+        def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            watched.append(_Watched(name, self._records((args, kwargs)), self._records(output)))
+
+        for name, module in self._model.named_modules():
+            module.register_forward_hook(partial(note, name), with_kwargs=True)  # the next rewind() removes it
+
+    def _records(self, tree: Any) -> list[Tensor]:
+        found = []
+        for t in tree_leaves(tree):
+            dims = [d for d in (self._dim, 0) if isinstance(t, Tensor) and d < t.dim() and t.shape[d] == self.rows]
+            found += [rows_first(t.clone(), d) for d in dims[:1]]
+        return found
+
+
+class _Watched(NamedTuple):
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _only_looks(hook: Any) -> bool:
+    """Returns whether a hook is one of those that make rows."""
+    return str(getattr(hook, "func", hook).__module__).split(".")[0] in ("opacus", "torch_dpsco")
+
+
+def _has_lists(tree: Any) -> bool:
+    """Returns whether there are lists of tensors in the inputs: a record for each entry."""
+    if isinstance(tree, (tuple, dict)):
+        return any(map(_has_lists, tree.values() if isinstance(tree, dict) else tree))
+    return isinstance(tree, list) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))

@@ -20,7 +20,7 @@ from torch.func import vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.first_step import untraced
+from torch_dpsco.loss_trace import apply_as_one
 
 __all__ = ["PerRecord", "per_record"]
 
@@ -58,9 +58,13 @@ class PerRecord:
             ValueError: the tensors have not one entry per record; the function returns several numbers for a record, or
                 cannot be vectorized.
         """
-        output = untraced(output, f"evaluated record by record, by {self!r}")
         reduction = self.reduction if reduction is None else check.choice(("mean", "sum", "none"), reduction=reduction)
         _require_batch(output, target)
+        return apply_as_one(
+            self._reduced, (output, target, reduction), reduction, "evaluated record by record, by dp.per_record"
+        )
+
+    def _reduced(self, output: Any, target: Any, reduction: str) -> Tensor:
         try:
             losses: Tensor = vmap(self._one, randomness="different")(output, target)
         except RuntimeError as error:

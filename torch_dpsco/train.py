@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.attach import attach, detach, is_attached
+from torch_dpsco.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step, tree_map
 from torch_dpsco.compiled import CompiledRows, try_compile
@@ -163,6 +163,9 @@ def fit(
         require_sound(model, loss_fn, loader)
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
+    first_step = first_step_of(model)
+    first_step.settle_probed("loss")  # the one of all steps, here
+    optimizer.note_checks(first_step.verdicts)
     model.train()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     plain = own_step(type(optimizer)) is own_step(
@@ -343,6 +346,7 @@ def _compiled(
     elif not len(loader.dataset):  # type: ignore[arg-type]
         reason = "the data set is empty"
     else:
+        probed = first_step_of(model).probed
         detach(model)
         device = next(model.parameters()).device
         design = None if isinstance(loader, UserLoader) else loader.design  # users have any number of records
@@ -355,6 +359,8 @@ def _compiled(
         if isinstance(rows, CompiledRows):
             return rows
         attach(model, loss_reduction=reduction)
+        first_step_of(model).probed = probed
+        first_step_of(model).settle_probed("model", "loss")
         reason = rows
     warnings.warn(f"compile=True is not possible, so that fit goes on without: {reason}", UtilityWarning, stacklevel=3)
     return None

@@ -6,7 +6,7 @@ on using the original and escape the probe. So the probes run on the objects the
 * the class and the attributes of every module and parameter, and of the helper objects of torch_dpsco and Opacus on
   them, with the contents of the lists and dictionaries among these attributes (hooks, buffers, rows, modes, counters);
 * the values of parameters, buffers and tensor attributes, and `grad`;
-* the global random streams of torch (CPU and CUDA), numpy and python.
+* the global random streams of torch (CPU and CUDA), numpy and python, and torch's generators among the attributes.
 
 What a forward changes elsewhere (a file, a list inside of a list) cannot be undone.
 """
@@ -76,12 +76,14 @@ class Untouched:
         self.params = list(model.parameters())
         objects = {id(thing): thing for thing in _with_helpers([*self.modules, *self.params, *others])}
         self._objects = [(thing, type(thing), dict(vars(thing)), _contents(thing)) for thing in objects.values()]
+        attributes = [value for thing in objects.values() for value in vars(thing).values()]
+        self._generators = [(g, g.get_state()) for g in attributes if isinstance(g, torch.Generator)]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
         self._values = [(place, t, t.detach().clone()) for place, t in _tensors(self.modules)]
 
-    def restore(self) -> None:
-        """Puts everything back."""
+    def rewind(self) -> None:
+        """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters."""
         for thing, kind, attributes, contents in self._objects:
             if type(thing) is not kind:
                 object.__setattr__(thing, "__class__", kind)
@@ -90,6 +92,13 @@ class Untouched:
             for container, items in contents:
                 container.clear()
                 container.update(items) if isinstance(container, dict) else container.extend(items)
+        for generator, saved in self._generators:
+            generator.set_state(saved)
+        self.streams.restore()
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        self.rewind()
         for p, grad, requires_grad in self._grads:
             p.grad = grad
             if p.requires_grad != requires_grad:
@@ -106,7 +115,6 @@ class Untouched:
         for _, t, saved in self._values:
             if not same_values(t.detach(), saved):
                 t.data.copy_(saved)
-        self.streams.restore()
 
     def clear(self) -> None:
         """Puts everything back and then forgets rows, gradients and forwards in progress, as at a fresh start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -234,7 +235,9 @@ def test_hooks_of_optimizer_and_model_are_called_and_change_nothing():
     run.model[2].register_full_backward_hook(note("backward"))
     run.train(run.loader(2))
     run.check(2)
-    assert calls == ["forward", "backward", "before step", "after step"] * 2
+    # in the first step made-up records go through the model too, hooks of its layers included
+    assert [name for name, _ in groupby(calls)] == ["forward", "backward", "before step", "after step"] * 2
+    assert calls[-4:] == ["forward", "backward", "before step", "after step"]
     calls.clear()
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     run.model.load_state_dict(run.model.state_dict())

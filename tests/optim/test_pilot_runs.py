@@ -267,12 +267,20 @@ def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: st
     check_resumption(BUILDS[name])
 
 
+def sentences(run: Run) -> list[str]:
+    """Returns what the report of a run says."""
+    report = run.opt.report()
+    return [report.headline, *(text for section in report.sections for text in section.sentences)]
+
+
 def test_a_loaded_pilot_knows_its_clip_and_is_not_asked_again() -> None:
     run = calibrated()
     run.train(run.seeded(), 2)
     other = reloaded(run, calibrated)
     assert other.opt.oracle.phases[0][0].chosen == run.opt.oracle.phases[0][0].chosen
-    assert str(other.opt.report()) == str(run.opt.report())
+    assert [text for text in sentences(other) if "reach each other" not in text] == [
+        text for text in sentences(run) if "reach each other" not in text
+    ]  # a first step is looked at by the process that makes it
     assert other.opt.metrics["clip"] == run.opt.metrics["clip"]
     other.train(other.resumed())
     assert other.opt.metrics["clip"] == run.opt.metrics["clip"]

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency
-from torch_dpsco.attach import attach, is_attached
+from torch_dpsco.attach import attach, first_step_of, is_attached
 from torch_dpsco.audit.bound import Audit, require_arguments
 from torch_dpsco.audit.mechanism import audit, flat
 from torch_dpsco.engine import require_same_parameters
@@ -114,6 +114,7 @@ def _fresh(make: Callable[[], tuple[nn.Module, PrivateOptimizer]]) -> tuple[nn.M
     model, optimizer = make()
     if not is_attached(model):
         attach(model)
+    first_step_of(model).asked = False  # what is audited may do what it likes
     require_same_parameters(model.train(), optimizer)
     if optimizer.steps or len(optimizer.accountant):
         raise SequenceError(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.attach import first_step_of
 from torch_dpsco.doctor.findings import Diagnosis, Finding
 from torch_dpsco.doctor.isolation import note
 from torch_dpsco.doctor.loop_checks import LOOP_CHECKS
@@ -76,5 +77,7 @@ def doctor(
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
     note(script, evidence)
+    if script.attached:
+        first_step_of(script.module).probed = evidence.shows_rows
     checks = (*MODEL_CHECKS, *LOOP_CHECKS) if script.row_free is None else ROW_FREE_CHECKS
     return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from torch_dpsco.attempt import Refused
 from torch_dpsco.doctor.isolation import Isolation
 
-__all__ = ["Evidence", "Line", "NotScalarError", "Pass", "Refused", "attempt"]
+__all__ = ["Evidence", "Line", "NotScalarError", "Pass"]
 
 _T = TypeVar("_T")
 
 
 class NotScalarError(ValueError):
     """The loss did not return one number."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What could not be done, and what was raised."""
-
-    what: str
-    error: Exception
-
-    def __str__(self) -> str:
-        lines = str(self.error).strip().splitlines() or [""]
-        return f"{self.what} raised {type(self.error).__name__}: {lines[0][:300]}"
-
-
-def attempt(what: str, call: Callable[[], _T]) -> _T | Refused:
-    """Returns what the call returns, or how it failed.
-
-    The one place of the package that catches every Exception: models, losses, data sets and collate functions of users
-    raise what they like on a made-up batch, and a diagnosis must say so instead of failing with them.
-    """
-    try:
-        return call()
-    except Exception as error:
-        return Refused(what, error)
 
 
 @dataclass(frozen=True)
@@ -119,6 +96,12 @@ class Evidence:
     line: Line | None = None
     refused: list[Refused] = field(default_factory=list)
     isolation: Isolation | None = None
+
+    @property
+    def shows_rows(self) -> bool:
+        """Whether rows were compared, with another record 0, that are not all zero."""
+        rows = {} if self.base is None or self.changed is None else self.base.rows
+        return any(bool(made.any()) for made in rows.values())
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""

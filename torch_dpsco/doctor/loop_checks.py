@@ -13,8 +13,9 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
+from torch_dpsco.attempt import Refused, attempt
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence, Refused, attempt
+from torch_dpsco.doctor.evidence import Evidence
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.isolation import isolated_rows
 from torch_dpsco.doctor.script import Script

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.attach import attach
+from torch_dpsco.attach import attach, first_step_of
+from torch_dpsco.attempt import Refused, attempt
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, Refused, attempt
+from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass
 from torch_dpsco.doctor.isolation import Isolation, look, remembered, rows_to_probe
 from torch_dpsco.doctor.made_up import MadeUp
 from torch_dpsco.doctor.script import Script
@@ -80,7 +81,7 @@ def _examine(script: Script, evidence: Evidence, state: Untouched, made_up: Made
     if script.attached or script.hooks is not None:
         _Probe(script, evidence, state, made_up).look_at_rows()
     else:
-        attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum"))
+        attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), made_up).look_at_rows()
         if evidence.base is None or not evidence.base.rows:  # layers without rows: what remains are sums
@@ -259,6 +260,8 @@ class _Probe:
 
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
         self.state.clear()
+        if self.script.attached:
+            first_step_of(self.script.module).asked = False  # it would look at made-up records of made-up records
         for name, p in self.script.trainable.items():
             if self.from_zero:
                 p.data.zero_()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.loss_trace import Traced, apply_as_one
 from torch_dpsco.problem import Problem, round_up
 
 __all__ = ["Loss", "TableGradBound", "TableLoss", "power_up", "record_bounds", "upper"]
@@ -76,6 +77,8 @@ class Loss(ABC):
             ValueError: if shapes or dtypes do not fit; (B,) never meets (B, 1) as (B, B).
         """
         choice(("mean", "sum", "none"), reduction=reduction)
+        if isinstance(output, Traced):
+            return apply_as_one(self, (output, target, reduction), reduction)
         apply = _linear if torch.compiler.is_compiling() else _PerSample.apply
         losses: Tensor = apply(*self._align(output, target), self)
         if reduction == "none":

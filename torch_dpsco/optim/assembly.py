@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class Assembly(CommonOptimizer):
         self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
         self._batch, self._isolation = LogicalBatch(self.design), Isolation()
         self._grad_scale: float | None = None
+        self._checks: Mapping[str, str] = dict.fromkeys(("model", "loss"), "not checked, no model is attached")
         self._lrs = [float(group["lr"]) for group in self.param_groups]
         first = oracle.event() if oracle.sampled else design.event(oracle.event(), 1)
         checks.require_one_step(self.accountant, self.adjacency, first)
@@ -304,11 +305,21 @@ class Assembly(CommonOptimizer):
         ahead = self.ahead() if exact and run.planned else run.ahead()
         return self._statement(run, delta, ahead)
 
+    def note_checks(self, verdicts: Mapping[str, str]) -> None:
+        """Lets reports say what is known about records that reach each other, where no attached model does.
+
+        Args:
+            verdicts: of "model" and "loss"; later changes of them are seen.
+        """
+        if self._checks is not verdicts:
+            self._checks = verdicts
+
     def _checked(self) -> Iterator[str]:
-        """Yields what the first step has shown, where `attach(check_first_step=True)` asked for it."""
-        checked: list[dict[str, str]] = [getattr(p, "dpsco_checked", {}) for p in self._all_params()]
-        for part, verdict in checked[0].items():
-            yield f"Whether records reach each other in the {part}: {verdict}."
+        """Yields what is known about records that reach each other, by attached model."""
+        found = {id(v): v for p in self._all_params() if (v := getattr(p, "dpsco_checked", None)) is not None}
+        for verdicts in found.values() or [self._checks]:
+            for part, verdict in verdicts.items():
+                yield f"Whether records reach each other in the {part}: {verdict}."
 
     def ahead(self, steps: int | None = None) -> Event:
         """Returns the event of the next steps, or of all that are planned.

@@ -243,6 +243,8 @@ class PrivateOptimizer(Saved):
         """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
         if not (self._batch.needs_rows or has_rows(params)):
             return None
+        if (verdicts := params[0].__dict__.get("dpsco_checked")) is not None:
+            self.note_checks(verdicts)  # reports quote them after dp.detach too
         rows = GradBatch.consume(params)
         return rows if scale is None else rows.unscaled(scale)
 
