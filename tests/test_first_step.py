@@ -9,6 +9,7 @@ import copy
 import io
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import first_step, loss_trace, mixing, train
+from torch_dpsco import first_step, loss_trace, mixing, repeated_loss, train
 from torch_dpsco.attach import first_step_of
 from torch_dpsco.doctor.evidence import Evidence
 from torch_dpsco.gradbatch import GradBatch, clear_rows
@@ -69,6 +70,10 @@ SOUND: dict[str, Loss] = {
     "in place on outputs": lambda out, y: out.sub_(y).square().sum(),
     "masked within records": lambda out, y: ((out - y) * (y > 0)).square().sum(),
     "weights of records": lambda out, y: nn.BCEWithLogitsLoss(weight=y.abs())(out, (y > 0).float()),
+    "picked by numbers": lambda out, y: -torch.cat([out, -out], 1)[torch.arange(B), (y[:, 0] > 0).long()].sum(),
+    "picked by a gather": lambda out, y: -torch.cat([out, -out], 1).gather(1, (y > 0).long()).sum(),
+    "picked by a mask": lambda out, y: out[y[:, 0] > 0].square().sum(),
+    "picked in another order": lambda out, y: (out[y[:, 0].argsort()] - y[y[:, 0].argsort()]).square().sum(),
     "a per_record loss scaled": lambda out, y: 3 * dp.per_record(nn.MSELoss, reduction="sum")(out, y),
 }
 MODELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -256,9 +261,9 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "losses are not traced": (first_step, "trace_outputs", lambda first, output, dims: output),
     "models are not called": (first_step.FirstStep, "_look_at", lambda *args: None),
     "gradients are not compared": (
-        loss_trace._Trace,
+        repeated_loss.RepeatedLoss,
         "_gradients",
-        lambda self, made, root: list(made[: len(self.outputs)]),
+        lambda self, made: list(made[: len(self._outputs)]),
     ),
     "a loss by record ends the trace": (loss_trace._Trace, "_known", lambda self, root: "known"),
 }
@@ -349,6 +354,11 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
         {},
     ),
     "as many classes as records": (lambda: nn.Linear(3, B), lambda: (torch.randn(B, 3),), {}),
+    "a dictionary": (
+        lambda: Wired(lambda m, batch, n: m.layer(batch["x"])[..., :n], layer=nn.Linear(3, 2)),
+        lambda: ({"x": torch.randn(B, 3), "id": None}, 2),
+        {},
+    ),
     "half precision": (
         lambda: nn.Linear(3, 2, dtype=torch.bfloat16),
         lambda: (torch.randn(B, 3, dtype=torch.bfloat16),),
@@ -507,6 +517,11 @@ UNSEEN: dict[str, tuple[Callable[..., Any], Any, str]] = {
         torch.randn(B, 3),
         "not checked, made-up records give nothing that belongs to one of them",
     ),
+    "an object": (
+        lambda m, batch: m.layer(batch.x),
+        SimpleNamespace(x=torch.randn(B, 3)),
+        "not checked, its inputs are no tensors with a row for each record",
+    ),
     "a list": (
         lambda m, x: m.layer(torch.stack(x)),
         [torch.randn(3) for _ in range(B)],
@@ -523,6 +538,32 @@ def test_a_model_that_cannot_be_looked_at_works_and_that_is_said(name: str) -> N
         model(inputs).square().mean().backward()
         assert verdicts(model)[0] == reason
         clear_rows(list(model.parameters()))
+
+
+def test_where_a_wrong_index_ends_the_process_integers_are_made_up_on_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_step, "_SAFE", ())
+
+    large = "not checked, integers are made up on the CPU, where the model is too large to be copied"
+    for most, known in ((100, CHECKED), (10, large)):
+        monkeypatch.setattr(first_step, "_MOST_COPIED", most)
+        model = Wired(lambda m, i: m.layer(m.table(i)).sum(1), table=nn.Embedding(5, 4), layer=nn.Linear(4, 1))
+        dp.attach(model)(torch.randint(0, 5, (B, 6))).square().mean().backward()
+        assert verdicts(model)[0] == known
+
+
+def test_a_forward_that_raises_is_not_looked_at() -> None:
+    model = dp.attach(Model(lambda x: x.reshape(7, 3)))
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(B, 3))
+    assert model.calls == 1
+
+
+def test_an_index_that_may_pick_records_raises_nothing_and_is_said() -> None:
+    order = torch.randperm(B)
+    model = step(lambda out, y: (out.index_select(0, order) * y[order]).sum())
+    assert verdicts(model)[1] == CHECKED + ", an index of records taken for their own numbers"
+    model = step(lambda out, y: (out[torch.stack([order, order], 1)] * y[order][:, None]).sum())
+    assert verdicts(model)[1] == "not checked, records may be picked by an index"
 
 
 def test_statistics_of_targets_alone_are_not_seen_and_that_is_said() -> None:
@@ -606,10 +647,11 @@ def test_two_forwards_of_one_loss_and_two_models_in_a_row_are_said() -> None:
 
 
 def test_a_huge_loss_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_trace, "_MOST_NUMBERS", 10)
+    monkeypatch.setattr(repeated_loss, "_MOST_NUMBERS", 10)
     assert verdicts(step(nn.MSELoss(reduction="sum")))[1] == "not checked, it is of too many numbers"
     monkeypatch.undo()
-    monkeypatch.setattr(loss_trace, "_MOST_CALLS", 2)
+    for module in (loss_trace, repeated_loss):
+        monkeypatch.setattr(module, "MOST_CALLS", 2)
     assert verdicts(step(SOUND["masked within records"]))[1] == "not checked, it is of too many operations"
 
 

@@ -183,7 +183,7 @@ def test_ids_that_change_later_are_not_followed() -> None:
     for rows, _, users in loader:
         assert rows[:, 0].tolist() == [1.0, 2.0, 3.0]
         assert users.tolist() == [0, 1, 1]
-        runs.linear_loss(run.model(rows), torch.zeros(3)).backward()
+        runs.linear_loss(run.model(rows), torch.zeros(3, 1)).backward()
         run.opt.step()
 
 
@@ -205,7 +205,7 @@ def test_the_loader_of_an_optimizer_draws_users_by_its_design() -> None:
         assert len(rows) == int(drawn.sum())
         sizes.append(len(users.unique()))
         if len(rows):
-            runs.linear_loss(run.model(rows), torch.zeros(len(rows))).backward()
+            runs.linear_loss(run.model(rows), torch.zeros(len(rows), 1)).backward()
         run.opt.step()
     assert len(sizes) == 200
     assert np.mean(sizes) == pytest.approx(10.0, abs=4 * np.sqrt(30 * 2 / 9 / 200))

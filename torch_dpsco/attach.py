@@ -33,7 +33,7 @@ from torch_dpsco.gradbatch.precision import HALF, inexact_mean
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
-from torch_dpsco.loss_trace import plain
+from torch_dpsco.loss_trace import Traced, plain
 
 __all__ = ["attach", "detach", "first_step_of", "is_attached"]
 
@@ -232,7 +232,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if not attachment.compared:
         attachment.values, attachment.compared = _values(attachment.layers), True
     attachment.buffers = _states(attachment.layers)
-    return (plain(args), plain(kwargs)) if attachment.first.waits else None  # outputs of another attached model
+    traced = attachment.first.waits and any(isinstance(t, Traced) for t in tree_leaves((args, kwargs)))
+    return (plain(args), plain(kwargs)) if traced else None  # outputs of another attached model
 
 
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -256,7 +257,8 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
             f"a training forward must not change buffers or weights, they would carry private data out of the model "
             f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
         )
-    return _look(attachment, model, args, kwargs, output) if attachment.first.waits else None
+    failed = output is None  # this hook is called then too
+    return _look(attachment, model, args, kwargs, output) if attachment.first.waits and not failed else None
 
 
 def _look_eagerly(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -312,13 +314,15 @@ def attach(
             where layers cannot record; "ghost" keeps norms only, and needs `ghost_backward` and a second backward.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
         batch_first: whether the batch is the first dimension of the inputs.
-        check_first_step: look in the first training step, on made-up records, whether records reach each other in the
-            model, or in what the loop computes from its outputs (see `first_step`); `optimizer.report()` says what was
-            checked. Not the loss, if the batch is not first.
+        check_first_step: whether to look in the first training step, on made-up records, for records that reach each
+            other in the model, or in what the loop computes from its outputs until `backward()` (see `first_step`).
+            The model is called ten times more then, its hooks included. What could not be looked at, is said by
+            `optimizer.report()`, and does not stop a run. `fit` has probes of its own.
 
     Raises:
         ValueError: unknown option, no trainable parameter, layers that couple rows.
         SequenceError: the model is attached already.
+        PrivacyError: in the first step, records reach each other.
 
     Example:
         >>> model = attach(nn.Linear(3, 1))

@@ -67,7 +67,7 @@ def make_private(
             It is asked for, and not read from the data set, because rate and number of steps follow from it.
         epochs: passes over the data on average.
         loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
-            model alone.
+            model alone. What the loop computes is looked at in its first step; see `attach`.
         loss_reduction: see `attach`.
         rows: see `attach`.
         average: see `rules.UpdateRule`.

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.attempt import Refused, attempt
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.gradbatch.passes import batch_sizes
 from torch_dpsco.loss_trace import plain, trace_outputs
 from torch_dpsco.mixing import SEED, Leaf, Mixed, changed_rows, compare, rows_first
 from torch_dpsco.untouched import Untouched, seed_torch
@@ -30,6 +31,7 @@ __all__ = ["FirstStep"]
 
 _SIZES = (7, 5, 11, 13, 17, 19, 23)  # of made-up batches: the first that is no other size of the model's tensors
 _CPU = torch.device("cpu")
+_SAFE = ("cpu",)  # devices on which a wrong index is an error
 _NOT_FOUND = "a part that was not found"
 _MOST_COPIED = 2**24  # parameters of a model that is copied to the CPU
 _OFF = "not checked, switched off by dp.attach(check_first_step=False)"
@@ -101,7 +103,8 @@ class FirstStep:
     def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Tensor, PackedSequence))]
         sizes = dict.fromkeys(t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim)
-        if len(sizes) == 0 or _has_lists((args, kwargs)) or any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None or _has_lists((args, kwargs))
+        if not sizes or unknown or any(isinstance(leaf, PackedSequence) for leaf in leaves):
             self.settle("model", "not checked, its inputs are no tensors with a row for each record")
             return
         verdict = ""
@@ -151,7 +154,7 @@ class _Calls:
         ]
         made = [self._inputs[k] for k in self._places]
         # a wrong index on an accelerator ends the process
-        self._on_cpu = any(not t.is_floating_point() and t.device.type != "cpu" for t in made)
+        self._on_cpu = any(not t.is_floating_point() and t.device.type not in _SAFE for t in made)
         self.problem = ""
         if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
             self.problem = "not checked, integers are made up on the CPU, where the model is too large to be copied"

@@ -36,6 +36,7 @@ class Leaf(NamedTuple):
         device: of it.
         dim: where the records are, None for a constant.
         target: whether it is a number that losses may want in [0, 1].
+        counts: whether it holds the numbers 0, 1, ... of the records, and nothing else.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Leaf(NamedTuple):
     device: torch.device
     dim: int | None
     target: bool = False
+    counts: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -75,12 +77,7 @@ class MadeUp:
     def __init__(self, leaves: Sequence[Leaf], rows: int, fill: int) -> None:
         self.leaves, self.rows = leaves, rows
         generator = torch.Generator().manual_seed(SEED)
-        self._base = [
-            0.25 + 0.5 * torch.rand(leaf.shape, generator=generator)
-            if leaf.is_number
-            else torch.full(leaf.shape, float(fill))
-            for leaf in leaves
-        ]
+        self._base = [_filled(leaf, float(fill), generator) for leaf in leaves]
 
     def batch(self, scales: _Scales) -> list[Tensor]:
         """Returns fresh tensors, some of them with records times numbers: 0 exchanges an integer."""
@@ -97,7 +94,7 @@ class MadeUp:
     def variants(self) -> Iterator[tuple[str, _Scales, _Scales]]:
         """Yields what the other record is, and the scales of the records without and with it."""
         rest = [1.0] * (self.rows - 1)
-        of_records = [(k, leaf) for k, leaf in enumerate(self.leaves) if leaf.dim is not None]
+        of_records = [(k, leaf) for k, leaf in enumerate(self.leaves) if leaf.dim is not None and not leaf.counts]
         numbers = [k for k, leaf in of_records if leaf.is_number and not leaf.target]
         targets = [k for k, leaf in of_records if leaf.is_number and leaf.target]
         if numbers:
@@ -112,6 +109,12 @@ class MadeUp:
                 yield what, {}, {k: [scale, *rest] for k in targets}
         for k in (k for k, leaf in of_records if not leaf.is_number):
             yield "one with another integer", {}, {k: [0.0, *rest]}
+
+
+def _filled(leaf: Leaf, fill: float, generator: torch.Generator) -> Tensor:
+    if leaf.counts:
+        return torch.arange(float(leaf.shape[0])).view(leaf.shape)
+    return 0.25 + 0.5 * torch.rand(leaf.shape, generator=generator) if leaf.is_number else torch.full(leaf.shape, fill)
 
 
 def rows_first(t: Tensor, dim: int) -> Tensor:
