@@ -27,7 +27,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 
-__all__ = ["attach_sound", "loss_of", "make_private", "require_same_parameters", "require_sound"]
+__all__ = ["attach_sound", "loss_of", "make_private", "note_probed", "require_same_parameters", "require_sound"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -160,6 +160,13 @@ def require_sound(
         Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already
         if is_attached(model):
             first_step_of(model).settle_probed("model")
+
+
+def note_probed(model: nn.Module, optimizer: PrivateOptimizer) -> None:
+    """Notes that the loss of all steps is the one that `require_sound` was given, for the optimizer's reports."""
+    first_step = first_step_of(model)
+    first_step.settle_probed("loss")
+    optimizer.note_checks(first_step.verdicts)
 
 
 def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:

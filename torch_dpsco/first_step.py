@@ -76,10 +76,15 @@ class FirstStep:
         """Notes what is known about "model" or "loss", which is not looked at any more."""
         self.verdicts[part], self._open[part] = verdict, False
 
-    def settle_probed(self, *parts: str) -> None:
-        """Notes that the probes of the doctor were about these parts, if they have shown anything."""
-        for part in parts if self.probed else ():
+    def settle_probed(self, part: str) -> None:
+        """Notes that the probes of the doctor were about this part, if they have shown anything."""
+        if self.probed:
             self.settle(part, _PROBED)
+
+    def take(self, other: FirstStep) -> None:
+        """Takes over what is known of the same model."""
+        self.verdicts.update(other.verdicts)
+        self._open.update(other._open)
 
     def look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Looks at a model, after a training forward; returns its output, traced for a look at the loss.

@@ -24,7 +24,7 @@ from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step, tree_map
 from torch_dpsco.compiled import CompiledRows, try_compile
 from torch_dpsco.distributed import is_first
-from torch_dpsco.engine import attach_sound, loss_of, require_same_parameters, require_sound
+from torch_dpsco.engine import attach_sound, loss_of, note_probed, require_same_parameters, require_sound
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.micro_batches import micro_batch_size
 from torch_dpsco.optim.base import PrivateOptimizer
@@ -163,9 +163,7 @@ def fit(
         require_sound(model, loss_fn, loader)
     else:
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
-    first_step = first_step_of(model)
-    first_step.settle_probed("loss")  # the one of all steps, here
-    optimizer.note_checks(first_step.verdicts)
+    note_probed(model, optimizer)
     model.train()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     plain = own_step(type(optimizer)) is own_step(
@@ -346,7 +344,7 @@ def _compiled(
     elif not len(loader.dataset):  # type: ignore[arg-type]
         reason = "the data set is empty"
     else:
-        probed = first_step_of(model).probed
+        known = first_step_of(model)
         detach(model)
         device = next(model.parameters()).device
         design = None if isinstance(loader, UserLoader) else loader.design  # users have any number of records
@@ -359,8 +357,7 @@ def _compiled(
         if isinstance(rows, CompiledRows):
             return rows
         attach(model, loss_reduction=reduction)
-        first_step_of(model).probed = probed
-        first_step_of(model).settle_probed("model", "loss")
+        first_step_of(model).take(known)
         reason = rows
     warnings.warn(f"compile=True is not possible, so that fit goes on without: {reason}", UtilityWarning, stacklevel=3)
     return None
