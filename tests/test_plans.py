@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.optim.planned import StepPlan
+from torch_dpsco.optim.planned import StepPlan, costs
 from torch_dpsco.plan import Plan
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
@@ -78,6 +80,73 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     assert labels[:4] == ["promise", "epsilon", "batches", "steps"]
     for adjacency in ("add_remove", "zero_out", "replace_one"):
         assert adjacency in str(plan)
+
+
+SMOOTH = dp.Problem(smoothness=1.0)
+ADDED = dp.Budget(2.0, 1e-4, "add_remove")
+FILLED: dict[str, Callable[[nn.Module], tuple[Any, dp.PrivateOptimizer]]] = {
+    "HolderSGD": lambda model: planned_and_made(model, dp.HolderSGD, holder(budget=ADDED, steps=3)()),
+    "HolderSGD, full": lambda model: planned_and_made(
+        model, dp.HolderSGD, holder(budget=ADDED, steps=2, sampling="full", batch_size=None)()
+    ),
+    "one pass": lambda model: calibrated(model, dp.AcceleratedSGD, steps=4),
+    "many passes": lambda model: calibrated(model, dp.ClippedSGD, sampling="poisson", batch_size=16, steps=3),
+}
+
+
+def planned_and_made(model: nn.Module, cls: Any, plan: StepPlan) -> tuple[Any, dp.PrivateOptimizer]:
+    return plan, cls(model.parameters(), plan)
+
+
+def calibrated(model: nn.Module, cls: Any, **kind: Any) -> tuple[Any, dp.PrivateOptimizer]:
+    settings = {"problem": SMOOTH, "n": N, "budget": ADDED, "clip": 1.0, **kind}
+    return cls.plan(**settings, dim=DIM + 1), cls.calibrated(model.parameters(), **settings)
+
+
+@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("records", [N - 1, N, N + 1])
+def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: int) -> None:
+    plan, optimizer = FILLED[name](dp.attach(nn.Linear(DIM, 1)))
+    (rows,) = re.findall(
+        r"^  filled +a draw, whose size is private, is filled up to (\d+) rows$", str(plan), re.MULTILINE
+    )
+    data = TensorDataset(torch.randn(records, DIM), torch.ones(records, 1))
+    x, _ = next(iter(optimizer.loader(data)))
+    assert len(x) == int(rows)
+
+
+def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
+    plan = holder(budget=BUDGET, steps=3)()
+    assert "filled" not in str(plan)
+    optimizer = dp.HolderSGD(dp.attach(nn.Linear(DIM, 1)).parameters(), plan)
+    assert optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))).slots is None
+
+
+def test_draws_of_users_are_filled_up_under_every_adjacency() -> None:
+    users = dp.UserClippedSGD(
+        nn.Linear(DIM, 1).parameters(), lr=0.1, clip=1.0, noise_multiplier=2.0, batch_size=16, n_users=N, steps=3
+    )
+    text = dict(costs(users.oracle, users.design, "replace_one", None))["filled"]
+    places = users._slots(None, None, users._new_sampler(N, 3, False)).capacity
+    assert text == f"a draw, whose size is private, is filled up to {places} places for users"
+
+
+def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
+    """The figure is that of the table for many parameters, whoever measures it."""
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+0,000 \|[^|]+\|[^|]+\| ([\d.]+) ns \| ([\d.]+) ns \|", page, re.MULTILINE)
+    more = [float(exact) - float(floating) for floating, exact in rows]
+    assert len(more) == 2
+    for text, chosen in (
+        (str(holder(budget=BUDGET, steps=3)()), "on request"),
+        (str(MADE["HolderSGD, exact"][1]()), "chosen"),
+    ):
+        (said,) = re.findall(rf"exact noise {chosen}: some (\d+) ns more a step and parameter", text)
+        assert [round(value, -1) for value in more] == [int(said)] * len(more)
+    with pytest.warns(dp.UtilityWarning, match="no sampling declared"):
+        silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
+    assert "exact noise" not in str(silent)  # nothing to draw
+    assert "3 steps, step size" in str(silent)  # of no number of records that is known
 
 
 def test_a_plan_is_frozen_and_checked() -> None:

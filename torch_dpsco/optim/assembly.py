@@ -187,7 +187,7 @@ class Assembly(CommonOptimizer):
     @property
     def sizes_are_private(self) -> bool:
         """Whether neighboring data sets have draws of different numbers of rows."""
-        return (self.adjacency == ADD_REMOVE or self.oracle.unit == "user") and not isinstance(self.design, Undeclared)
+        return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
 
     def _sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
         """Returns a sampler of the design for a data set of that many records, or users."""
@@ -344,6 +344,11 @@ class Assembly(CommonOptimizer):
             "adjacency": self.adjacency,
             **({} if self._secure is None else {"secure": self._secure}),
         }
+
+
+def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
+    """Returns whether neighboring data sets have draws of different numbers of rows."""
+    return (adjacency == ADD_REMOVE or unit == "user") and not isinstance(design, Undeclared)
 
 
 def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str) -> Event:

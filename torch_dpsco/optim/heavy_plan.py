@@ -15,6 +15,8 @@ from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim.checks import listed
 from torch_dpsco.optim.pilot import PilotPlan
+from torch_dpsco.optim.planned import costs
+from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.problem import Problem
 
 __all__ = ["FEW_STEPS", "HeavyTailedPlan", "Theory", "dimension", "one_pass", "release_noise", "scale_of", "zcdp_of"]
@@ -76,6 +78,11 @@ class HeavyTailedPlan:
     def batch_size(self) -> int:
         """Public divisor of a step."""
         return self.design.batch_size
+
+    def __str__(self) -> str:
+        oracle = self.mechanism().get("oracle") or Clipped(self.clip or 1.0, self.noise_multiplier, self.batch_size)
+        lines = costs(oracle, self.design, self.adjacency, None)
+        return "\n".join([repr(self), *(f"  {label:<12}{text}" for label, text in lines)])
 
     def mechanism(self) -> dict[str, Any]:
         """Returns the arguments that give these numbers to an optimizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,16 +20,17 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Ev
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import planned_event
+from torch_dpsco.optim.assembly import planned_event, sizes_are_private
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.plan import Plan
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule
+from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["SAMPLING", "PlannedOptimizer", "StepPlan", "agreed_adjacency", "dimension", "sampled", "steps_of"]
+__all__ = ["SAMPLING", "PlannedOptimizer", "StepPlan", "agreed_adjacency", "costs", "dimension", "sampled", "steps_of"]
 
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled]] = {
     "poisson": Poisson,
@@ -104,12 +106,36 @@ class StepPlan(Plan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
         yield "batches", _words(self.design, self.unit)
-        passes = "" if self.steps is None else f", {self.steps * self.batch_size / self.design.n:.3g} passes"
-        often = "steps until the budget is spent" if self.steps is None else f"{self.steps} steps{passes}"
+        often = "steps until the budget is spent"
+        if self.steps is not None:
+            declared = not isinstance(self.design, Undeclared)
+            passes = f", {self.steps * self.batch_size / self.design.n:.3g} passes" if declared else ""
+            often = f"{self.steps} steps{passes}"
         yield "steps", f"{often}, step size {self.lr:g}, answer: {_ANSWERS[self.average]}"
+        yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
 
 
 _ANSWERS = {"last": "the last iterate", "uniform": "the average of all iterates", "weighted": "later iterates more"}
+
+
+_EXACT = "some 20 ns more a step and parameter, and 0.03 % more noise (docs/performance.md)"
+
+
+def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) of what filled batches and exact noise cost a run, where there are such.
+
+    Args:
+        oracle: a new one, whose noise is made exact.
+        design: how batches are drawn.
+        adjacency: of the guarantee.
+        secure: whether noise is exact, as in `StepPlan`.
+    """
+    if sizes_are_private(design, adjacency, oracle.unit):
+        units = "rows" if oracle.unit == "example" else f"places for {oracle.unit}s"
+        yield "filled", f"a draw, whose size is private, is filled up to {capacity(design)} {units}"
+    with suppress(ConditionError):  # there is none
+        oracle.use_exact_noise()
+        yield "exact noise", f"{'chosen' if secure else 'on request'}: {_EXACT}"
 
 
 def _words(design: Design, unit: str) -> str:
