@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_dpsco.attempt import Refused, attempt
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.mixing import SEED, Leaf, Mixed, changed_rows, compare, rows_first
+from torch_dpsco.mixing import CHECKED, SEED, Leaf, Mixed, changed_rows, compare, rows_first
 from torch_dpsco.untouched import seed_torch
 
 __all__ = ["MOST_CALLS", "Call", "Ref", "RepeatedLoss", "name_of"]
@@ -24,6 +24,8 @@ __all__ = ["MOST_CALLS", "Call", "Ref", "RepeatedLoss", "name_of"]
 MOST_CALLS, _MOST_NUMBERS = 10_000, 2**24
 _PICKS = {"gather", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
 _CPU = torch.device("cpu")
+_CONSTANTS = "; what cannot be told to be a record's was taken for a constant"
+_INDEX = ", an index of records for their own numbers"
 _NOT_FOUND = "an operation that was not found"
 _FOUND = (
     "records must not reach each other in the loss before its last sum or mean over the batch (at {op}: with {what} as "
@@ -106,11 +108,9 @@ class RepeatedLoss:
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(op=self._culprit(found), what=found.what))
-        if any(leaf.dim is None for leaf in others):
-            found += ", tensors that may be no records' taken for constants"
-        if picks:
-            found += ", an index of records taken for their own numbers"
-        return found
+        if others and found == CHECKED:  # what can be told depends on the size of the batch, which may be private
+            found += _CONSTANTS
+        return found + _INDEX if picks and found.startswith(CHECKED) else found
 
     def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
         dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
