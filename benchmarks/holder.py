@@ -170,6 +170,7 @@ def by_gradient(data: TensorDataset, batch_size: int, epochs: int, lr: float | N
             lr=lr,
             sampling=sampling,
             average="uniform",
+            dim=DIM,
         ),
     )
     with optimizer:

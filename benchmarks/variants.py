@@ -78,7 +78,7 @@ def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Poisson
             noise_multiplier=setting.noise_multiplier,
             batch_size=size,
             sampling=design,
-            adjacency="add_remove",
+            adjacency="replace_one",
         ),
     )
 

@@ -94,6 +94,8 @@ FINE = {
     "dp.Budget.declaring.steps": COUNT,
     "dp.CompiledRows.backend": TEXT,  # a name that torch.compile knows or not, when it compiles
     "dp.HolderSGD.ahead.steps": COUNT,
+    "dp.HolderSGD.plan.dim": "none Model",
+    "dp.HolderSGD.plan[noise].dim": "none Model",
     "dp.OutputPerturbation.calibrated.attack_norm": "inf",
     "dp.OutputPerturbation.calibrated.tilt": "zero part negative huge minus numpy",
     "dp.Problem.grad_bound.radius": "zero part huge inf",

@@ -200,6 +200,8 @@ class HolderSGD(PlannedOptimizer):
         adjacency = agreed_adjacency(adjacency, budget)
         _require_paper(paper, adjacency, sampling, noise)
         _require_noise(noise, noise_multiplier, noise_std, budget)
+        if noise_multiplier is not None:
+            noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         if not given and n is None:
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
         if n is not None and budget is not None and budget.delta >= 1.0 / check.positive_count(n=n):
