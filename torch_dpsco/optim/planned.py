@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +30,18 @@ from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["SAMPLING", "PlannedOptimizer", "StepPlan", "agreed_adjacency", "costs", "dimension", "sampled", "steps_of"]
+__all__ = [
+    "SAMPLING",
+    "FromPlan",
+    "PlannedOptimizer",
+    "StepPlan",
+    "agreed_adjacency",
+    "costs",
+    "dimension",
+    "ledger_of",
+    "sampled",
+    "steps_of",
+]
 
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled]] = {
     "poisson": Poisson,
@@ -146,7 +157,43 @@ def _words(design: Design, unit: str) -> str:
     return f"{type(design).__name__}: {design.batch_size} of {design.n} {unit}s"
 
 
-class PlannedOptimizer(PrivateOptimizer):
+class FromPlan:
+    """Mixin of optimizers that are made of a plan: what was given to them before plans were is refused by name."""
+
+    plans: ClassVar[type[Plan]]  # what this class runs
+
+    @classmethod
+    def _ledger(cls, plan: Any, moved: Mapping[str, Any], accountant: Accountant | None) -> Accountant:
+        """Returns the ledger of a run of this plan.
+
+        Args:
+            plan: the second argument of the class.
+            moved: unknown keywords of the class.
+            accountant: that was given.
+
+        Raises:
+            ValueError: there is no plan of this class, or keywords of it are given to the optimizer.
+            AdjacencyError: the accountant has another budget or adjacency.
+        """
+        name = cls.__name__
+        if moved or not isinstance(plan, cls.plans):
+            raise ValueError(
+                f"{', '.join(moved) or 'plan'} must be given to {name}.plan(...), whose plan is the second argument: "
+                f"{name}(params, {name}.plan(...)) (got {shown(plan)})"
+            )
+        if accountant is None:
+            return ledger_of(plan)
+        if plan.budget is not None:
+            checks.require_budget(accountant, plan.budget)
+        return accountant
+
+    @classmethod
+    def calibrated(cls, *args: Any, **kwargs: Any) -> None:
+        """Raises: it was the way in before plans were."""
+        raise AttributeError(f"{cls.__name__}.calibrated is now {cls.__name__}(params, {cls.__name__}.plan(...))")
+
+
+class PlannedOptimizer(FromPlan, PrivateOptimizer):
     """Base of the named optimizers that make private steps: a plan in, everything else follows.
 
     Args:
@@ -159,7 +206,7 @@ class PlannedOptimizer(PrivateOptimizer):
         generator: noise generator of your own (warns).
     """
 
-    plans: ClassVar[type[StepPlan]]  # what this class runs
+    plans: ClassVar[type[StepPlan]]
 
     def __init__(
         self,
@@ -173,16 +220,7 @@ class PlannedOptimizer(PrivateOptimizer):
         generator: torch.Generator | None = None,
         **moved: Any,
     ) -> None:
-        name = type(self).__name__
-        if moved or not isinstance(plan, self.plans):
-            raise ValueError(
-                f"{', '.join(moved) or 'plan'} must be given to {name}.plan(...), whose plan is the second argument: "
-                f"{name}(params, {name}.plan(...)) (got {shown(plan)})"
-            )
-        if accountant is None:
-            accountant = ledger_of(plan)
-        elif plan.budget is not None:
-            checks.require_budget(accountant, plan.budget)
+        accountant = self._ledger(plan, moved, accountant)
         prox = plan.prox() if prox is None else prox
         self._plan = plan
         super().__init__(
@@ -199,11 +237,6 @@ class PlannedOptimizer(PrivateOptimizer):
             generator=generator,
             secure=plan.secure,
         )
-
-    @classmethod
-    def calibrated(cls, *args: Any, **kwargs: Any) -> None:
-        """Raises: it was the way in before plans were."""
-        raise AttributeError(f"{cls.__name__}.calibrated is now {cls.__name__}(params, {cls.__name__}.plan(...))")
 
 
 def ledger_of(plan: Plan) -> Accountant:
