@@ -257,7 +257,7 @@ def test_physical_batches_do_not_turn_a_loader_of_users_into_one_of_rows() -> No
 
 
 def test_the_loader_of_an_optimizer_that_protects_users_needs_their_ids_and_the_step_knows_them() -> None:
-    with pytest.raises(TypeError, match="users"):
+    with pytest.raises(dp.UnitError, match="users must be given for UserClippedSGD, which protects users"):
         runs.clipped(3).opt.loader(runs.dataset(np.ones((3, 2))))
     data, ids = runs.agreeing(12, rows=4)
     given, known = (runs.clipped(12, clip=0.7, steps=2) for _ in range(2))

@@ -31,7 +31,6 @@ from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.closed_form import closed_form
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.solved import SolvedOptimizer
-from torch_dpsco.optim.user_base import UserOptimizer
 from torch_dpsco.per_record import PerRecord
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 
@@ -145,19 +144,16 @@ def fit(
     if delta is None and optimizer.accountant.budget is not None:
         delta = optimizer.accountant.budget.delta
     left = goal - optimizer.steps
-    protects_users = isinstance(optimizer, UserOptimizer)
-    if protects_users != (users is not None):
-        raise ValueError(
-            f"users must {'' if protects_users else 'not '}be given for {type(optimizer).__name__} (got "
-            f"{check.shown(users)})"
-        )
     optimizer.discard()  # what a run before left in progress comes again
-    loader: PrivateLoader
-    chunks: dict[str, Any] = {"physical_batch_size": physical_batch_size, "padding": padding}
-    if isinstance(optimizer, UserOptimizer):
-        loader = optimizer.loader(dataset, users, steps=left, resume=True, num_workers=num_workers, **chunks)
-    else:
-        loader = optimizer.loader(dataset, steps=left, resume=True, num_workers=num_workers, **chunks)
+    loader = optimizer.loader(
+        dataset,
+        users,
+        steps=left,
+        resume=True,
+        num_workers=num_workers,
+        physical_batch_size=physical_batch_size,
+        padding=padding,
+    )
     attached = is_attached(model)
     if attached:
         require_sound(model, loss_fn, loader)
@@ -169,7 +165,7 @@ def fit(
     plain = own_step(type(optimizer)) is own_step(
         PrivateOptimizer
     )  # a step of the caller's expects a backward before it
-    closed = closed_form(model, trained, loss_fn, dataset, loader) if plain and not protects_users else None
+    closed = closed_form(model, trained, loss_fn, dataset, loader) if plain and users is None else None
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
     make_step: Callable[[Any], Any]
     batches: Iterator[Any]
@@ -206,7 +202,7 @@ def _steps_on(
     for batch in loader:
         optimizer.zero_grad()
         users = None
-        if isinstance(optimizer, UserOptimizer):
+        if optimizer.oracle.unit == "user":
             *batch, users = batch
         users = to_device(users, device)
         if not optimizer.outstanding_rows:  # an empty draw is a step of noise only

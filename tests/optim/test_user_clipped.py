@@ -332,13 +332,13 @@ def test_fit_makes_the_planned_steps_on_users() -> None:
 def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
     data, ids = runs.agreeing(40)
     run = runs.clipped(40, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="users must be given for UserClippedSGD"):
+    with pytest.raises(dp.UnitError, match="users must be given for UserClippedSGD"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, progress=False)
     layer = runs.model()
     opt = dp.ClippedSGD(
         layer.parameters(), 1.0, clip=1.0, noise_multiplier=9.0, batch_size=40, design=dp.Full(40), steps=1
     )
-    with pytest.raises(ValueError, match="users must not be given for ClippedSGD"):
+    with pytest.raises(dp.UnitError, match="users must not be given for ClippedSGD"):
         dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
     with pytest.raises(dp.UnitError, match="one id per record"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids[:3], progress=False)

@@ -23,7 +23,6 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Non
 from torch_dpsco.gradbatch import DenseBlock, GradBatch, Points, neighbor_counts
 from torch_dpsco.mechanisms import exponential
 from torch_dpsco.mechanisms.exponential import score_law
-from torch_dpsco.optim.user_base import UserOptimizer
 from torch_dpsco.oracles import user_search
 from torch_dpsco.oracles.user_search import UserSearched, search_law
 from torch_dpsco.schedule import Phase, Schedule
@@ -487,7 +486,7 @@ def optimized(accountant=None, steps=3, search=None, n=40):
     oracle = UserSearched(
         search or grid(n, 2.0), filter, 0.2, steps=steps, threshold=0.9 * n, threshold_scale=0.1, query_scale=0.1
     )
-    opt = UserOptimizer(
+    opt = dp.PrivateOptimizer(
         dp.attach(model, loss_reduction="sum").parameters(),
         0.1,
         oracle=oracle,

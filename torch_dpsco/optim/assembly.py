@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
-from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoader, Slots, UserLoader
+from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoader, Slots, UserLoader, user_ids
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
@@ -128,6 +129,7 @@ class Assembly(CommonOptimizer):
     def loader(
         self,
         dataset: Dataset[Any],
+        users: Any = None,
         *,
         steps: int | None = None,
         resume: bool = False,
@@ -141,7 +143,11 @@ class Assembly(CommonOptimizer):
 
         Args:
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest.
-            steps: draws per iteration; default one epoch, or all that is left.
+            users: where users are protected, and only there, the id of the user of each record: users are drawn, and
+                all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
+                hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
+                universe, and users without a record are legal; under add_remove users are numbered without gaps.
+            steps: draws per iteration; default one epoch, or all that is left of one pass, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
             physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
@@ -150,15 +156,26 @@ class Assembly(CommonOptimizer):
             pin_memory: as in DataLoader.
             padding: whether all batches have the same public number of rows, those that are no records being zeros
                 that no step counts: then a record's row depends on no other record, not in its last bits either (see
-                docs/guarantees.md). Default: where the number of records drawn is private.
+                docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users.
 
         Raises:
-            UnitError: the data set does not have the declared number of records although that is public.
+            UnitError: the data set does not have the declared number of records although that is public; or ids are no
+                integers, are missing, or are out of range.
             UnknownSamplerError: no sampling was declared.
         """
+        records = checks.number_of_records(dataset)
+        if (users is not None) != (self.oracle.unit == "user"):
+            raise UnitError(
+                f"users must {'' if users is None else 'not '}be given for {type(self).__name__}, which protects "
+                f"{self.oracle.unit}s (got {check.shown(users)})"
+            )
         self._world.compare_data(dataset, steps)
-        sampler = self._sampler(checks.number_of_records(dataset), steps, resume)
-        loader = PrivateLoader(
+        ids = None if users is None else user_ids(users, records)
+        if ids is not None and steps is None and self.schedule.steps is not None and not self.design.one_pass:
+            steps = max(1, self.schedule.steps - self._steps)
+        size = records if ids is None else checks.number_of_users(ids, self.design, self.adjacency)
+        sampler = self._new_sampler(size, steps, resume)
+        loader = (PrivateLoader if ids is None else partial(UserLoader, users=ids))(
             dataset,
             sampler,
             physical_batch_size=physical_batch_size,
@@ -188,12 +205,6 @@ class Assembly(CommonOptimizer):
     def sizes_are_private(self) -> bool:
         """Whether neighboring data sets have draws of different numbers of rows."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
-
-    def _sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
-        """Returns a sampler of the design for a data set of that many records, or users."""
-        if self.oracle.unit != "example":
-            raise UnitError("users must be given to the loader: this optimizer protects users, loader(dataset, users)")
-        return self._new_sampler(size, steps, resume)
 
     def _new_sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
         checks.require_universe(self.design, self.adjacency, size)

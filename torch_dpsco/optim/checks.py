@@ -30,6 +30,7 @@ __all__ = [
     "is_watched",
     "listed",
     "number_of_records",
+    "number_of_users",
     "one_device",
     "require_budget",
     "require_double",
@@ -66,6 +67,18 @@ def number_of_records(dataset: Dataset[Any]) -> int:
             f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length)"
         )
     return len(dataset)
+
+
+def number_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> int:
+    """Returns how many users may be drawn; raises UnitError if they are more than the reference of add_remove."""
+    if adjacency != ADD_REMOVE or not len(ids):
+        return design.n
+    if (size := int(ids.max()) + 1) > design.n:
+        raise UnitError(
+            f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more users): number "
+            f"them without gaps, and give an n_users that is large enough"
+        )
+    return size
 
 
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:

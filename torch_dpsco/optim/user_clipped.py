@@ -18,8 +18,9 @@ from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
+from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.heavy_plan import dimension
-from torch_dpsco.optim.user_base import UserOptimizer, require_user
+from torch_dpsco.optim.user_base import require_user
 from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.prox import Prox
@@ -31,7 +32,7 @@ __all__ = ["UserClippedSGD"]
 _SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"poisson": Poisson, "fixed": Fixed}
 
 
-class UserClippedSGD(UserOptimizer):
+class UserClippedSGD(PrivateOptimizer):
     """SGD on the mean of users' clipped mean gradients: user-level DP-SGD, the default recommendation.
 
     Args:

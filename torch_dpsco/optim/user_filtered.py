@@ -29,8 +29,8 @@ from torch_dpsco.accounting.designs import Design, Full, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
+from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.heavy_plan import dimension
-from torch_dpsco.optim.user_base import UserOptimizer
 from torch_dpsco.optim.user_plan import filtered_oracle, plan_filtered, poisson_oracle, warn_if_users_are_buried
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius
@@ -43,7 +43,7 @@ from torch_dpsco.theory.user_level import FilteredSchedule, PairRadiusSearch, Po
 __all__ = ["UserFilteredSGD"]
 
 
-class UserFilteredSGD(UserOptimizer):
+class UserFilteredSGD(PrivateOptimizer):
     """SGD on filtered means of users: noise in proportion to how far apart users are, not to how long gradients are.
 
     Args:

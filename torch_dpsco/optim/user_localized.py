@@ -21,8 +21,8 @@ from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.optim import checks
+from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.heavy_plan import dimension
-from torch_dpsco.optim.user_base import UserOptimizer
 from torch_dpsco.optim.user_plan import filtered_oracle, plan_localized_users, warn_if_users_are_buried
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.problem import Problem
@@ -34,7 +34,7 @@ from torch_dpsco.theory.user_level import LocalizedUserPlan
 __all__ = ["LocalizedUserSGD"]
 
 
-class LocalizedUserSGD(UserOptimizer):
+class LocalizedUserSGD(PrivateOptimizer):
     """Phases of filtered means on disjoint users, for strongly convex losses: Algorithm 4.
 
     Args:
