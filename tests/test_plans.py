@@ -33,6 +33,7 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "HolderSGD, exact": (dp.HolderSGD, holder(budget=BUDGET, steps=2, secure="exact")),
     "HolderSGD, fixed": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="fixed", noise="constant")),
     "HolderSGD, shuffled": (dp.HolderSGD, holder(budget=BUDGET, epochs=2, sampling="shuffled")),
+    "HolderSGD, assigned": (dp.HolderSGD, holder(budget=dp.Budget(2.0, 1e-4, "add_remove"), sampling="assigned")),
     "HolderSGD, full": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="full", batch_size=None)),
     "HolderSGD, noise": (dp.HolderSGD, holder(noise_multiplier=3.0, steps=3, lr=0.1)),
     "HolderSGD, losses with kinks": (
@@ -147,6 +148,15 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
         silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
     assert "exact noise" not in str(silent)  # nothing to draw
     assert "3 steps, step size" in str(silent)  # of no number of records that is known
+
+
+def test_one_pass_is_no_more() -> None:
+    assert holder(noise_multiplier=3.0, sampling="assigned")().steps == 4
+    for more in ({"steps": 5}, {"epochs": 2}):
+        with pytest.raises(ValueError, match=r"steps must be <= 4, one pass of Assigned.* \(got [58]\)"):
+            holder(budget=BUDGET, sampling="assigned", **more)()
+    with pytest.raises(ValueError, match="sampling must be one of poisson, fixed, shuffled, assigned, full"):
+        holder(budget=BUDGET, sampling="one-pass")()
 
 
 def test_a_plan_is_frozen_and_checked() -> None:

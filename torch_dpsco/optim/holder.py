@@ -167,12 +167,12 @@ class HolderSGD(PlannedOptimizer):
             noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
             steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
                 choose there is no limit but the budget.
-            epochs: passes over the data on average; default 10 where the noise is chosen.
+            epochs: passes over the data on average; default 10 where the noise is chosen, 1 for "assigned".
             batch_size: expected batch size, the public divisor; default 512 (at most n) for smooth losses, else a power
                 of 2 that makes the noise per record pair, noise_multiplier/2, closest to 2.
             lr: step size; default 1/smoothness, or `theory.holder.balanced_lr`.
-            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled" or "full"; or a design such as
-                dp.Full(n), which has batch_size and n.
+            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass) or
+                "full"; or a design such as dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
                 it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full

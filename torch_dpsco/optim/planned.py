@@ -18,6 +18,7 @@ from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import planned_event, sizes_are_private
@@ -43,10 +44,11 @@ __all__ = [
     "steps_of",
 ]
 
-SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled]] = {
+SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {
     "poisson": Poisson,
     "fixed": Fixed,
     "shuffled": Shuffled,
+    "assigned": Assigned,
 }
 
 
@@ -120,7 +122,7 @@ class StepPlan(Plan):
         often = "steps until the budget is spent"
         if self.steps is not None:
             declared = not isinstance(self.design, Undeclared)
-            passes = f", {self.steps * self.batch_size / self.design.n:.3g} passes" if declared else ""
+            passes = f", {_rows(self.design, self.steps) / self.design.n:.3g} passes" if declared else ""
             often = f"{self.steps} steps{passes}"
         yield "steps", f"{often}, step size {self.lr:g}, answer: {_ANSWERS[self.average]}"
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
@@ -152,9 +154,19 @@ def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None
 def _words(design: Design, unit: str) -> str:
     if isinstance(design, Undeclared):
         return f"{design.batch_size} {unit}s each; how they are drawn is not declared, so that nothing is gained by it"
+    if isinstance(design, Parts):
+        parts = "; then ".join(_words(part, unit) for part, _ in design.parts)
+        return f"{parts}; no {unit} is in two of these parts"
     if isinstance(design, Full):
         return f"all {design.n} {unit}s"
     return f"{type(design).__name__}: {design.batch_size} of {design.n} {unit}s"
+
+
+def _rows(design: Design, steps: int) -> int:
+    """Returns the expected rows of so many steps, of all steps in parts."""
+    if isinstance(design, Parts):
+        return sum(_rows(part, draws) for part, draws in design.parts)
+    return steps * design.batch_size
 
 
 class FromPlan:
@@ -176,7 +188,7 @@ class FromPlan:
             AdjacencyError: the accountant has another budget or adjacency.
         """
         name = cls.__name__
-        if moved or not isinstance(plan, cls.plans):
+        if moved or type(plan) is not cls.plans:
             raise ValueError(
                 f"{', '.join(moved) or 'plan'} must be given to {name}.plan(...), whose plan is the second argument: "
                 f"{name}(params, {name}.plan(...)) (got {shown(plan)})"
@@ -259,7 +271,7 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
     """Returns the design of a word and its numbers; without n none is claimed.
 
     Args:
-        sampling: "poisson", "fixed", "shuffled" or "full"; or a design, which has its numbers.
+        sampling: "poisson", "fixed", "shuffled", "assigned" (one pass) or "full"; or a design, which has its numbers.
         batch_size: expected size of a batch; None for that of the design, or for n.
         n: public number of records.
         adjacency: of the guarantee.
@@ -283,13 +295,20 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
 
 
 def steps_of(design: Design, steps: int | None, epochs: float | None, default: float | None) -> int | None:
-    """Returns the number of steps: given, or of so many passes; None where neither is and there is no default."""
+    """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
+
+    Designs of one pass have that as default, and no more.
+    """
     if steps is not None and epochs is not None:
         raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-    if steps is not None:
-        return check.positive_count(steps=steps)
-    passes = default if epochs is None else epochs
-    return None if passes is None else epoch_steps(design, passes)
+    if steps is None:
+        passes = (1 if design.one_pass else default) if epochs is None else epochs
+        if passes is None:
+            return None
+        steps = epoch_steps(design, passes)
+    if design.one_pass and steps > design.steps_per_epoch:
+        raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass of {design} (got {steps})")
+    return check.positive_count(steps=steps)
 
 
 def dimension(dim: Any) -> int | None:
