@@ -109,7 +109,8 @@ def _clipping(data: TensorDataset, users: Tensor, n: int, m: int, decay: float |
     for clip, lr in itertools.product(CLIPS, LRS):
         model = _model()
         numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "center_decay": decay, "average": "weighted"}
-        optimizer = dp.UserClippedSGD.calibrated(model.parameters(), n_users=n, budget=budget, **numbers)
+        plan = dp.UserClippedSGD.plan(n_users=n, budget=budget, **numbers)
+        optimizer = dp.UserClippedSGD(model.parameters(), plan)
         yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
 
 
@@ -196,10 +197,11 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
         plan = user_level.calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
         optimizer = dp.UserFilteredSGD(model.parameters(), 1.0, plan=plan, average="last")
     elif name == "clipped":
-        optimizer = dp.UserClippedSGD.calibrated(model.parameters(), clip=clip, steps=1, **shared)
+        optimizer = dp.UserClippedSGD(model.parameters(), dp.UserClippedSGD.plan(clip=clip, steps=1, **shared))
     else:
         clip = max(1.0, clip / 5)
-        optimizer = dp.UserClippedSGD.calibrated(model.parameters(), clip=clip, steps=10, center_decay=0.5, **shared)
+        plan = dp.UserClippedSGD.plan(clip=clip, steps=10, center_decay=0.5, **shared)
+        optimizer = dp.UserClippedSGD(model.parameters(), plan)
     data = TensorDataset(torch.ones(n, 1), values)
     dp.fit(model, optimizer, data, _half_square, users=torch.arange(n), loss_reduction="sum", progress=False)
     return float((model.weight.detach().squeeze(1) - values.mean(0)).norm())

@@ -130,8 +130,7 @@ def centered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 
 
 def _clipped(model: nn.Module, setting: Setting, clip: float, decay: float | None) -> dp.PrivateOptimizer:
-    return dp.UserClippedSGD.calibrated(
-        model.parameters(),
+    plan = dp.UserClippedSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
         clip=clip,
@@ -139,7 +138,9 @@ def _clipped(model: nn.Module, setting: Setting, clip: float, decay: float | Non
         steps=min(STEPS, setting.most_steps),
         center_decay=decay,
         average="weighted",
+        dim=model,
     )
+    return dp.UserClippedSGD(model.parameters(), plan)
 
 
 def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:

@@ -205,7 +205,8 @@ def test_rows_of_users_go_with_their_ids() -> None:
     for compile in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        ours = dp.UserClippedSGD(model.parameters(), 0.1, clip=0.2, noise_multiplier=0.0, batch_size=4, n_users=4)
+        plan = dp.UserClippedSGD.plan(lr=0.1, clip=0.2, noise_multiplier=0.0, n_users=4)
+        ours = dp.UserClippedSGD(model.parameters(), plan)
         rows = vectorized(model, nn.BCEWithLogitsLoss()) if compile else None
         if not compile:
             dp.attach(model)

@@ -129,7 +129,8 @@ def test_compiled_rows_choose_their_size_by_the_design_of_the_optimizer() -> Non
         for x, y in ours.loader(data, steps=20):
             rows.step(ours, x, y)
         assert rows.micro_batch_size == expected
-    users = dp.UserClippedSGD(model.parameters(), 0.1, clip=0.2, noise_multiplier=0.0, batch_size=4, n_users=4)
+    plan = dp.UserClippedSGD.plan(lr=0.1, clip=0.2, noise_multiplier=0.0, n_users=4)
+    users = dp.UserClippedSGD(model.parameters(), plan)
     rows = dp.CompiledRows(model, nn.MSELoss(), backend=None)
     for x, y, ids in users.loader(data, torch.arange(40) // 10, steps=1):
         rows.step(users, x, y, users=ids)

@@ -355,7 +355,9 @@ def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit
     """By the same loader, a new one, and a new one after one that does not fill batches up."""
     params, data = dp.attach(nn.Linear(1, 1)).parameters(), TensorDataset(1.0 + torch.arange(64.0)[:, None])
     if unit == "user":
-        optimizer = dp.UserClippedSGD(params, 0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n_users=32)
+        optimizer = dp.UserClippedSGD(
+            params, dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n_users=32)
+        )
     else:
         optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove")
     users = [torch.arange(64) % 32] if unit == "user" else []

@@ -15,16 +15,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.optim.planned import StepPlan, costs
+from torch_dpsco.optim.planned import StepPlan
 from torch_dpsco.plan import Plan
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
+PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
 LOSS = dp.losses.Logistic()
 PROBLEM = LOSS.problem(bound_x=2.0, radius=3.0)
 
 
 def holder(**kind: Any) -> Callable[[], StepPlan]:
     return lambda: dp.HolderSGD.plan(**{"problem": PROBLEM, "n": N, "batch_size": 16, **kind})
+
+
+def clipped_users(**kind: Any) -> Callable[[], StepPlan]:
+    return lambda: dp.UserClippedSGD.plan(**{"n_users": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind})
 
 
 MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
@@ -40,16 +45,30 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
         dp.HolderSGD,
         holder(problem=dp.losses.Hinge().problem(bound_x=2.0, radius=1.5), budget=BUDGET, epochs=1, dim=DIM + 1),
     ),
+    "UserClippedSGD": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, epochs=1)),
+    "UserClippedSGD, add_remove": (
+        dp.UserClippedSGD,
+        clipped_users(budget=dp.Budget(2.0, 1e-4, "add_remove", unit="user"), steps=3),
+    ),
+    "UserClippedSGD, exact": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, secure="exact")),
+    "UserClippedSGD, fixed": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, sampling="fixed")),
+    "UserClippedSGD, shuffled": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, epochs=2, sampling="shuffled")),
+    "UserClippedSGD, all": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, batch_size=None, dim=DIM + 1)),
+    "UserClippedSGD, noise": (
+        dp.UserClippedSGD,
+        clipped_users(noise_multiplier=3.0, steps=3, adjacency="zero_out", center_decay=0.5, min_items=2),
+    ),
 }
 
 
 def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
-    model = dp.attach(nn.Linear(DIM, 1))
+    model = dp.attach(nn.Linear(DIM, 1), loss_reduction="sum")
     optimizer = cls(model.parameters(), plan)
-    data = TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))
-    for x, y in optimizer.loader(data, steps=plan.steps):
+    data = TensorDataset(torch.randn(plan.n, DIM), torch.ones(plan.n, 1))
+    users = torch.arange(plan.n) if plan.unit == "user" else None
+    for x, y, *_ in optimizer.loader(data, users, steps=plan.steps):
         optimizer.zero_grad()
-        LOSS(model(x), y).backward()
+        LOSS(model(x), y, reduction="sum").backward()
         optimizer.step()
     optimizer.finalize()
     assert optimizer.steps == plan.steps
@@ -124,12 +143,12 @@ def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
 
 
 def test_draws_of_users_are_filled_up_under_every_adjacency() -> None:
-    users = dp.UserClippedSGD(
-        nn.Linear(DIM, 1).parameters(), lr=0.1, clip=1.0, noise_multiplier=2.0, batch_size=16, n_users=N, steps=3
-    )
-    text = dict(costs(users.oracle, users.design, "replace_one", None))["filled"]
-    places = users._slots(None, None, users._new_sampler(N, 3, False)).capacity
-    assert text == f"a draw, whose size is private, is filled up to {places} places for users"
+    for adjacency in ("add_remove", "zero_out", "replace_one"):
+        plan = clipped_users(noise_multiplier=2.0, steps=3, adjacency=adjacency)()
+        optimizer = dp.UserClippedSGD(nn.Linear(DIM, 1).parameters(), plan)
+        places = optimizer._slots(None, None, optimizer._new_sampler(N, 3, False)).capacity
+        text = dict(plan.lines())["filled"]
+        assert text == f"a draw, whose size is private, is filled up to {places} places for users"
 
 
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:

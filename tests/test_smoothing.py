@@ -97,8 +97,8 @@ def test_a_step_of_a_user_optimizer_takes_gradients_at_the_shifted_point() -> No
     nn.init.zeros_(model.weight)
     params, x = list(model.parameters()), torch.randn(6, 2, dtype=torch.float64, generator=seeded(1))
     data = torch.utils.data.TensorDataset(x, torch.zeros(6, 1, dtype=torch.float64))
-    numbers = {"clip": 100.0, "noise_multiplier": 0.0, "batch_size": 3, "n_users": 3, "steps": 1}
-    optimizer = dp.UserClippedSGD(params, 1.0, **numbers)
+    plan = dp.UserClippedSGD.plan(lr=1.0, clip=100.0, noise_multiplier=0.0, n_users=3, steps=1)
+    optimizer = dp.UserClippedSGD(params, plan)
     shift = ball_shift(params, 0.5, seeded(2))[0]
     for rows, y, users in optimizer.loader(data, users=torch.arange(6) % 3):
         with shifted(params, 0.5, seeded(2)):

@@ -235,17 +235,10 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
 
 def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    return dp.UserClippedSGD(
-        params,
-        s.lr,
-        clip=1.5 * s.scale,
-        noise_multiplier=s.noise,
-        batch_size=s.batch,
-        n_users=N,
-        steps=s.steps,
-        accountant=s.accountant,
-        generator=s.generator,
+    plan = dp.UserClippedSGD.plan(
+        lr=s.lr, clip=1.5 * s.scale, noise_multiplier=s.noise, batch_size=s.batch, n_users=N, steps=s.steps
     )
+    return dp.UserClippedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
 @lru_cache

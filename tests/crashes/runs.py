@@ -82,9 +82,8 @@ def _users(build: Build, data: Callable[[], tuple[TensorDataset, Any]]) -> Case:
 
 
 def _user_clipped(params: Any, accountant: dp.Accountant) -> Any:
-    return dp.UserClippedSGD.calibrated(
-        params, n_users=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6, accountant=accountant
-    )
+    plan = dp.UserClippedSGD.plan(n_users=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6)
+    return dp.UserClippedSGD(params, plan, accountant=accountant)
 
 
 def _filtered(params: Any, accountant: dp.Accountant) -> Any:

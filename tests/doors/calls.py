@@ -398,14 +398,13 @@ CALLS["dp.PrivateOptimizer"] = lambda: (
         "design": dp.Poisson(6, 24),
     },
 )
+_CLIPPED_USERS = {"n_users": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
 CALLS["dp.UserClippedSGD"] = lambda: (
     dp.UserClippedSGD,
-    {"params": params(), "lr": 0.1, "clip": 1.0, "noise_multiplier": 2.0, "batch_size": 6, "n_users": 24},
+    {"params": params(), "plan": dp.UserClippedSGD.plan(**_CLIPPED_USERS, noise_multiplier=2.0)},
 )
-CALLS["dp.UserClippedSGD.calibrated"] = lambda: (
-    dp.UserClippedSGD.calibrated,
-    {"params": params(), "n_users": 24, "budget": user_budget(), "clip": 1.0, "lr": 0.1, "batch_size": 6, "steps": 2},
-)
+simple("dp.UserClippedSGD.plan", dp.UserClippedSGD.plan, budget=lambda: user_budget(), steps=2, **_CLIPPED_USERS)
+simple("dp.UserClippedSGD.plan[noise]", dp.UserClippedSGD.plan, noise_multiplier=2.0, **_CLIPPED_USERS)
 CALLS["dp.UserFilteredSGD"] = lambda: (dp.UserFilteredSGD, {"params": params(), "lr": 0.1, "plan": filter_plan()})
 CALLS["dp.UserFilteredSGD.calibrated"] = lambda: (dp.UserFilteredSGD.calibrated, {"params": params()} | filtered())
 CALLS["dp.UserFilteredSGD.plan"] = lambda: (dp.UserFilteredSGD.plan, {"dim": DIM} | filtered())
@@ -549,7 +548,7 @@ def _fit() -> Good:
 def _fit_users() -> Good:
     net = model()
     optimizer = dp.UserClippedSGD(
-        net.parameters(), 0.1, clip=1.0, noise_multiplier=2.0, batch_size=6, n_users=24, steps=2
+        net.parameters(), dp.UserClippedSGD.plan(**_CLIPPED_USERS, noise_multiplier=2.0, steps=2)
     )
     good = {"model": net, "optimizer": optimizer, "dataset": records(48), "loss_fn": LOSS, "progress": False}
     return dp.fit, good | {"users": torch.arange(48) % 24}

@@ -82,8 +82,7 @@ def solved(cls: Any, budget: dp.Budget = SMALL) -> Callable[[int], Any]:
 
 def users_clipped(n: int) -> Any:
     budget = dp.Budget(0.05, 1e-5, unit="user")
-    params = torch.nn.Linear(DIM - 1, 1).parameters()
-    return dp.UserClippedSGD.calibrated(params, n_users=n, budget=budget, clip=2.0, lr=0.1)
+    return dp.UserClippedSGD.plan(n_users=n, budget=budget, clip=2.0, lr=0.1, dim=DIM)
 
 
 def planner(cls: Any, budget: dp.Budget = SMALL, **settings: Any) -> Callable[[int], Any]:

@@ -227,9 +227,8 @@ def test_nothing_to_shift_is_no_error() -> None:
 def test_rows_of_items_shifted_one_by_one_make_a_private_step() -> None:
     torch.manual_seed(1)
     model = Point()
-    optimizer = dp.UserClippedSGD(
-        model.parameters(), 1.0, clip=1e6, noise_multiplier=0.0, batch_size=2, n_users=2, steps=1
-    )
+    plan = dp.UserClippedSGD.plan(lr=1.0, clip=1e6, noise_multiplier=0.0, n_users=2, steps=1)
+    optimizer = dp.UserClippedSGD(model.parameters(), plan)
     users = torch.arange(N) % 2
     for x, _, ids in optimizer.loader(TensorDataset(X, X), users=users):
         perturbed_backward(
@@ -238,9 +237,7 @@ def test_rows_of_items_shifted_one_by_one_make_a_private_step() -> None:
         optimizer.step(users=ids)
     assert torch.equal(weights(model), torch.zeros(DIM, dtype=torch.float64))  # the gradient at 0 is 0
     model.layer.weight.data.fill_(1.0)
-    optimizer = dp.UserClippedSGD(
-        model.parameters(), 1.0, clip=1e6, noise_multiplier=0.0, batch_size=2, n_users=2, steps=1
-    )
+    optimizer = dp.UserClippedSGD(model.parameters(), plan)
     for x, _, ids in optimizer.loader(TensorDataset(X, X), users=users):
         perturbed_backward(
             model, lambda out, _: 0.5 * out.square().sum(), x, x, radius=0.0, generator=torch.Generator()

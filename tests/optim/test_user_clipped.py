@@ -16,7 +16,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.oracles import AdaptiveClipped, Clipped
+from torch_dpsco.oracles import AdaptiveClipped, Centered, Clipped
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
@@ -153,10 +153,12 @@ def test_a_center_that_follows_releases_removes_the_bias() -> None:
 
 def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
     data, ids = runs.agreeing(40, rows=3)
-    clipping = AdaptiveClipped(0.01, 2.0, 40, count_noise=2.0)
-    accountant = dp.Accountant(runs.budget(epsilon=20.0))
-    run = runs.clipped(40, clipping=clipping, steps=8, accountant=accountant)
-    run.train(data, ids)
+    layer, clipping = runs.model(), AdaptiveClipped(0.01, 2.0, 40, count_noise=2.0)
+    opt = dp.PrivateOptimizer(
+        layer.parameters(), 1.0, oracle=Centered(clipping, 40), rule=dp.rules.SGD(), design=dp.Full(40),
+        schedule=dp.Schedule((dp.Phase(8),)), accountant=dp.Accountant(runs.budget(epsilon=20.0)),
+    )  # fmt: skip
+    run = runs.Run(layer, opt).train(data, ids)
     assert run.opt.steps == len(run.opt.accountant) == 8
     assert run.opt.metrics["clip"] > 0.01 * 1.5
     plain = runs.clipped(40, clip=1.0, noise_multiplier=2.0, steps=8).train(data, ids)
@@ -199,9 +201,8 @@ def test_fixed_batches_have_no_guarantee_under_add_remove() -> None:
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str) -> None:
     layer = runs.model()
-    opt = dp.UserClippedSGD.calibrated(
-        layer.parameters(), n_users=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6
-    )
+    plan = dp.UserClippedSGD.plan(n_users=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6)
+    opt = dp.UserClippedSGD(layer.parameters(), plan)
     run = runs.Run(layer, opt).train(*runs.agreeing(40, rows=4))
     assert 0.97 * runs.EPSILON <= run.epsilon() <= runs.EPSILON
     assert opt.oracle.event().sigma == pytest.approx(
@@ -212,20 +213,16 @@ def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str)
 
 
 def test_the_budget_refuses_a_step_too_many() -> None:
-    layer = runs.model()
     one = runs.clipped(40, noise_multiplier=2.0).train(*runs.agreeing(40)).epsilon()
     accountant = dp.Accountant(runs.budget(epsilon=1.01 * one))
-    opt = dp.UserClippedSGD(
-        layer.parameters(), 1.0, clip=1.0, noise_multiplier=2.0, batch_size=40, n_users=40, accountant=accountant
-    )
-    run = runs.Run(layer, opt)
+    run = runs.clipped(40, noise_multiplier=2.0, steps=None, accountant=accountant)
     data, ids = runs.agreeing(40)
     run.train(data, ids, steps=1)
     before = run.weights
     with pytest.raises(dp.BudgetExceeded):
         run.train(data, ids, steps=1)
     assert run.weights.equal(before)
-    assert (opt.steps, len(accountant)) == (1, 1)
+    assert (run.opt.steps, len(accountant)) == (1, 1)
 
 
 def test_figures_of_examples_and_of_users_never_mix() -> None:
@@ -236,7 +233,7 @@ def test_figures_of_examples_and_of_users_never_mix() -> None:
         runs.clipped(10, noise_multiplier=9.0, accountant=dp.Accountant())
     layer = runs.model()
     with pytest.raises(dp.UnitError, match="budget must be of unit 'user'"):
-        dp.UserClippedSGD.calibrated(layer.parameters(), n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
+        dp.UserClippedSGD.plan(n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
     people = dp.Accountant(unit="user")
     with pytest.raises(dp.UnitError, match="unit"):
         dp.ClippedSGD(
@@ -309,9 +306,8 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) 
 
 def test_fit_makes_the_planned_steps_on_users() -> None:
     layer = runs.Shifts(2)
-    opt = dp.UserClippedSGD.calibrated(
-        layer.parameters(), n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6
-    )
+    plan = dp.UserClippedSGD.plan(n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6)
+    opt = dp.UserClippedSGD(layer.parameters(), plan)
     data, ids = runs.agreeing(40, rows=4)
     dp.fit(
         layer,
@@ -354,17 +350,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "noise": ({"noise_multiplier": -1.0}, "noise_multiplier must be"),
     "batch-size": ({"batch_size": 11}, "batch_size must be"),
     "batch-size-zero": ({"batch_size": 0}, "batch_size must be"),
-    "sampling": ({"sampling": "shuffled", "batch_size": 5}, "sampling must be"),
+    "sampling": ({"sampling": "disjoint", "batch_size": 5}, "sampling must be"),
+    "sampling-of-all": ({"sampling": "disjoint"}, "sampling must be"),
+    "full": ({"sampling": "full", "batch_size": 5}, "batch_size must be n=10 for full batches"),
+    "design": ({"sampling": dp.Poisson(5, 11)}, "n must be 11"),
     "steps": ({"steps": 0}, "steps must be"),
-    "no-clip": ({"clip": None}, "clip, noise_multiplier and batch_size must be given"),
-    "both": ({"clipping": Clipped(1.0, 1.0, 10), "clip": 1.0}, "must not be given beside clipping"),
-    "clipping": ({"clipping": "adaptive"}, "clipping must be"),
+    "no-noise": ({"noise_multiplier": None}, "budget or noise_multiplier must be given"),
     "center-nan": ({"center": [torch.tensor([math.nan, 0.0])]}, "center must be finite"),
     "center-decay": ({"center_decay": 1.0}, r"decay must be in \[0, 1\)"),
     "min-items": ({"min_items": 0}, "min_items must be"),
     "adjacency": ({"adjacency": "neighbors"}, "adjacency must be"),
     "average": ({"average": "median"}, "average must be"),
-    "average-and-rule": ({"average": "uniform", "rule": dp.rules.SGD()}, "average must be given to the rule"),
     "reg": ({"reg": -1.0}, "reg must be"),
 }
 
@@ -378,9 +374,8 @@ def test_every_bad_input_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("n_users", [0, -3, 2.5, "10", None], ids=["zero", "negative", "half", "text", "none"])
 def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> None:
-    layer = runs.model()
     with pytest.raises(ValueError, match="n_users must be"):
-        dp.UserClippedSGD(layer.parameters(), 1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n_users=n_users)
+        dp.UserClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n_users=n_users)
 
 
 @pytest.mark.parametrize(
@@ -393,10 +388,9 @@ def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> No
     ids=["steps-and-epochs", "epochs", "clip"],
 )
 def test_a_bad_calibration_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    layer = runs.model()
     arguments = {"n_users": 40, "budget": runs.budget(), "clip": 1.0, "lr": 0.1, "batch_size": 8, **changes}
     with pytest.raises(ValueError, match=message):
-        dp.UserClippedSGD.calibrated(layer.parameters(), **arguments)
+        dp.UserClippedSGD.plan(**arguments)
 
 
 def test_a_center_of_another_size_is_refused_before_anything_is_charged() -> None:
@@ -406,8 +400,7 @@ def test_a_center_of_another_size_is_refused_before_anything_is_charged() -> Non
     assert len(run.opt.accountant) == 0
 
 
-def test_an_oracle_serves_one_optimizer() -> None:
-    clipping = Clipped(1.0, 1.0, 10)
-    runs.clipped(10, clipping=clipping)
-    with pytest.raises(dp.SequenceError, match="another optimizer's"):
-        runs.clipped(10, clipping=clipping)
+def test_a_plan_serves_several_optimizers_with_an_oracle_each() -> None:
+    plan = dp.UserClippedSGD.plan(n_users=10, clip=1.0, lr=1.0, noise_multiplier=1.0)
+    one, other = (dp.UserClippedSGD(runs.model().parameters(), plan) for _ in range(2))
+    assert one.oracle is not other.oracle

@@ -201,16 +201,17 @@ def quiet(
     return made
 
 
+_OF_OPTIMIZERS = {"center", "rule", "prox", "reg", "accountant", "generator"}
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def clipped(n_users: int, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **changes: Any) -> Run:
-    """A run of UserClippedSGD on all users, without noise unless asked for."""
+    """A run of UserClippedSGD on all users, without noise unless asked for; `changes` of the plan or the optimizer."""
     layer = model(dim, start)
-    own = {"lr": 1.0, "steps": 1}
-    if "clipping" not in changes:
-        own |= {"clip": 1.0, "noise_multiplier": 0.0, "batch_size": n_users}
-    return Run(layer, dp.UserClippedSGD(layer.parameters(), n_users=n_users, **(own | changes)), loss)
+    more = {name: changes.pop(name) for name in _OF_OPTIMIZERS & changes.keys()}
+    own = {"lr": 1.0, "steps": 1, "clip": 1.0, "noise_multiplier": 0.0, "n_users": n_users}
+    return Run(layer, dp.UserClippedSGD(layer.parameters(), dp.UserClippedSGD.plan(**(own | changes)), **more), loss)
 
 
 def filtered(

@@ -19,7 +19,7 @@ from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffle
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Assigned, Parts
-from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import planned_event, sizes_are_private
 from torch_dpsco.optim.base import PrivateOptimizer
@@ -27,6 +27,7 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.plan import Plan
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule
+from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
@@ -75,6 +76,7 @@ class StepPlan(Plan):
     def __post_init__(self) -> None:
         super().__post_init__()
         asks_exact(self.secure)  # raises for other words
+        check.choice(AVERAGES, average=self.average)
         check.positive(lr=self.lr)
         if self.steps is not None:
             check.positive_count(steps=self.steps)
@@ -238,7 +240,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
         super().__init__(
             params,
             plan.lr,
-            oracle=plan.oracle(prox),
+            oracle=self._oracle(plan, prox),
             rule=plan.rule() if rule is None else rule,
             design=plan.design,
             schedule=plan.schedule(),
@@ -250,6 +252,10 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
             secure=plan.secure,
         )
 
+    def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
+        """Returns the plan's oracle; classes whose oracle has tensors, which no plan holds, add them here."""
+        return plan.oracle(prox)
+
 
 def ledger_of(plan: Plan) -> Accountant:
     """Returns a new ledger with the plan's budget, or with its adjacency and unit alone."""
@@ -258,10 +264,17 @@ def ledger_of(plan: Plan) -> Accountant:
     return Accountant(adjacency=plan.adjacency, unit=plan.unit)
 
 
-def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None) -> Adjacency:
-    """Returns the adjacency of a plan: the budget's, or "replace_one" where nothing is said."""
+def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None, unit: str = "example") -> Adjacency:
+    """Returns the adjacency of a plan: the budget's, or "replace_one" where nothing is said.
+
+    Raises:
+        UnitError: the budget protects another unit.
+        AdjacencyError: it is of another adjacency.
+    """
     if budget is None:
         return check_adjacency(adjacency or REPLACE_ONE)
+    if budget.unit != unit:
+        raise UnitError(f"budget must be of unit {unit!r}: Budget(..., unit={unit!r}) (got {budget.unit!r})")
     if adjacency not in (None, budget.adjacency):
         raise AdjacencyError(f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})")
     return budget.adjacency

@@ -3,60 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import below_one
-from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Fixed, Full, Poisson
+from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.heavy_plan import dimension
-from torch_dpsco.optim.user_base import require_user
+from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled, steps_of
+from torch_dpsco.optim.user_base import UserOptimizer, UserPlan
 from torch_dpsco.oracles.centered import Centered
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean
+from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.prox import Prox
-from torch_dpsco.rules import SGD, UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["UserClippedSGD"]
+__all__ = ["UserClippedPlan", "UserClippedSGD"]
 
-_SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"poisson": Poisson, "fixed": Fixed}
+_FULL_STEPS, _EPOCHS = 30, 10
 
 
-class UserClippedSGD(PrivateOptimizer):
+@dataclass(frozen=True, kw_only=True)
+class UserClippedPlan(UserPlan):
+    """Public numbers of a run of UserClippedSGD.
+
+    Args:
+        clip: of a user's mean gradient, or of its distance from the center.
+        noise_multiplier: noise std on the sum over users over the clip.
+        center_decay: of the average of releases that the center follows; None keeps it.
+    """
+
+    clip: float
+    noise_multiplier: float
+    center_decay: float | None = None
+
+    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> Centered:
+        """Returns a new oracle with the plan's numbers."""
+        clipping = Clipped(self.clip, self.noise_multiplier, self.batch_size)
+        return Centered(clipping, self.n, center=center, decay=self.center_decay, min_items=self.min_items)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        share = self.noise_multiplier / self.batch_size
+        yield "noise", f"std {share * self.clip:.3g} on a mean of norm {self.clip:.3g} at most: {share:.2g} of it"
+        if self.center_decay is not None:
+            yield "center", f"users are measured from an average of the releases, of decay {self.center_decay:g}"
+        yield "assumed", self.assumed
+
+
+class UserClippedSGD(UserOptimizer):
     """SGD on the mean of users' clipped mean gradients: user-level DP-SGD, the default recommendation.
 
     Args:
         params: parameters or groups; all of them count as one vector.
-        lr: step size, > 0.
-        clip: C > 0, of each user's mean gradient (its distance from the center), public.
-        noise_multiplier: z >= 0, noise std on the sum over users over C.
-        batch_size: expected number of users of a batch, the public divisor.
-        n_users: public number of users (a reference under add_remove).
-        sampling: "poisson" or "fixed"; batch_size = n_users takes all users in each step.
-        steps: planned number of steps.
-        clipping: another `oracles.ClippedMean` in place of clip, noise_multiplier and batch_size, e.g.
-            `oracles.AdaptiveClipped`.
-        center: public vector that users are measured from, a tensor per parameter; None for 0.
-        center_decay: in [0, 1): the center follows the releases; None keeps it.
-        min_items: rows that a user must have, public; others contribute 0.
-        adjacency: default that of the accountant, or "replace_one".
-        average: "last", "uniform" or "weighted"; not with `rule`.
-        rule: another update rule.
+        plan: from `UserClippedSGD.plan`.
+        center: public vector that users' mean gradients are measured from, a tensor per parameter; None for 0.
+        rule: another update rule, e.g. `rules.TorchRule(torch.optim.Adam(...))`; it has averages of its own.
         prox: constraint or penalty.
-        reg: see `PrivateOptimizer`.
-        accountant: ledger and budget, of unit "user".
+        reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
+        accountant: ledger to charge, of unit "user"; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
-        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         Unit: user, all rows of one. Adjacency: add_remove, zero_out or replace_one with Poisson batches of users, the
@@ -65,158 +76,96 @@ class UserClippedSGD(PrivateOptimizer):
         Source: docs/proofs/user_level.md#clipped-means-of-users.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = dp.attach(torch.nn.Linear(3, 1))
         >>> data = torch.utils.data.TensorDataset(torch.randn(90, 3), torch.ones(90, 1))
-        >>> optimizer = dp.UserClippedSGD.calibrated(
-        ...     model.parameters(), n_users=30, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=0.5, steps=4)
+        >>> plan = dp.UserClippedSGD.plan(
+        ...     n_users=30, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=0.5, steps=4)
+        >>> optimizer = dp.UserClippedSGD(model.parameters(), plan)
         >>> for x, y, users in optimizer.loader(data, users=torch.arange(90) % 30):
         ...     optimizer.zero_grad()
         ...     dp.losses.Logistic()(model(x), y).backward()
         ...     optimizer.step(users=users)
         >>> optimizer.finalize()
-        >>> optimizer.steps, optimizer.privacy_spent().unit
-        (4, 'user')
+        >>> optimizer.privacy_spent().epsilon == plan.epsilon() <= 2.0
+        True
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        clip: float | None = None,
-        noise_multiplier: float | None = None,
-        batch_size: int | None = None,
-        n_users: int,
-        sampling: str = "poisson",
-        steps: int | None = None,
-        clipping: ClippedMean | None = None,
-        center: Sequence[Tensor] | None = None,
-        center_decay: float | None = None,
-        min_items: int = 1,
-        adjacency: Adjacency | None = None,
-        average: str = "last",
-        rule: UpdateRule | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> None:
-        if rule is not None and average != "last":
-            raise ValueError(f"average must be given to the rule when there is one (got {average!r})")
-        if clipping is None:
-            if clip is None or noise_multiplier is None or batch_size is None:
-                raise ValueError(
-                    "clip, noise_multiplier and batch_size must be given, or a clipping= oracle (got None)"
-                )
-            clipping = Clipped(clip, noise_multiplier, batch_size)
-        elif not (clip is None and noise_multiplier is None and batch_size is None):
-            raise ValueError(
-                f"clip, noise_multiplier and batch_size must not be given beside clipping (got {clipping!r})"
-            )
-        if not isinstance(clipping, ClippedMean):
-            raise ValueError(f"clipping must be an oracle that clips, as oracles.Clipped (got {clipping!r})")
-        if center_decay is not None:
-            below_one(center_decay=center_decay)
-        super().__init__(
-            params,
-            lr,
-            oracle=Centered(clipping, n_users, center=center, decay=center_decay, min_items=min_items),
-            rule=rule or SGD(average),
-            design=_users(clipping.batch_size, n_users, sampling),
-            schedule=Schedule((Phase(steps),)),
-            prox=prox,
-            reg=reg,
-            adjacency=adjacency,
-            accountant=accountant,
-            generator=generator,
-            secure=secure,
-        )
+    plans = UserClippedPlan
 
     @classmethod
-    def calibrated(
+    def plan(
         cls,
-        params: Any,
         *,
         n_users: int,
-        budget: Budget,
         clip: float,
         lr: float,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
         batch_size: int | None = None,
-        epochs: float | None = None,
         steps: int | None = None,
-        sampling: str = "poisson",
-        center: Sequence[Tensor] | None = None,
+        epochs: float | None = None,
+        sampling: str | Design = "poisson",
         center_decay: float | None = None,
         min_items: int = 1,
         average: str = "last",
-        rule: UpdateRule | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
+        adjacency: Adjacency | None = None,
+        dim: Any = None,
         secure: str | None = None,
-    ) -> UserClippedSGD:
-        """Returns an optimizer that spends the budget in the planned steps.
+    ) -> UserClippedPlan:
+        """Returns noise, steps and epsilon of a run, before anything is spent.
 
         Args:
-            params: see the class.
-            n_users: public number of users.
-            budget: of unit "user".
-            clip: public.
-            lr: step size.
-            batch_size: users of a batch; default all.
+            n_users: public number of users (a reference under add_remove).
+            clip: C > 0, of each user's mean gradient (its distance from the center), public.
+            lr: step size, > 0.
+            budget: target, of unit "user"; the noise is chosen for it unless it is given, and then the budget only
+                limits the run.
+            noise_multiplier: z >= 0, noise std on the sum over users over C; 0 is not private.
+            batch_size: expected number of users of a batch, the public divisor; default all of them.
+            steps: number of steps, in place of epochs. Without both, and with a noise of yours, there is no limit but
+                the budget.
             epochs: passes over users; default 30 (all users: 30 steps), 10 for smaller batches.
-            steps: number of steps, instead of epochs.
-            sampling: see the class.
-            center: see the class.
-            center_decay: see the class.
-            min_items: see the class.
-            average: see the class.
-            rule: see the class.
-            prox: see the class.
-            reg: see the class.
-            accountant: see the class.
-            generator: see the class.
-            secure: see the class.
+            sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "assigned" (one pass) or
+                "full"; or a design of users.
+            center_decay: in [0, 1): the center follows the releases; None keeps it.
+            min_items: rows that a user must have, public; others contribute 0.
+            average: "last", "uniform" or "weighted".
+            adjacency: default the budget's, or "replace_one".
+            dim: number of parameters, or the model: a warning tells where noise buries the signal.
+            secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
+
+        Raises:
+            InfeasibleError: the target cannot be reached; names the way out.
+            UnitError: the budget is of another unit.
+            AdjacencyError: sampling and adjacency do not go together.
         """
-        require_user(budget)
+        adjacency, dim = agreed_adjacency(adjacency, budget, "user"), dimension(dim)
         n_users = check.positive_count(n_users=n_users)
-        if steps is not None and epochs is not None:
-            raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-        design = _users(n_users if batch_size is None else batch_size, n_users, sampling)
-        if steps is None:
-            default = 30 if isinstance(design, Full) else 10
-            steps = epoch_steps(design, default if epochs is None else check.positive(epochs=epochs))
-        noise = calibrate_noise(budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency)
-        if accountant is not None:
-            checks.require_budget(accountant, budget)
-        params, dim = dimension(params)
-        of_all = noise / design.batch_size / math.sqrt(steps)
-        checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
-        return cls(
-            params,
-            lr,
-            clip=clip,
-            noise_multiplier=noise,
-            batch_size=design.batch_size,
-            n_users=n_users,
-            sampling=sampling,
+        if sampling in ("poisson", "fixed") and batch_size in (None, n_users):
+            sampling = "full"
+        design = sampled(sampling, batch_size, n_users, adjacency)
+        default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
+        steps = steps_of(design, steps, epochs, None if noise_multiplier is not None else default)
+        if noise_multiplier is None:
+            if budget is None or steps is None:
+                raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+            noise_multiplier = calibrate_noise(
+                budget.epsilon, budget.delta, design=design, steps=steps, adjacency=adjacency
+            )
+            if dim is not None:
+                of_all = noise_multiplier / design.batch_size / math.sqrt(steps)
+                checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
+        return UserClippedPlan(
+            budget=budget,
+            adjacency=adjacency,
+            design=design,
             steps=steps,
-            center=center,
-            center_decay=center_decay,
-            min_items=min_items,
+            lr=check.positive(lr=lr),
             average=average,
-            rule=rule,
-            prox=prox,
-            reg=reg,
-            accountant=Accountant(budget) if accountant is None else accountant,
-            generator=generator,
             secure=secure,
+            clip=check.positive(clip=clip),
+            noise_multiplier=check.nonnegative(noise_multiplier=noise_multiplier),
+            center_decay=None if center_decay is None else below_one(center_decay=center_decay),
+            min_items=min_items,
         )
-
-
-def _users(batch_size: int, n_users: int, sampling: str) -> Full | Poisson | Fixed:
-    kind = _SAMPLING[check.choice(_SAMPLING, sampling=sampling)]
-    return Full(n_users) if batch_size == n_users else kind(batch_size, n_users)

@@ -15,7 +15,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import scale_of
-from torch_dpsco.optim.user_base import require_user
+from torch_dpsco.optim.planned import agreed_adjacency
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.oracles.user_search import UserSearched
@@ -59,7 +59,7 @@ def plan_filtered(
     smoothing: float,
 ) -> FilteredSchedule:
     """Returns the plan of `UserFilteredSGD`, whose `plan` has the arguments."""
-    require_user(budget)
+    agreed_adjacency(None, budget, "user")
     check.positive_count(dim=dim), check.positive_count(max_steps=max_steps)
     if distance is not None:
         check.positive(distance=distance)
@@ -167,7 +167,7 @@ def plan_localized_users(
     schedule: str,
 ) -> LocalizedUserPlan:
     """Returns the plan of `LocalizedUserSGD`, whose `plan` has the arguments."""
-    require_user(budget)
+    agreed_adjacency(None, budget, "user")
     if budget.adjacency != REPLACE_ONE:
         raise AdjacencyError(f"budget must be of replace_one, as the filter on all users is (got {budget.adjacency})")
     convexity = (problem.strong_convexity or 0.0) + check.nonnegative(reg=reg)
