@@ -425,9 +425,10 @@ def excess(kind: str, n: int) -> Iterator[float]:
         lam = 2 * lipschitz / radius * math.sqrt(norms[0] / n)
     for _ in range(SLOPE_SEEDS):
         layer = nn.Linear(SLOPE_DIM, 1, bias=False).double()
-        optimizer = dp.OutputPerturbation.calibrated(
-            layer.parameters(), loss=loss, n=n, budget=SLOPE_BUDGET, bound_x=1.0, bound_y=1.0, reg=lam * n
+        plan = dp.OutputPerturbation.plan(
+            model=layer, loss=loss, n=n, budget=SLOPE_BUDGET, bound_x=1.0, bound_y=1.0, reg=lam * n
         )
+        optimizer = dp.OutputPerturbation(layer.parameters(), plan)
         optimizer.solve(data)
         optimizer.finalize()
         w = layer.weight.detach()[0]

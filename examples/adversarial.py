@@ -43,13 +43,14 @@ def fit_private(name: str, data: TensorDataset) -> tuple[nn.Linear, float]:
     model = nn.Linear(dim, 1)
     optimizer: dp.OutputPerturbation | dp.ObjectivePerturbation
     if name == "ordinary, objective":
-        optimizer = dp.ObjectivePerturbation.calibrated(
-            model.parameters(), loss=LOSS, n=n, budget=BUDGET, bound_x=ROW_NORM, residual_clip=0.5
+        ordinary = dp.ObjectivePerturbation.plan(
+            model=model, loss=LOSS, n=n, budget=BUDGET, bound_x=ROW_NORM, residual_clip=0.5
         )
+        optimizer = dp.ObjectivePerturbation(model.parameters(), ordinary)
     else:
         radius, norm = ATTACKS[name.removeprefix("robust, ").replace("ordinary, output", "clean")]
-        optimizer = dp.OutputPerturbation.calibrated(
-            model.parameters(),
+        plan = dp.OutputPerturbation.plan(
+            model=model,
             loss=LOSS,
             n=n,
             budget=BUDGET,
@@ -58,6 +59,7 @@ def fit_private(name: str, data: TensorDataset) -> tuple[nn.Linear, float]:
             attack_radius=radius,
             attack_norm=norm,
         )
+        optimizer = dp.OutputPerturbation(model.parameters(), plan)
     optimizer.solve(data)
     optimizer.finalize()
     return model, optimizer.privacy_spent().epsilon

@@ -20,7 +20,7 @@ clipped at half of their largest value, as the estimators do by default.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from adult import Adult, accuracy, auc, fit_baseline, load_adult
@@ -41,14 +41,9 @@ Solved = dp.OutputPerturbation | dp.ObjectivePerturbation | dp.NoisyGD
 
 def own_loop(model: nn.Linear, data: TensorDataset, n: int, budget: dp.Budget) -> dp.OutputPerturbation:
     """Returns an optimizer whose model was trained by L-BFGS of torch, in a loop of one's own."""
-    optimizer = dp.OutputPerturbation.calibrated(
-        model.parameters(),
-        loss=LOSS,
-        n=n,
-        budget=budget,
-        bound_x=ROW_NORM,
-        reg=REG * n,
-        inner=lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe"),
+    plan = dp.OutputPerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=ROW_NORM, reg=REG * n)
+    optimizer = dp.OutputPerturbation(
+        model.parameters(), plan, inner=lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe")
     )
     rows, signs = data.tensors
 
@@ -72,21 +67,21 @@ def fit_private(name: str, data: TensorDataset, n: int, steps: int | None) -> tu
         nn.init.zeros_(p)
     pure = dp.Budget(EPSILON, 0.0, adjacency="add_remove")
     budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
-    common = {"loss": LOSS, "n": n, "bound_x": ROW_NORM}
-    output, objective = dp.OutputPerturbation.calibrated, dp.ObjectivePerturbation.calibrated
-    makers: dict[str, Callable[[], Solved]] = {
-        "output, pure": lambda: output(model.parameters(), budget=pure, **common),
-        "objective, pure": lambda: objective(model.parameters(), budget=pure, residual_clip=CLIP, **common),
-        "output": lambda: output(model.parameters(), budget=budget, **common),
-        "output, reg 0.01 n": lambda: output(model.parameters(), budget=budget, reg=REG * n, **common),
-        "the same, own loop": lambda: own_loop(model, data, n, budget),
-        "objective": lambda: objective(model.parameters(), budget=budget, residual_clip=CLIP, **common),
-        "noisy gradient descent": lambda: dp.NoisyGD.calibrated(
-            model.parameters(), budget=budget, residual_clip=CLIP, steps=steps, **common
-        ),
+    methods: dict[str, tuple[type[Solved], dict[str, object]]] = {
+        "output, pure": (dp.OutputPerturbation, {"budget": pure}),
+        "objective, pure": (dp.ObjectivePerturbation, {"budget": pure, "residual_clip": CLIP}),
+        "output": (dp.OutputPerturbation, {"budget": budget}),
+        "output, reg 0.01 n": (dp.OutputPerturbation, {"budget": budget, "reg": REG * n}),
+        "objective": (dp.ObjectivePerturbation, {"budget": budget, "residual_clip": CLIP}),
+        "noisy gradient descent": (dp.NoisyGD, {"budget": budget, "residual_clip": CLIP, "steps": steps}),
     }
-    optimizer = makers[name]()
-    if name != "the same, own loop":
+    optimizer: Solved
+    if name == "the same, own loop":
+        optimizer = own_loop(model, data, n, budget)
+    else:
+        method, settings = methods[name]
+        plan = method.plan(model=model, loss=LOSS, n=n, bound_x=ROW_NORM, **settings)  # print(plan)
+        optimizer = method(model.parameters(), plan)
         optimizer.solve(data)
     optimizer.finalize()  # charges, draws the noise, writes the answer into the model
     return model, optimizer

@@ -59,9 +59,8 @@ def private(data: TensorDataset, tilt: float) -> tuple[Tensor, dp.OutputPerturba
     n, dim = data.tensors[0].shape
     model = nn.Linear(dim, 1, bias=False)
     budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one")
-    optimizer = dp.OutputPerturbation.calibrated(
-        model.parameters(), loss=LOSS, n=n, budget=budget, bound_x=1.0, reg=LAM * n, tilt=tilt
-    )
+    plan = dp.OutputPerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=1.0, reg=LAM * n, tilt=tilt)
+    optimizer = dp.OutputPerturbation(model.parameters(), plan)
     optimizer.solve(data)
     optimizer.finalize()
     return model.weight.detach()[0].double(), optimizer
@@ -72,9 +71,8 @@ def untilted(data: TensorDataset, clip: float | None) -> tuple[Tensor, dp.Object
     n, dim = data.tensors[0].shape
     model = nn.Linear(dim, 1, bias=False)
     budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one")
-    optimizer = dp.ObjectivePerturbation.calibrated(
-        model.parameters(), loss=LOSS, n=n, budget=budget, bound_x=1.0, residual_clip=clip
-    )
+    plan = dp.ObjectivePerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=1.0, residual_clip=clip)
+    optimizer = dp.ObjectivePerturbation(model.parameters(), plan)
     optimizer.solve(data)
     optimizer.finalize()
     return model.weight.detach()[0].double(), optimizer
@@ -104,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             found["epsilon"] = optimizer.privacy_spent().epsilon
             spent = f"({found['epsilon']:.4g}, {DELTA:g})"
         if isinstance(optimizer, dp.OutputPerturbation):
-            found["noise"] = optimizer.noise_scale
-            noise = f"{optimizer.noise_scale:.3f}"
+            found["noise"] = optimizer.privacy_spent().charges[0].event.sigma
+            noise = f"{found['noise']:.3f}"
         shown = "".join(f"{found[kind]:>9.4f}" for kind in ("auc", "mean", "worst"))
         print(f"{label:<34}{noise:>8}{shown}   {spent}".rstrip())
         figures.update({f"{name}: {kind}": value for kind, value in found.items()})

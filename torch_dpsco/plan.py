@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from torch_dpsco import _validate as check
 from torch_dpsco import losses
 from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Event
@@ -31,7 +32,7 @@ from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "exact_cost"]
 
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
@@ -86,6 +87,12 @@ class Plan(ABC):
                 raise ValueError("delta must be given: the plan has noise and steps of yours, and no budget")
             delta = self.budget.delta
         return Ledger([self.event()]).epsilon(check.between(0.0, 1.0, delta=delta), adjacency or self.adjacency)
+
+    def ledger(self) -> Accountant:
+        """Returns a new ledger with the plan's budget, or with its adjacency and unit alone."""
+        if self.budget is not None:
+            return Accountant(self.budget)
+        return Accountant(adjacency=self.adjacency, unit=self.unit)
 
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
@@ -148,6 +155,12 @@ class Plan(ABC):
     @classmethod
     def _kinds(cls) -> dict[str, type]:
         return {kind.__name__: kind for kind in (cls, *cls.values, *_VALUES)}
+
+
+def exact_cost(secure: str | None) -> tuple[str, str]:
+    """Returns (label, text) of what exact noise costs, where there is such."""
+    more = "some 20 ns more a step and parameter, and 0.03 % more noise (docs/performance.md)"
+    return "exact noise", f"{'chosen' if secure else 'on request'}: {more}"
 
 
 # -- what may be saved -------------------------------------------------------------------------------------------------

@@ -15,11 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import clip_selection, erm, estimators, objectives, solvers
+from torch_dpsco import clip_selection, estimators, objectives, solvers
 from torch_dpsco.accounting import calibrate, events
-from torch_dpsco.erm.noisy_gd import plan_noisy_gd
-from torch_dpsco.erm.objective import plan_objective
-from torch_dpsco.erm.output import plan_output
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters
 from torch_dpsco.sampling import make_sampler
@@ -336,12 +333,6 @@ def holder_output_plan() -> Any:
 
 
 @functools.cache
-def task() -> erm.LinearTask:
-    return erm.LinearTask(
-        loss=LOSS, preparation=erm.Preparation(2.0, intercept=1.0), dim=DIM, n=N, budget=budget(), reg=1.0
-    )
-
-
 def localized_plan() -> LocalizedSchedule:
     phase = LocalizedPhase(
         index=1,
@@ -437,29 +428,18 @@ CALLS["dp.HolderOutputSGD"] = lambda: (
 )
 simple("dp.HolderOutputSGD.calibrated", dp.HolderOutputSGD.calibrated, params=lambda: double(), **_OUT)
 simple("dp.HolderOutputSGD.plan", dp.HolderOutputSGD.plan, dim=DIM, **_OUT)
-for _cls, _plan in {
-    dp.OutputPerturbation: plan_output,
-    dp.ObjectivePerturbation: plan_objective,
-    dp.NoisyGD: plan_noisy_gd,
-}.items():
-    CALLS[f"dp.{_cls.__name__}"] = lambda cls=_cls, plan=_plan: (
+_LINEAR = {"model": lambda: model(), "loss": lambda: LOSS, "n": N, "bound_x": 2.0, "reg": 1.0}
+for _cls in (dp.OutputPerturbation, dp.ObjectivePerturbation, dp.NoisyGD):
+    simple(f"dp.{_cls.__name__}.plan", _cls.plan, budget=lambda: budget(), **_LINEAR)
+    CALLS[f"dp.{_cls.__name__}"] = lambda cls=_cls: (
         cls,
-        {"params": list(model().parameters()), "plan": plan(task())},
+        {"params": list(model().parameters()), "plan": made(f"dp.{cls.__name__}.plan")},
     )
-    simple(
-        f"dp.{_cls.__name__}.calibrated",
-        _cls.calibrated,
-        params=lambda: list(model().parameters()),
-        loss=lambda: LOSS,
-        n=N,
-        budget=lambda: budget(),
-        bound_x=2.0,
-        reg=1.0,
-    )
+simple("dp.OutputPerturbation.plan[noise]", dp.OutputPerturbation.plan, noise_multiplier=2.0, **_LINEAR)
 
 
 def solved() -> dp.OutputPerturbation:
-    return dp.OutputPerturbation(list(model().parameters()), plan=plan_output(task()))
+    return made("dp.OutputPerturbation")
 
 
 CALLS["dp.OutputPerturbation.solve"] = lambda: (solved().solve, {"dataset": records()})

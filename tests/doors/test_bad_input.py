@@ -26,7 +26,7 @@ from tests.doors.calls import CALLS, DIM, LOSS
 from torch_dpsco import clip_selection, estimators, objectives, solvers
 from torch_dpsco.accounting import events
 from torch_dpsco.optim.common import CommonOptimizer
-from torch_dpsco.optim.planned import PlannedOptimizer
+from torch_dpsco.optim.planned import FromPlan
 
 FEW = 5  # values per argument in the default run
 PLACES = {
@@ -93,7 +93,7 @@ def test_the_planners_of_every_optimizer_are_in_the_table() -> None:
         for name, value in public("", dp)
         if inspect.isclass(value) and issubclass(value, CommonOptimizer)
         for method in ("calibrated", "plan")
-        if hasattr(value, method) and not (method == "calibrated" and issubclass(value, PlannedOptimizer))
+        if hasattr(value, method) and not (method == "calibrated" and issubclass(value, FromPlan))
         for name in (name.removeprefix("."),)
     ]
     assert len(wanted) > 15

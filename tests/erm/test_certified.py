@@ -17,8 +17,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
 from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.fit import build_objective, make_records
-from torch_dpsco.erm.output import OutputPlan, draw_output, markov_plan, plan_output, solve_output
+from torch_dpsco.erm.output import OutputPlan, markov_plan, plan_output
+from torch_dpsco.erm.records import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.solvers import solve
 from torch_dpsco.solvers.certificates import project
@@ -58,36 +58,38 @@ def test_a_solver_that_tells_a_record_is_repaired(
     plan = plan_output(given)
     exact, found = [], []
     for sign in (1.0, -1.0):
-        objective = build_objective(given, plan.reg, make_records(given, *data(sign)))
-        exact.append(solve(objective, plan.distance / 100, radius=plan.radius).w)
+        records = make_records(given, *data(sign))
+        objective = build_objective(given, plan.reg, records)
+        exact.append(solve(objective, plan.distance / 100, radius=plan.task.radius).w)
         with monkeypatch.context() as patch:
             patch.setattr(SOLVE, "newton", lying(error))
-            found.append(solve_output(objective, plan))
+            found.append(plan.solve(records))
     for right, given_out in zip(exact, found, strict=True):
         assert float((right - given_out).abs()) <= plan.distance * 1.01
-    assert float((found[0] - found[1]).abs()) <= dict(plan.event.sens)["replace_one"]
+    assert float((found[0] - found[1]).abs()) <= dict(plan.charged.sens)["replace_one"]
 
 
 def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     given = task(loss=dp.losses.Hinge())
     plan = plan_output(given)
-    objective = build_objective(given, plan.reg, make_records(given, *data(1.0)))
-    exact = solve(objective, plan.distance / 10).w
+    records = make_records(given, *data(1.0))
+    exact = solve(build_objective(given, plan.reg, records), plan.distance / 10).w
     continuation = importlib.import_module("torch_dpsco.solvers.continuation")
     for error in (0.1, 1e9, math.nan):
         monkeypatch.setattr(continuation, "newton", lambda smooth, start, distance, error=error: start + error)
-        assert float((solve_output(objective, plan) - exact).abs()) <= plan.distance * 1.1
+        assert float((plan.solve(records) - exact).abs()) <= plan.distance * 1.1
 
 
 def test_a_loop_that_diverged_is_solved_from_zero() -> None:
     for settings in ({}, {"radius": 0.3}, {"tilt": 1.0}, {"loss": dp.losses.Hinge()}, {"attack_radius": 0.5}):
         given = task(**settings)
         plan = plan_output(given)
-        objective = build_objective(given, plan.reg, make_records(given, *data(1.0)))
-        ball = plan.radius if objective.smoothness is not None else math.inf
+        records = make_records(given, *data(1.0))
+        objective = build_objective(given, plan.reg, records)
+        ball = plan.task.radius if objective.smoothness is not None else math.inf
         exact = solve(objective, plan.distance / 10, radius=ball).w
         for start in (math.nan, math.inf, -math.inf, 1e30, 1e155, 1e200, 1.7e308):
-            found = solve_output(objective, plan, start=torch.full((1,), start, dtype=torch.float64))
+            found = plan.solve(records, torch.full((1,), start, dtype=torch.float64))
             assert float((found - exact).abs()) <= plan.distance * 1.1
 
 
@@ -109,7 +111,7 @@ def test_delta_pays_for_the_failures_of_a_promised_accuracy(mode: str) -> None:
         assert plan.noise_scale == pytest.approx(gaussian_sigma(1.0, left, moved), rel=1e-9)
     assert plan.trusted
     ledger = dp.Accountant(given.budget)
-    ledger.authorize(plan.event)
+    ledger.authorize(plan.charged)
     assert (0.9 if mode == "tight" else 0.7) < ledger.get_epsilon(1e-6) <= 1
 
 
@@ -119,7 +121,7 @@ def test_a_promised_accuracy_is_that_of_an_unconstrained_loop() -> None:
         free = markov_plan(task(**settings), 1e-9, 1e-8)
         small = markov_plan(task(**settings, radius=1e-2), 1e-9, 1e-8)
         assert (small.sensitivity, small.noise_scale) == (free.sensitivity, free.noise_scale)
-        assert small.radius == 1e-2
+        assert small.task.radius == 1e-2
     # a loop that is exact moves by more than the minimizer in the ball
     given = task(**squared, radius=1e-2, n=1)
     reg, ends = 0.5, []
@@ -149,12 +151,11 @@ RUNS = 20_000
 
 def releases(given: LinearTask, plan: OutputPlan, sign: float, scale: float, seed: int) -> Tensor:
     """Many releases, all of one solve; the noise is drawn by the code, times `scale` in place of the planned one."""
-    objective = build_objective(given, plan.reg, make_records(given, *data(sign)))
-    point = solve_output(objective, plan)
+    point = plan.solve(make_records(given, *data(sign)))
     draws, ledger = torch.Generator().manual_seed(seed), dp.Accountant(given.budget)
-    one = draw_output(point, replace(plan, noise_scale=scale), ledger, draws)
+    one = replace(plan, noise_scale=scale).release(point, ledger, draws)
     draw = knorm_vector if given.budget.delta == 0 else gaussian_vector
-    assert torch.equal(one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.radius))
+    assert torch.equal(one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.task.radius))
     if given.budget.delta:
         return point + gaussian_vector(RUNS, scale, draws)
     signs = torch.where(torch.rand(RUNS, generator=draws) < 0.5, -1.0, 1.0)
@@ -200,5 +201,5 @@ def test_a_tolerance_below_the_rounding_is_not_planned() -> None:
         assert wide.distance > 0.06 * wide.sensitivity / 2
         # the sum of residuals is rounded by at least u for each record, whatever the weights are
         assert 1e6 * wide.distance**2 / 2 > 4 * 10**6 * 2.0**-53
-        (moved,) = (bound for _, bound in wide.event.sens)
+        (moved,) = (bound for _, bound in wide.charged.sens)
         assert moved >= wide.sensitivity + 2 * wide.distance

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -21,8 +21,8 @@ from scipy.special import logsumexp
 import torch_dpsco as dp
 from torch_dpsco.accounting.objective import objective_curve
 from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.fit import build_objective, make_records
-from torch_dpsco.erm.objective import ObjectivePlan, plan_objective, release_objective
+from torch_dpsco.erm.objective import ObjectivePlan, plan_objective
+from torch_dpsco.erm.records import make_records
 from torch_dpsco.losses.clipped import ResidualClipped
 
 DELTA = 1e-3
@@ -60,13 +60,13 @@ def slopes(task: LinearTask, reg: float, data: Data, grid: Array) -> tuple[Array
 
 def log_density(task: LinearTask, plan: ObjectivePlan, data: Data, grid: Array) -> Array:
     first, second = slopes(task, plan.reg, data, grid)
-    law = stats.laplace if plan.pure else stats.norm
+    law = stats.laplace if plan.task.pure else stats.norm
     return law(scale=plan.noise_scale).logpdf(first) + np.log(second)
 
 
 def grid_of(plan: ObjectivePlan, points: int) -> Array:
     """Points of a part of the line that holds all but 1e-12 of the probability."""
-    deviations = 30.0 if plan.pure else 7.5
+    deviations = 30.0 if plan.task.pure else 7.5
     reach = (deviations * plan.noise_scale + 3) / plan.reg
     return np.linspace(-reach, reach, points)
 
@@ -140,7 +140,7 @@ def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(name: str, a
     for reg in (0.5, 100.0):
         curve = objective_curve(noise, reg, lipschitz, smoothness, monotone=task.monotone, adjacency=adjacency)
         pure, plan = planned(name, adjacency, 0.0)
-        plan = replace(plan, pure=False, noise_scale=noise, reg=reg)
+        plan = replace(plan, task=replace(pure, noise_multiplier=noise / lipschitz), noise_scale=noise, reg=reg)
         grid, shares = np.linspace(-60 * noise / reg, 60 * noise / reg, 30_001), []
         for pair in neighbors(adjacency, (2.0, -2.0) if task.bound_y else (1.0, -1.0)):
             laws = [log_density(pure, plan, data, grid) for data in pair]
@@ -178,8 +178,7 @@ def test_releases_have_the_law_that_was_integrated(delta: float) -> None:
     rows = torch.tensor([[x] for x, _ in data], dtype=torch.float64)
     records = make_records(task, rows, torch.tensor([y for _, y in data]))
     draws = torch.Generator().manual_seed(11)
-    build = partial(build_objective, task, plan.reg, records)
-    found = [float(release_objective(build, plan, 1, dp.Accountant(task.budget), draws)) for _ in range(400)]
+    found = [float(plan.release(records, dp.Accountant(task.budget), draws)) for _ in range(400)]
     grid = grid_of(plan, 40_001)
     law = np.cumsum(np.exp(log_density(task, plan, data, grid))) * (grid[1] - grid[0])
     assert law[-1] == pytest.approx(1, abs=1e-3)

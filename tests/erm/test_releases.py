@@ -13,10 +13,10 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.erm import LinearTask, Preparation, fit_linear
-from torch_dpsco.erm.fit import build_objective, make_records
-from torch_dpsco.erm.objective import plan_objective, release_objective
-from torch_dpsco.erm.output import draw_output, plan_output, solve_output
+from torch_dpsco.erm import LinearTask, Preparation, fit_linear, plan_linear
+from torch_dpsco.erm.objective import plan_objective
+from torch_dpsco.erm.output import plan_output
+from torch_dpsco.erm.records import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.solvers import solve
 from torch_dpsco.solvers.certificates import Certificate
@@ -93,23 +93,23 @@ def test_a_scale_out_of_range_is_named(wrong: float) -> None:
 def test_the_noise_on_a_minimizer_is_the_planned_one() -> None:
     wide = task(dim=WIDE)
     plan, point = plan_output(wide), torch.full((WIDE,), 0.25, dtype=torch.float64)
-    noise = draw_output(point, plan, dp.Accountant(wide.budget), generator(2)) - point
+    noise = plan.release(point, dp.Accountant(wide.budget), generator(2)) - point
     assert_std(noise, plan.noise_scale)
     pure = task(dim=WIDE, delta=0.0)
     planned = plan_output(pure)
-    drawn = draw_output(point, planned, dp.Accountant(pure.budget), generator(3)) - point
+    drawn = planned.release(point, dp.Accountant(pure.budget), generator(3)) - point
     assert_gamma(float(drawn.norm()), WIDE, planned.noise_scale)
 
 
 def test_the_noise_covers_what_the_solver_left() -> None:
     for given in (task(), task(loss=dp.losses.Hinge()), task(tilt=0.5, n_min=2)):
         plan = plan_output(given)
-        moved = dict(plan.event.sens)["replace_one"]
+        moved = dict(plan.charged.sens)["replace_one"]
         assert moved >= plan.sensitivity + 2 * plan.distance
         assert gaussian_delta(moved / plan.noise_scale, 1.0) <= 1e-6 * (1 + 1e-9)
         pure = plan_output(replace(given, budget=dp.Budget(1.0, 0.0)))
         assert pure.noise_scale >= moved / 1.0
-        assert pure.event.eps == 1.0
+        assert pure.charged.eps == 1.0
         paper = plan_output(given, mode="paper")
         assert paper.noise_scale > plan.noise_scale
         assert paper.sensitivity == plan.sensitivity
@@ -119,11 +119,12 @@ def test_a_released_point_is_certified_within_the_planned_distance() -> None:
     rows, signs = torch.randn(4, 2, generator=generator(4)).double(), torch.tensor([1.0, -1.0, 1.0, 1.0])
     for given in (task(), task(loss=dp.losses.Hinge()), task(tilt=0.5), task(radius=0.2), task(attack_radius=0.3)):
         plan = plan_output(given)
-        objective = build_objective(given, plan.reg, make_records(given, rows, signs))
-        ball = plan.radius if objective.smoothness is not None else math.inf
+        records = make_records(given, rows, signs)
+        objective = build_objective(given, plan.reg, records)
+        ball = plan.task.radius if objective.smoothness is not None else math.inf
         exact = solve(objective, plan.distance * 1e-2, radius=ball).w
         for solver in ("auto", "newton", "lbfgs", "agd"):
-            point = solve_output(objective, plan, solver)
+            point = replace(plan, solver=solver).solve(records)
             assert float((point - exact).norm()) <= plan.distance * 1.01
 
 
@@ -131,13 +132,13 @@ def test_a_plan_of_a_weaker_objective_is_refused() -> None:
     given = task()
     records = make_records(given, torch.ones(4, 2), torch.ones(4))
     with pytest.raises(dp.ConditionError, match="plan"):
-        solve_output(build_objective(given, 1.99, records), plan_output(given))
+        replace(plan_output(given), reg=1.99).solve(records)
 
 
 def test_the_answer_is_projected_onto_the_ball() -> None:
     for mechanism in ("output", "objective", "noisy_gd"):
         given = task(radius=1e-3)
-        answer = fit_linear(given, torch.ones(4, 2), torch.ones(4), mechanism=mechanism)
+        answer = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4))
         assert float(answer.norm()) <= 1e-3 * (1 + 1e-12)
 
 
@@ -177,9 +178,7 @@ def test_the_linear_term_and_the_last_noise_have_their_planned_scales(
 
     monkeypatch.setattr("torch_dpsco.erm.objective.solve", secret_solver)
     records = make_records(wide, torch.zeros(4, WIDE), torch.ones(4))
-    answer = release_objective(
-        lambda b: build_objective(wide, plan.reg, records, b), plan, WIDE, dp.Accountant(wide.budget), generator(5)
-    )
+    answer = plan.release(records, dp.Accountant(wide.budget), generator(5))
     [(term, distance, mu)] = seen
     assert (distance, mu) == (plan.distance, plan.reg)
     if pure:
@@ -206,13 +205,7 @@ def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(monkeypatch
 
     monkeypatch.setattr("torch_dpsco.erm.objective.solve", watched)
     for seed in range(20):
-        release_objective(
-            lambda b: build_objective(given, plan.reg, records, b),
-            plan,
-            2,
-            dp.Accountant(given.budget),
-            generator(seed),
-        )
+        plan.release(records, dp.Accountant(given.budget), generator(seed))
     assert len(points) == 20
     assert max(points) <= plan.distance * plan.reg
 
@@ -250,7 +243,7 @@ def test_a_refused_release_draws_nothing(
     draws, before = generator(), len(spent)
     state = draws.get_state()
     with pytest.warns(dp.UtilityWarning), pytest.raises(dp.PrivacyError):  # the budget is spent, or planned for another
-        fit_linear(given, torch.ones(4, 2), torch.ones(4), mechanism=mechanism, accountant=spent, generator=draws)
+        fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws)
     assert torch.equal(draws.get_state(), state)
     assert len(spent) == before
 
@@ -270,13 +263,13 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
             return original(*arguments)
 
         monkeypatch.setattr(module, name, watched)
-    first = fit_linear(given, torch.ones(4, 2), torch.ones(4), mechanism=mechanism, accountant=ledger)
+    first = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)
     assert set(charges) == {len(ledger)}
     assert len(ledger) >= 1
     assert 0.9 < ledger.get_epsilon(given.budget.delta) <= given.budget.epsilon
     fresh = dp.Accountant(given.budget)
     assert not torch.equal(
-        first, fit_linear(given, torch.ones(4, 2), torch.ones(4), mechanism=mechanism, accountant=fresh)
+        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh)
     )
 
 
@@ -291,7 +284,7 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module, "gaussian_vector", counted)
     given = task()
-    fit_linear(given, torch.ones(4, 2), torch.ones(4), mechanism=mechanism)
+    fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4))
     if mechanism == "output":
         assert scales == [plan_output(given).noise_scale]
     else:
@@ -325,7 +318,7 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_mechanism_refuses_what_it_does_not_cover(mechanism: str, settings: dict[str, object]) -> None:
     targets = torch.zeros(4, dtype=torch.int64) if "Softmax" in repr(settings.get("loss")) else torch.ones(4)
     with pytest.raises(dp.ConditionError):
-        fit_linear(task(**settings), torch.ones(4, 2), targets, mechanism=mechanism)
+        fit_linear(plan_linear(task(**settings), mechanism), torch.ones(4, 2), targets)
 
 
 def test_a_regularizer_too_small_for_epsilon_is_refused_with_the_least_one() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.fit import build_objective, make_records
 from torch_dpsco.erm.output import plan_output
+from torch_dpsco.erm.records import build_objective, make_records
 from torch_dpsco.solvers import solve
 
 BOUND, TARGET = 1.5, 2.0

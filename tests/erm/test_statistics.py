@@ -13,8 +13,8 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.adassp import AdaSSPPlan, _symmetric, plan_adassp, release_adassp
-from torch_dpsco.erm.fit import make_records
+from torch_dpsco.erm.adassp import AdaSSPPlan, _symmetric, plan_adassp
+from torch_dpsco.erm.records import make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.theory.adassp import adassp_constants
@@ -78,9 +78,9 @@ def test_no_record_moves_the_three_statistics_by_more_than_the_level(adjacency: 
     given = task(adjacency, preparation=Preparation(BOUND, intercept=intercept))
     plan = plan_adassp(given)
     found = levels(given, plan)
-    assert plan.event.mu == gaussian_mu(1.0, 1e-6)
-    assert max(found) <= plan.event.mu
-    assert max(found) > 0.8 * plan.event.mu
+    assert plan.charged.mu == gaussian_mu(1.0, 1e-6)
+    assert max(found) <= plan.charged.mu
+    assert max(found) > 0.8 * plan.charged.mu
 
 
 def test_the_published_noise_is_enough_for_the_statistics_together() -> None:
@@ -126,7 +126,7 @@ def test_each_statistic_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def release(given: LinearTask, plan: AdaSSPPlan, rows: Tensor, seed: int = 0) -> Tensor:
     records = make_records(given, rows, torch.ones(len(rows)))
-    return release_adassp(records, plan, dp.Accountant(given.budget), torch.Generator().manual_seed(seed))
+    return plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed))
 
 
 def test_without_noise_the_ridge_alone_shrinks_the_solution(monkeypatch: pytest.MonkeyPatch) -> None:

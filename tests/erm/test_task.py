@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.erm import LinearTask, Preparation, choose_mechanism, fit_linear
-from torch_dpsco.erm.fit import build_objective, make_records
+from torch_dpsco.erm import LinearTask, Preparation, choose_mechanism, fit_linear, plan_linear
+from torch_dpsco.erm.records import build_objective, make_records
 from torch_dpsco.solvers import solve
 
 BUDGET = dp.Budget(1.0, 1e-6)
@@ -265,14 +265,14 @@ def test_a_ledger_of_another_adjacency_is_refused() -> None:
     for mechanism in ("output", "objective", "noisy_gd"):
         ledger = dp.Accountant(adjacency="replace_one")
         with pytest.raises(dp.AdjacencyError):
-            fit_linear(add_remove, torch.ones(4, 2), torch.ones(4), mechanism=mechanism, accountant=ledger)
+            fit_linear(plan_linear(add_remove, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)
         assert len(ledger) == 0
 
 
 def test_a_ledger_of_users_is_refused() -> None:
     ledger = dp.Accountant(unit="user")
     with pytest.raises(dp.UnitError):
-        fit_linear(task(), torch.ones(4, 2), torch.ones(4), accountant=ledger)
+        fit_linear(plan_linear(task()), torch.ones(4, 2), torch.ones(4), accountant=ledger)
 
 
 def test_more_records_than_promised_are_refused() -> None:

@@ -16,7 +16,7 @@ _PLAN = functools.cache(plan_output)
 @pytest.fixture(autouse=True)
 def cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are functions of public numbers; making one takes longer than a fit of a hundred rows."""
-    monkeypatch.setattr("torch_dpsco.estimators.base.plan_output", _PLAN)
+    monkeypatch.setattr("torch_dpsco.erm.fit.plan_output", _PLAN)
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     assert len(secrets) >= 4
     shown = leaves(vars(model))
     assert len(shown) > 20
-    public = {*leaves(model.get_params()), *leaves(model._fitted)}
+    public = {*leaves(model.get_params()), *leaves(model.plan_)}
     for number in set(shown) - public:
         assert all(abs(number - secret) > 1e-9 * abs(secret) for secret in secrets)
     raw = pickle.dumps(model)
@@ -340,7 +340,7 @@ def test_the_exact_answer_of_ridge_is_not_kept():
 
 def test_no_attribute_tells_an_iteration_count_or_a_loss():
     for name in NAMES:
-        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "_fitted", "_secure"}
+        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "plan_"}
         model = fitted(name)
         assert set(vars(model)) <= public | set(model.get_params())
 
@@ -407,7 +407,7 @@ def test_probabilities_are_those_of_the_scores(name):
 def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
     """q that minimizes p min(1 - q, k) ... over a population is mapped back to p; k is of the row's own norm."""
     model = fitted("LogisticRegression", bound_x=1.0, intercept_scaling=1.0)
-    limit = model._fitted.clipped.clip / math.sqrt(2.0)
+    limit = model.plan_.task.clipped.clip / math.sqrt(2.0)
     assert limit == pytest.approx(0.5, rel=1e-9)
     row = np.array([[1.0, 0.0, 0.0]])
     for p in (0.2, 0.4, 0.5, 0.7, 0.9):

@@ -76,8 +76,8 @@ FILTER = {"budget": USERS, "dim": 10**6, "pair_radius": 0.5}
 
 
 def solved(cls: Any, budget: dp.Budget = SMALL) -> Callable[[int], Any]:
-    logistic = {"loss": dp.losses.Logistic(), "budget": budget, "bound_x": 1.0}
-    return lambda n: cls.calibrated(torch.nn.Linear(DIM - 1, 1).parameters(), n=n, **logistic)
+    logistic = {"model": torch.nn.Linear(DIM - 1, 1), "loss": dp.losses.Logistic(), "budget": budget, "bound_x": 1.0}
+    return lambda n: cls.plan(n=n, **logistic)
 
 
 def users_clipped(n: int) -> Any:

@@ -14,12 +14,12 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco import estimators
 from torch_dpsco.accounting.designs import is_exact
-from torch_dpsco.erm import LinearTask, Preparation, fit_linear
+from torch_dpsco.erm import LinearTask, Preparation, plan_linear
 from torch_dpsco.erm import adassp as adassp_module
 from torch_dpsco.erm import output as output_module
-from torch_dpsco.erm.adassp import plan_adassp, release_adassp
-from torch_dpsco.erm.fit import make_records
-from torch_dpsco.erm.output import draw_output, markov_plan, plan_output
+from torch_dpsco.erm.adassp import plan_adassp
+from torch_dpsco.erm.output import markov_plan, plan_output
+from torch_dpsco.erm.records import make_records
 from torch_dpsco.mechanisms.exact_noise import on_grid
 from torch_dpsco.optim import row_free
 from torch_dpsco.optim.bolt_on import BoltOnPSGD
@@ -40,7 +40,9 @@ def data(seed: int = 0) -> TensorDataset:
 
 def output(secure: str | None, **changes: object) -> dp.OutputPerturbation:
     given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0, "reg": 5.0, "secure": secure} | changes
-    return dp.OutputPerturbation.calibrated(nn.Linear(DIM, 1).double().parameters(), **given)
+    layer, ledger = nn.Linear(DIM, 1).double(), given.pop("accountant", None)
+    plan = dp.OutputPerturbation.plan(model=layer, **given)
+    return dp.OutputPerturbation(layer.parameters(), plan, accountant=ledger)
 
 
 def bolt_on(secure: str | None, **changes: object) -> BoltOnPSGD:
@@ -75,8 +77,9 @@ def said(report: object) -> str:
 
 
 def noise_of(optimizer: object) -> tuple[float, float]:
-    (_, sensitivity), *_ = optimizer.event.sens
-    return optimizer.event.sigma, sensitivity
+    event = optimizer._plan.charged if isinstance(optimizer, dp.OutputPerturbation) else optimizer.event
+    (_, sensitivity), *_ = event.sens
+    return event.sigma, sensitivity
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -90,9 +93,9 @@ def test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge():
     plain, exact = (plan_adassp(squares(), secure=secure) for secure in (None, "exact"))
     for float_std, std in zip(plain.constants, exact.constants, strict=True):
         assert std == pytest.approx(float_std * GRID, rel=1e-12)
-    ((_, mu),) = exact.event.sens
-    assert exact.event.sigma == 1.0
-    assert mu == plain.event.mu
+    ((_, mu),) = exact.charged.sens
+    assert exact.charged.sigma == 1.0
+    assert mu == plain.charged.mu
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -156,7 +159,7 @@ def test_a_promised_accuracy_has_an_exact_form_too():
     plain, exact = (markov_plan(task(reg=2.0), 1e-3, 1e-6, secure=secure) for secure in (None, "exact"))
     assert exact.noise_scale == pytest.approx(plain.noise_scale * GRID, rel=1e-12)
     ledger = dp.Accountant(adjacency="replace_one")
-    draw_output(torch.zeros(DIM, dtype=torch.float64), exact, ledger, torch.Generator())
+    exact.release(torch.zeros(DIM, dtype=torch.float64), ledger, torch.Generator())
     assert IDEAL not in said(ledger.report(1e-4))
 
 
@@ -174,7 +177,7 @@ def squares(adjacency: str = "add_remove", **changes: object) -> LinearTask:
 
 
 def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monkeypatch) -> torch.Tensor:
-    """Returns what `release_adassp` puts on the grid, in steps of the grid."""
+    """Returns what the release of a ridge puts on the grid, in steps of the grid."""
     plan, seen = plan_adassp(given, secure="exact"), []
 
     def released(value, event, source):
@@ -182,14 +185,14 @@ def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monke
         return value
 
     monkeypatch.setattr(adassp_module, "exact_release", released)
-    release_adassp(make_records(given, rows, targets), plan, dp.Accountant(given.budget), torch.Generator())
+    plan.release(make_records(given, rows, targets), dp.Accountant(given.budget), torch.Generator())
     return seen[0]
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(adjacency, monkeypatch):
     given = squares(adjacency, n=4 if adjacency != "add_remove" else 5)
-    ((_, mu),) = plan_adassp(given, secure="exact").event.sens
+    ((_, mu),) = plan_adassp(given, secure="exact").charged.sens
     spacing = exact_grid(1.0, mu, 1 + DIM * (DIM + 3) // 2).spacing
     common = torch.tensor([[0.2, -0.3, 0.1], [0.0, 0.9, 0.1], [0.4, 0.4, 0.7]], dtype=torch.float64)
     odd = [
@@ -295,16 +298,14 @@ def test_an_exact_moment_is_on_its_grid_whatever_the_norms(last, monkeypatch):
 
 
 def test_what_has_no_exact_form_refuses_by_name():
-    linear = nn.Linear(DIM, 1).double()
-    given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0, "secure": "exact"}
-    rows, labels = data().tensors
+    given = {"model": nn.Linear(DIM, 1), "loss": LOGISTIC, "n": N, "bound_x": 1.0, "budget": BUDGET, "secure": "exact"}
     problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
     paper = {"problem": problem, "n": N, "budget": BUDGET, "secure": "exact", "mode": "paper", "dim": DIM}
     refusals = [
-        (lambda: dp.ObjectivePerturbation.calibrated(linear.parameters(), **given), "use OutputPerturbation"),
-        (lambda: dp.NoisyGD.calibrated(linear.parameters(), **given), "use OutputPerturbation"),
-        (lambda: fit_linear(task(), rows, labels[:, 0], mechanism="objective", secure="exact"), "mechanism='output'"),
-        (lambda: fit_linear(task(), rows, labels[:, 0], mechanism="noisy_gd", secure="exact"), "mechanism='output'"),
+        (lambda: dp.ObjectivePerturbation.plan(**given), "use OutputPerturbation"),
+        (lambda: dp.NoisyGD.plan(**given), "use OutputPerturbation"),
+        (lambda: plan_linear(task(), "objective", secure="exact"), "mechanism='output'"),
+        (lambda: plan_linear(task(), "noisy_gd", secure="exact"), "mechanism='output'"),
         (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),
         (lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")), "K-norm"),
         (lambda: holder("exact", sampling="uniform"), "sampling='shuffle'"),
@@ -318,11 +319,11 @@ def test_what_has_no_exact_form_refuses_by_name():
 
 
 def test_releases_without_an_exact_form_name_the_assumption():
-    given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0}
     linear = nn.Linear(DIM, 1).double()
+    given = {"model": linear, "loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0}
     for optimizer in (
-        dp.ObjectivePerturbation.calibrated(linear.parameters(), **given),
-        dp.NoisyGD.calibrated(linear.parameters(), **given),
+        dp.ObjectivePerturbation(linear.parameters(), dp.ObjectivePerturbation.plan(**given)),
+        dp.NoisyGD(linear.parameters(), dp.NoisyGD.plan(**given)),
         holder(None, sampling="uniform"),
         output(None, budget=dp.Budget(1.0, 0.0)),
     ):
@@ -337,10 +338,10 @@ def test_a_refused_exact_release_draws_nothing(monkeypatch):
     monkeypatch.setattr("torch_dpsco.mechanisms.exact_noise.discrete_gaussian", drawn)
     plan = plan_output(task(reg=2.0), secure="exact")
     with pytest.raises(dp.BudgetExceeded):
-        draw_output(torch.zeros(DIM, dtype=torch.float64), plan, dp.Accountant(dp.Budget(0.1, 1e-6)), torch.Generator())
+        plan.release(torch.zeros(DIM, dtype=torch.float64), dp.Accountant(dp.Budget(0.1, 1e-6)), torch.Generator())
     ledger = dp.Accountant(plan.task.budget)
     with pytest.raises(AssertionError, match="drawn"):
-        draw_output(torch.zeros(DIM, dtype=torch.float64), plan, ledger, torch.Generator())
+        plan.release(torch.zeros(DIM, dtype=torch.float64), ledger, torch.Generator())
     assert len(ledger) == 1  # charged first
 
 

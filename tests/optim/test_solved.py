@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.erm.fit import build_objective, make_records
+from torch_dpsco.erm.output import OutputPlan
+from torch_dpsco.erm.records import build_objective, make_records
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.solvers import SOLVERS, solve
 
@@ -29,10 +30,15 @@ SIGNS = torch.where(ROWS[:, 0] > 0, 1.0, -1.0)
 DATA = TensorDataset(ROWS, SIGNS)
 
 
+def planned(kind: str = "OutputPerturbation", model: Any = None, **settings: Any):
+    options = {"loss": dp.losses.Logistic(), "n": N, "budget": BUDGET, "bound_x": 1.0, "reg": 30.0} | settings
+    return getattr(dp, kind).plan(model=nn.Linear(3, 1) if model is None else model, **options)
+
+
 def make(kind: str = "OutputPerturbation", model: nn.Linear | None = None, **settings: Any):
     model = nn.Linear(3, 1) if model is None else model
-    options = {"loss": dp.losses.Logistic(), "n": N, "budget": BUDGET, "bound_x": 1.0, "reg": 30.0} | settings
-    return model, getattr(dp, kind).calibrated(model.parameters(), **options)
+    own = {name: settings.pop(name) for name in ("inner", "accountant", "generator") if name in settings}
+    return model, getattr(dp, kind)(model.parameters(), planned(kind, model, **settings), **own)
 
 
 def make_loop(**settings: Any):
@@ -79,7 +85,7 @@ def test_the_answer_without_noise_is_the_minimizer_and_its_last_column_the_bias(
     silence(optimizer, monkeypatch)
     optimizer.solve(DATA)
     optimizer.finalize()
-    task = optimizer.task
+    task = optimizer._plan.task
     exact = solve(build_objective(task, 30.0, make_records(task, ROWS, SIGNS)), 1e-9).w
     answer = torch.cat([model.weight.detach().flatten(), model.bias.detach()]).double()
     assert float((answer - exact).norm()) < 1e-4
@@ -92,13 +98,13 @@ def test_a_loop_is_certified_from_where_it_ended(monkeypatch: pytest.MonkeyPatch
     train(model, optimizer)
     assert optimizer.steps == 3
     starts: list[Tensor] = []
-    original = dp.optim.output.solve_output
+    original = OutputPlan.solve
 
-    def watched(objective: Any, plan: Any, solver: str, start: Tensor) -> Tensor:
+    def watched(plan: OutputPlan, records: Records, start: Tensor | None = None) -> Tensor:
         starts.append(start)
-        return original(objective, plan, solver, start)
+        return original(plan, records, start)
 
-    monkeypatch.setattr("torch_dpsco.optim.output.solve_output", watched)
+    monkeypatch.setattr(OutputPlan, "solve", watched)
     optimizer.certify(DATA)
     torch.testing.assert_close(
         starts[0], torch.cat([model.weight.detach().flatten(), model.bias.detach()]).double(), rtol=0, atol=0
@@ -269,7 +275,7 @@ def test_the_state_and_the_gradients_of_a_loop_are_dropped_at_the_release() -> N
     model, optimizer = make_loop()
     train(model, optimizer)
     optimizer.certify(DATA)
-    assert {"_inner", "_point"} <= set(secrets(optimizer))
+    assert {"_inner", "_solved"} <= set(secrets(optimizer))
     assert model.weight.grad is not None
     optimizer.finalize()
     assert secrets(optimizer) == []
@@ -293,7 +299,7 @@ def test_what_is_printed_and_reported_does_not_depend_on_the_data(kind: str) -> 
 def test_errors_do_not_tell_the_point() -> None:
     _model, optimizer = make()
     optimizer.solve(DATA)
-    point = optimizer._point
+    point = optimizer._solved
     for wrong in (optimizer.state_dict, lambda: copy.copy(optimizer), optimizer.step):
         with pytest.raises(dp.SequenceError) as caught:
             wrong()
@@ -303,13 +309,13 @@ def test_errors_do_not_tell_the_point() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_noise_was_calibrated_for_cannot_be_reassigned(kind: str) -> None:
     _model, optimizer = make(kind)
-    for name in ("task", "event", "accountant"):
+    for name in ("_plan", "accountant"):
         with pytest.raises(dp.PrivacyError, match=name):
             setattr(optimizer, name, getattr(optimizer, name))
     with pytest.raises(dp.SequenceError):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises((AttributeError, TypeError)):
-        optimizer.task.reg = 1e9
+        optimizer._plan.task.reg = 1e9
     with pytest.raises((AttributeError, TypeError)):
         optimizer._plan.noise_scale = 0.0
 
@@ -321,7 +327,7 @@ def test_a_promised_accuracy_releases_what_the_loop_left(monkeypatch: pytest.Mon
     with pytest.warns(dp.UtilityWarning, match="noise buries the signal: the answer"):
         model, optimizer = make_loop(guarantee="markov", expected_accuracy=1e-3, failure=1e-8)
     certified = make()[1]
-    assert optimizer.noise_scale > 100 * certified.noise_scale
+    assert optimizer._plan.noise_scale > 100 * certified._plan.noise_scale
     silence(optimizer, monkeypatch)
     train(model, optimizer)
     left = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -371,7 +377,7 @@ def test_another_adjacency_unit_or_budget_of_the_accountant_is_refused(kind: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spent_budget_is_noticed_at_construction(kind: str) -> None:
     ledger = dp.Accountant(BUDGET)
-    ledger.record(make(kind)[1].event, 20)
+    ledger.record(planned(kind).event(), 20)
     with pytest.raises(dp.InfeasibleError, match="epsilon"):
         make(kind, accountant=ledger)
     other = dp.Accountant(BUDGET)
@@ -462,16 +468,19 @@ def test_labels_of_any_real_dtype_are_read(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_parameters_that_are_no_linear_layer_of_the_task_are_refused(model: nn.Module) -> None:
     with pytest.raises(ValueError, match="params"):
-        make(model=model)
+        planned(model=model)
     with pytest.raises(ValueError, match="params"):
-        dp.OutputPerturbation.calibrated([], loss=dp.losses.Logistic(), n=N, budget=BUDGET, bound_x=1.0)
+        dp.OutputPerturbation(model.parameters(), planned())
+    with pytest.raises(ValueError, match="params"):
+        planned(model=[])
 
 
-def test_a_plan_carries_its_own_task() -> None:
-    optimizer = make()[1]
-    assert optimizer._plan.task is optimizer.task
+def test_a_plan_is_of_its_layer_and_its_optimizer() -> None:
     with pytest.raises(ValueError, match="params"):
-        dp.OutputPerturbation(nn.Linear(4, 1).parameters(), plan=optimizer._plan)
+        dp.OutputPerturbation(nn.Linear(4, 1).parameters(), planned())
+    with pytest.raises(ValueError, match=r"plan must be given to NoisyGD.plan\(...\)"):
+        dp.NoisyGD(nn.Linear(3, 1).parameters(), planned())
+    assert planned(model=list(nn.Linear(3, 1).parameters())) == planned()
 
 
 def test_step_and_certify_are_for_loops_alone() -> None:
@@ -481,6 +490,8 @@ def test_step_and_certify_are_for_loops_alone() -> None:
     for kind in KINDS[1:]:
         with pytest.raises(dp.SequenceError, match="solve"):
             make(kind)[1].certify(DATA)
+        with pytest.raises(ValueError, match="inner must not be given"):
+            make(kind, inner=torch.optim.Adam)
 
 
 @pytest.mark.parametrize(
@@ -542,9 +553,10 @@ def test_a_pure_budget_is_spent_purely(kind: str) -> None:
 
 def test_the_doctor_finds_nothing_in_what_no_pass_over_the_model_enters() -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = dp.OutputPerturbation.calibrated(
-        model.parameters(), loss=dp.losses.Logistic(), n=10, budget=dp.Budget(1.0, 1e-6), bound_x=1.0
+    plan = dp.OutputPerturbation.plan(
+        model=model, loss=dp.losses.Logistic(), n=10, budget=dp.Budget(1.0, 1e-6), bound_x=1.0
     )
+    optimizer = dp.OutputPerturbation(model.parameters(), plan)
     data = torch.utils.data.TensorDataset(torch.ones(10, 2), torch.ones(10))
     assert dp.doctor(model, None, torch.utils.data.DataLoader(data), optimizer).healthy
     with pytest.raises(ValueError, match=r"call optimizer.solve\(dataset\) and finalize\(\)"):

@@ -10,6 +10,7 @@ Source: docs/proofs/output.md#least-squares-from-noisy-statistics
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,14 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import GDP, ApproxDP
+from torch_dpsco.erm.plan import LinearPlan
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses import Squared
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.objectives.records import Records
+from torch_dpsco.plan import exact_cost
 from torch_dpsco.rng import Source
 from torch_dpsco.solvers.certificates import project
 from torch_dpsco.theory.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper
@@ -34,24 +37,56 @@ from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gauss
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.output import sum_terms
 
-__all__ = ["AdaSSPPlan", "plan_adassp", "release_adassp"]
+__all__ = ["AdaSSPPlan", "plan_adassp"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaSSPPlan:
-    """Public numbers of one release.
+class AdaSSPPlan(LinearPlan):
+    """Public numbers of one release; reg is added to the adaptive ridge, and 0 if none is given.
 
     Args:
         constants: noise and ridge.
-        event: of the release of all three.
-        ridge: added to the adaptive one, >= 0.
-        radius: of the ball that the answer is projected on.
     """
 
     constants: AdaSSPConstants
-    event: GDP | ApproxDP | Gaussian
-    ridge: float
-    radius: float
+
+    mechanism = "adassp"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", AdaSSPConstants(*self.constants))  # a list, where it was saved
+        super().__post_init__()
+
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        task = self.task
+        assert task.bound_y is not None  # of plan_adassp
+        return self.constants.std_xty, task.n * task.preparation.bound * task.bound_y, "X'y"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        yield exact_cost("exact" if is_exact(self.charged) else None)
+
+    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
+        gram = solved.gram(solved.weights)
+        moment = solved.combine(solved.weights * solved.targets)
+        # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.charged)
+        given, dim = self.constants, solved.dim
+        least = float(torch.linalg.eigvalsh(gram)[0])
+        if is_exact(self.charged):
+            least, noisy, moment = _exact(least, gram, moment, given, self.charged, generator)
+        else:
+            least += float(gaussian_vector(1, given.std_lmin, generator))
+            noisy = gram + _symmetric(dim, given, generator)
+            moment = moment + gaussian_vector(dim, given.std_xty, generator)
+        ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
+        values, vectors = torch.linalg.eigh(noisy)
+        # post-processing: an improbable matrix that is not positive definite
+        values = (values + ridge).clamp(min=max(given.lam_cap, self.reg) / 10)
+        return project(vectors @ ((vectors.T @ moment) / values), self.task.radius)
 
 
 def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None) -> AdaSSPPlan:
@@ -71,10 +106,10 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     """
     if not isinstance(task.loss, Squared) or task.residual_clip is not None or task.tilt or task.attack_radius:
         raise ConditionError(f"AdaSSP needs the squared loss, as it is (got {task.loss!r})")
-    if task.budget.delta == 0:
+    if task.pure:
         raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
     assert task.bound_y is not None
-    epsilon, delta = task.budget.epsilon, task.budget.delta
+    epsilon, delta = task.target.epsilon, task.target.delta
     bounds = (task.preparation.bound, task.bound_y, task.width)
     event: GDP | ApproxDP | Gaussian
     most = task.most_records
@@ -100,38 +135,7 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
     rounding = with_grid(rounding, is_exact(event))
     constants = AdaSSPConstants(*(value * rounding for value in constants))
-    return AdaSSPPlan(constants=constants, event=event, ridge=task.reg or 0.0, radius=task.radius)
-
-
-def release_adassp(records: Records, plan: AdaSSPPlan, accountant: Accountant, generator: Source) -> Tensor:
-    """Charges, adds noise to the three statistics, solves: returns the private vector (dim,) float64.
-
-    Args:
-        records: prepared rows and targets, within their bounds.
-        plan: its numbers.
-        accountant: charged before anything is drawn.
-        generator: of the noise.
-
-    Raises:
-        BudgetExceeded: nothing was drawn.
-    """
-    gram = records.gram(records.weights)
-    moment = records.combine(records.weights * records.targets)
-    # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
-    accountant.authorize(plan.event)
-    given, dim = plan.constants, records.dim
-    least = float(torch.linalg.eigvalsh(gram)[0])
-    if is_exact(plan.event):
-        least, noisy, moment = _exact(least, gram, moment, given, plan.event, generator)
-    else:
-        least += float(gaussian_vector(1, given.std_lmin, generator))
-        noisy = gram + _symmetric(dim, given, generator)
-        moment = moment + gaussian_vector(dim, given.std_xty, generator)
-    ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + plan.ridge
-    values, vectors = torch.linalg.eigh(noisy)
-    # post-processing: an improbable matrix that is not positive definite
-    values = (values + ridge).clamp(min=max(given.lam_cap, plan.ridge) / 10)
-    return project(vectors @ ((vectors.T @ moment) / values), plan.radius)
+    return AdaSSPPlan(task=task, reg=task.reg or 0.0, charged=event, constants=constants)
 
 
 def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:

@@ -25,7 +25,7 @@ from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import CalibrationError, ConditionError
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["least_risk_reg"]
+__all__ = ["added_risk", "least_risk_reg"]
 
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))
@@ -72,12 +72,25 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
     return best
 
 
-def _risk(task: LinearTask, plan: Any, bound: float) -> float:
-    spread = plan.noise_scale * (math.sqrt(task.parameters + 1) if task.budget.delta == 0 else 1.0)
-    radius = min(task.radius, _SCORE / bound)
-    grown = (bound / task.preparation.bound) ** 2
+def added_risk(plan: Any) -> float | None:
+    """Returns a bound on E F(w + z) - F(w) of a plan's noise z, F without its regularizer; None where none is proved.
+
+    The regularizer's own part, reg |z|^2 / 2 in the sum, is no loss of a record.
+    """
+    task = plan.task
+    plain = task.num_scores == 1 and not task.tilt and not task.attack_radius and math.isinf(task.radius)
+    return _added(task, plan, 1.0) if plain and task.lipschitz is not None else None
+
+
+def _added(task: LinearTask, plan: Any, grown: float) -> float:
+    spread = plan.noise_and_signal[0]
     lipschitz = task.lipschitz_at_minimizers(plan.reg) * math.sqrt(grown)
     moved = lipschitz * spread
     if task.smoothness is not None:
         moved = min(moved, (task.smoothness * grown + abs(task.tilt) * lipschitz**2) / 2 * spread**2)
-    return float(moved + plan.reg / task.n / 2 * radius**2)
+    return float(moved)
+
+
+def _risk(task: LinearTask, plan: Any, bound: float) -> float:
+    radius = min(task.radius, _SCORE / bound)
+    return _added(task, plan, (bound / task.preparation.bound) ** 2) + float(plan.reg / task.n / 2 * radius**2)

@@ -13,6 +13,7 @@ Source: docs/proofs/output.md#noisy-gradient-descent
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,52 +25,75 @@ from torch_dpsco.accounting.analysis.contraction import noisy_gd_mu
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.erm.plan import LinearPlan
+from torch_dpsco.erm.records import build_objective
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.objectives.base import Objective
+from torch_dpsco.objectives.records import Records
 from torch_dpsco.rng import Source
 from torch_dpsco.solvers.certificates import project
+from torch_dpsco.theory.exact_noise import require_gaussian
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.objective_perturbation import objpert_reg
 from torch_dpsco.theory.output import gradient_rounding
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["NoisyGDPlan", "plan_noisy_gd", "release_noisy_gd"]
+__all__ = ["NoisyGDPlan", "plan_noisy_gd"]
 
 _MOST_STEPS = 500  # a step reads all records
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisyGDPlan:
-    """Public numbers of one run.
+class NoisyGDPlan(LinearPlan):
+    """Public numbers of one run, of which the last iterate is released.
 
     Args:
-        task: what was planned for.
-        reg: of the objective, in sum form.
         lr: eta, on the sum.
         steps: T.
         noise_std: of the noise on the sum of gradients.
-        event: of the last iterate.
         radius: of the ball that iterates are projected on.
     """
 
-    task: LinearTask
-    reg: float
     lr: float
     steps: int
     noise_std: float
-    event: GDP
     radius: float
 
+    mechanism = "noisy_gd"
 
-def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        assert self.task.lipschitz is not None  # of plan_noisy_gd
+        return self.noise_std / math.sqrt(self.steps), self.task.n * self.task.lipschitz, "the mean of all steps"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        yield "steps", f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: the last iterate"
+
+    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, and makes the steps from 0: returns the private last iterate; see `LinearPlan`."""
+        objective = build_objective(self.task, self.reg, solved)
+        # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.charged)
+        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
+        for _ in range(self.steps):
+            # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
+            gradient = objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
+            w = project(w - self.lr * gradient, self.radius)
+        return w
+
+
+def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None = None) -> NoisyGDPlan:
     """Returns the numbers of noisy gradient descent for a task.
 
     Args:
         task: its public numbers; delta > 0.
         steps: T; default 3 beta / reg, where the answer has converged, at most 500.
+        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or delta is 0.
@@ -78,7 +102,10 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
         The event of the plan, for the task's adjacency, for the last iterate alone. n_max is a promise about the number
         of records, on which the contraction rests.
     """
-    if task.budget.delta == 0:
+    require_gaussian(
+        secure, "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'"
+    )
+    if task.pure:
         raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")
     if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
         raise ConditionError(
@@ -86,7 +113,7 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
             f"residual_clip, or use output perturbation"
         )
     most = task.most_records
-    reg = objpert_reg(task.budget.epsilon, task.smoothness) if task.reg is None else task.reg
+    reg = objpert_reg(task.target.epsilon, task.smoothness) if task.reg is None else task.reg
     beta = safe(most * task.smoothness + reg)
     lr = 2.0 / (beta + reg)
     contraction = (beta - reg) / (beta + reg) * (1 + 1e-15)  # at both ends of [reg, beta]
@@ -107,30 +134,18 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None) -> NoisyGDPlan:
     # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
     # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
     moved += 2 * 8 * DOUBLE * radius / lr
-    mu = gaussian_mu(task.budget.epsilon, task.budget.delta)
-    noise = safe(noisy_gd_mu(total, contraction, moved, 1.0) / mu)
+    if task.noise_multiplier is None:
+        mu = gaussian_mu(task.target.epsilon, task.target.delta)
+        noise = safe(noisy_gd_mu(total, contraction, moved, 1.0) / mu)
+    else:
+        noise = task.noise_multiplier * task.lipschitz
+        mu = noisy_gd_mu(total, contraction, moved, noise)
     return NoisyGDPlan(
         task=task,
         reg=reg,
+        charged=GDP(mu, (task.adjacency,)),
         lr=lr,
         steps=total,
         noise_std=noise,
-        event=GDP(mu, (task.adjacency,)),
         radius=radius,
     )
-
-
-def release_noisy_gd(objective: Objective, plan: NoisyGDPlan, accountant: Accountant, generator: Source) -> Tensor:
-    """Charges, and makes the steps from 0: returns the private last iterate (dim,) float64.
-
-    Raises:
-        BudgetExceeded: nothing was drawn.
-    """
-    # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
-    accountant.authorize(plan.event)
-    w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-    for _ in range(plan.steps):
-        # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
-        gradient = objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, plan.noise_std, generator)
-        w = project(w - plan.lr * gradient, plan.radius)
-    return w

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,14 +24,17 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.accounting.objective import objective_curve
 from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
+from torch_dpsco.erm.plan import LinearPlan
+from torch_dpsco.erm.records import build_objective
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.softmax import SoftmaxCrossEntropy
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.objectives.base import Objective
+from torch_dpsco.objectives.records import Records
 from torch_dpsco.rng import Source
-from torch_dpsco.solvers import solve
+from torch_dpsco.solvers import SOLVERS, solve
 from torch_dpsco.solvers.certificates import project
+from torch_dpsco.theory.exact_noise import require_gaussian
 from torch_dpsco.theory.objective_perturbation import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
@@ -45,42 +48,63 @@ from torch_dpsco.theory.objective_perturbation import (
 )
 from torch_dpsco.theory.output import amp_tolerance, gradient_rounding
 
-__all__ = ["ObjectivePlan", "plan_objective", "release_objective"]
+__all__ = ["ObjectivePlan", "plan_objective"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectivePlan:
+class ObjectivePlan(LinearPlan):
     """Public numbers of one release.
 
     Args:
-        task: what was planned for.
-        reg: of the objective, in sum form.
         noise_scale: std of b, or 1/g.
         distance: that the solver has to certify, tau / reg.
         output_scale: std, or scale of the K-norm's, of the noise on the answer.
-        event: of the release.
-        pure: whether the noise is that of the K-norm mechanism.
-        radius: of the ball that the answer is projected on.
+        solver: see `solvers.solve`; never trusted.
     """
 
-    task: LinearTask
-    reg: float
     noise_scale: float
     distance: float
     output_scale: float
-    event: ApproxDP | Pure | RDPCurve
-    pure: bool
-    radius: float
+    solver: str = "auto"
+
+    mechanism = "objective"
+
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        task = self.task
+        assert task.lipschitz is not None  # of plan_objective
+        std = self.noise_scale * (math.sqrt(task.parameters + 1) if task.pure else 1.0)
+        return std, task.n * task.lipschitz, "the sum of all gradients"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if isinstance(self.charged, RDPCurve):
+            yield "charged", "a Renyi curve, which composes well with others and costs more alone"
+
+    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, draws b, solves, adds noise: returns the private vector; see `LinearPlan`."""
+        # PRIVACY: charged before b is drawn (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.charged)
+        draw, dim = knorm_vector if self.task.pure else gaussian_vector, self.task.parameters
+        objective = build_objective(self.task, self.reg, solved, draw(dim, self.noise_scale, generator))
+        found = solve(objective, self.distance, solver=self.solver)
+        return project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
 
 
-def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
+def plan_objective(
+    task: LinearTask, charge: str = "approx", secure: str | None = None, solver: str = "auto"
+) -> ObjectivePlan:
     """Returns the numbers of objective perturbation for a task.
 
     Args:
         task: its public numbers.
         charge: what a ledger is told, for delta > 0 and one score: "approx", the (epsilon, delta) of the budget, which
             is exact for a release that stands alone; "curve", a Renyi curve, which composes better with others but
-            says more than epsilon for one alone.
+            says more than epsilon for one alone. Noise of your own is charged as a curve.
+        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
+        solver: see `ObjectivePlan`.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or pure and softmax.
@@ -90,29 +114,40 @@ def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
         The event of the plan, for the task's adjacency, for the released point.
     """
     lipschitz, smoothness = _constants(task)
-    curve = check.choice(("approx", "curve"), charge=charge) == "curve"
-    epsilon, delta = task.budget.epsilon, _spent(task.budget.delta)
+    require_gaussian(
+        secure, "objective perturbation is proved in a continuous law; use OutputPerturbation, mechanism='output'"
+    )
+    curve = check.choice(("approx", "curve"), charge=charge) == "curve" or task.noise_multiplier is not None
     ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
-    reg = objpert_reg(epsilon, ranks * smoothness) if task.reg is None else task.reg
-    size = _noise_std if delta else _pure_scale
+    reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
+    size = _pure_scale if task.pure else _noise_std
     scale = size(task, reg, lipschitz, smoothness)
     rounding = _rounding(task, reg, scale)
     while task.reg is None and 4 * rounding > 9e-5 * lipschitz:  # a large epsilon asks for less than float64 can solve
         reg *= 2  # b can only be smaller then
         rounding = _rounding(task, reg, scale)
     tolerance = amp_tolerance(lipschitz, rounding)
-    if delta == 0:
-        return _pure(task, reg, tolerance / reg, size(task, reg, lipschitz, smoothness))
     noise = size(task, reg, lipschitz, smoothness)
+    distance = tolerance / reg
+    charged: ApproxDP | Pure | RDPCurve
+    if task.pure:
+        charged = Pure(task.target.epsilon, (task.adjacency,))
+        # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
+        output = 2 * distance / (AMP_PURE_SHARE * task.target.epsilon) * (1 + 1e-15)
+    else:
+        output = amp_noise_std(tolerance, reg)
+        if curve:
+            charged = _event(task, reg, noise, lipschitz, smoothness)
+        else:
+            charged = ApproxDP(task.target.epsilon, _spent(task.target.delta), (task.adjacency,))
     return ObjectivePlan(
         task=task,
         reg=reg,
+        charged=charged,
         noise_scale=noise,
-        distance=tolerance / reg,
-        output_scale=amp_noise_std(tolerance, reg),
-        event=_event(task, reg, noise, lipschitz, smoothness) if curve else ApproxDP(epsilon, delta, (task.adjacency,)),
-        pure=False,
-        radius=task.radius,
+        distance=distance,
+        output_scale=output,
+        solver=check.choice(SOLVERS, solver=solver),
     )
 
 
@@ -122,7 +157,7 @@ def _rounding(task: LinearTask, reg: float, scale: float) -> float:
     assert task.smoothness is not None
     assert task.problem.loss_at_zero is not None
     dim, most = task.parameters, task.n_max
-    linear = scale * (dim + 10 * math.sqrt(dim) if task.budget.delta == 0 else math.sqrt(dim) + 10)
+    linear = scale * (dim + 10 * math.sqrt(dim) if task.pure else math.sqrt(dim) + 10)
     # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
     norm = (linear + math.sqrt(linear * linear + 2 * reg * most * task.problem.loss_at_zero)) / reg
     return gradient_rounding(
@@ -155,7 +190,9 @@ def _constants(task: LinearTask) -> tuple[float, float]:
 
 
 def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
-    epsilon, delta = task.budget.epsilon, _spent(task.budget.delta)
+    if task.noise_multiplier is not None:
+        return task.noise_multiplier * lipschitz
+    epsilon, delta = task.target.epsilon, _spent(task.target.delta)
     replaced = task.adjacency == REPLACE_ONE
     moved = (1 + replaced) * lipschitz
     if task.monotone:
@@ -181,7 +218,7 @@ def _general_std(epsilon: float, delta: float, determinant: float, diameter: flo
 
 def _event(task: LinearTask, reg: float, noise: float, lipschitz: float, smoothness: float) -> RDPCurve:
     if isinstance(task.loss, SoftmaxCrossEntropy):
-        raise ConditionError("charge must be 'approx' for softmax: no curve is proved for several scores")
+        raise ConditionError("charge must be 'approx' for softmax, of a budget: no curve is proved for several scores")
     return objective_curve(
         noise, reg, lipschitz, smoothness, monotone=task.monotone, mu_out=AMP_MU_OUT, adjacency=task.adjacency
     )
@@ -191,51 +228,5 @@ def _pure_scale(task: LinearTask, reg: float, lipschitz: float, smoothness: floa
     """Returns 1/g, the scale of b for the part of epsilon that it has."""
     if isinstance(task.loss, SoftmaxCrossEntropy):
         raise ConditionError("a pure epsilon is proved for one score only: use output perturbation for softmax")
-    epsilon = (1 - AMP_PURE_SHARE) * task.budget.epsilon * (1 - 1e-15)
+    epsilon = (1 - AMP_PURE_SHARE) * task.target.epsilon * (1 - 1e-15)
     return 1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)
-
-
-def _pure(task: LinearTask, reg: float, distance: float, scale: float) -> ObjectivePlan:
-    epsilon = task.budget.epsilon
-    return ObjectivePlan(
-        task=task,
-        reg=reg,
-        noise_scale=scale,
-        distance=distance,
-        # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
-        output_scale=2 * distance / (AMP_PURE_SHARE * epsilon) * (1 + 1e-15),
-        event=Pure(epsilon, (task.adjacency,)),
-        pure=True,
-        radius=task.radius,
-    )
-
-
-def release_objective(
-    build: Callable[[Tensor], Objective],
-    plan: ObjectivePlan,
-    dim: int,
-    accountant: Accountant,
-    generator: Source,
-    *,
-    solver: str = "auto",
-) -> Tensor:
-    """Charges, draws b, solves, adds noise: returns the private vector (dim,) float64.
-
-    Args:
-        build: returns the objective of the plan with a linear term (dim,).
-        plan: its numbers.
-        dim: number of coordinates.
-        accountant: charged before b is drawn.
-        generator: of the noise; b must stay secret, as long as the data are.
-        solver: see `solvers.solve`.
-
-    Raises:
-        BudgetExceeded: nothing was drawn.
-        NotCertifiedError: an internal error, see `solvers.solve`; outside of the guarantee.
-    """
-    # PRIVACY: charged before b is drawn (test_a_refused_release_draws_nothing)
-    accountant.authorize(plan.event)
-    draw = knorm_vector if plan.pure else gaussian_vector
-    found = solve(build(draw(dim, plan.noise_scale, generator)), plan.distance, solver=solver)
-    noise = draw(dim, plan.output_scale, generator)
-    return project(found.w + noise, plan.radius)

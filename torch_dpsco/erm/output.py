@@ -15,27 +15,29 @@ Source: docs/proofs/output.md#how-far-a-minimizer-moves, docs/proofs/output.md#c
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, gaussian_sigma_zhao
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import REPLACE_ONE, Failure, Gaussian, KNorm, Sequential
-from torch_dpsco.erm.least_risk import least_risk_reg
+from torch_dpsco.erm.least_risk import added_risk, least_risk_reg
+from torch_dpsco.erm.plan import LinearPlan
+from torch_dpsco.erm.records import build_objective
 from torch_dpsco.erm.task import LinearTask
-from torch_dpsco.errors import ConditionError
+from torch_dpsco.errors import ConditionError, SequenceError
 from torch_dpsco.losses import Logistic
 from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.objectives.base import Objective
-from torch_dpsco.objectives.records import gamma
+from torch_dpsco.objectives.records import Records, gamma
+from torch_dpsco.plan import exact_cost
 from torch_dpsco.rng import Source
-from torch_dpsco.solvers import solve
+from torch_dpsco.solvers import SOLVERS, solve
 from torch_dpsco.solvers.certificates import BoxDual, project
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.output import (
@@ -52,48 +54,92 @@ from torch_dpsco.theory.output import (
 )
 from torch_dpsco.theory.tilted import tilted_sensitivity, tilted_strong_convexity
 
-__all__ = ["OutputPlan", "draw_output", "markov_plan", "plan_output", "solve_output"]
+__all__ = ["OutputPlan", "markov_plan", "plan_output"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputPlan:
+class OutputPlan(LinearPlan):
     """Public numbers of one release.
 
     Args:
-        task: what was planned for.
-        reg: of the objective, in sum form.
         strong_convexity: of the objective that is solved, in its own form.
         sensitivity: Delta of exact minimizers.
         distance: r, that the solver has to certify; inf for a promise in place of a certificate.
-        event: of the release, for Delta + 2 r.
         noise_scale: std of Gaussian noise, or scale of the K-norm's.
-        radius: of the ball that the answer is projected on.
         secure: "exact" for noise in integers on a public grid, which is in the event; None for floating point.
+        solver: see `solvers.solve`; never trusted.
     """
 
-    task: LinearTask
-    reg: float
     strong_convexity: float
     sensitivity: float
     distance: float
-    event: Gaussian | KNorm | Sequential
     noise_scale: float
-    radius: float
     secure: str | None = None
+    solver: str = "auto"
+
+    mechanism = "output"
 
     @property
     def trusted(self) -> bool:
         """Whether no certificate is asked for: a promised accuracy takes its place."""
         return math.isinf(self.distance)
 
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`; an answer without records is 0."""
+        task = self.task
+        std = self.noise_scale * (math.sqrt(task.parameters + 1) if task.pure else 1.0)
+        return std, min(task.radius, task.n * self.sensitivity), "the answer"
 
-def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None) -> OutputPlan:
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if self.trusted:
+            yield "trusted", "the accuracy that is promised for the loop, in expectation, on every data set"
+        added = added_risk(self)
+        if added is not None:
+            yield "expected", f"the noise adds at most {added:.3g} to the mean loss of the records"
+        if not self.task.pure:
+            yield exact_cost(self.secure)
+
+    def solve(self, records: Records, start: Tensor | None = None) -> Tensor:
+        """Returns a point that is certified to be as near to the minimizer as planned: NOT private.
+
+        Raises:
+            NotCertifiedError: an internal error, see `solvers.solve`; outside of the guarantee.
+            SequenceError: an accuracy is promised, and there is no start, from a loop that has it.
+        """
+        if self.trusted:
+            if start is None:
+                raise SequenceError("guarantee='markov' releases what your loop left: call certify(dataset) after it")
+            return start
+        objective = build_objective(self.task, self.reg, records)
+        if objective.strong_convexity < self.strong_convexity * (1 - 1e-12):
+            raise ConditionError("objective must be that of the plan: its strong convexity is less than planned")
+        # a kinked loss needs no ball for its constants: the projection of the answer is enough
+        ball = self.task.radius if objective.smoothness is not None else math.inf
+        return solve(objective, self.distance, radius=ball, solver=self.solver, start=start).w
+
+    def release(self, solved: Tensor, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, draws the noise and returns the private vector; see `LinearPlan`."""
+        # PRIVACY: charged before anything is drawn, which is after the solver has ended
+        # (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.charged)
+        released = self.charged.events[0] if isinstance(self.charged, Sequential) else self.charged
+        if is_exact(released):
+            return project(exact_release(solved, released, generator), self.task.radius)
+        draw = knorm_vector if isinstance(released, KNorm) else gaussian_vector
+        return project(solved + draw(len(solved), self.noise_scale, generator), self.task.radius)
+
+
+def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None, solver: str = "auto") -> OutputPlan:
     """Returns the numbers of output perturbation for a task.
 
     Args:
         task: its public numbers.
         mode: "tight" (analytic Gaussian) or "paper" (the closed form of Zhao et al., which is valid and larger).
         secure: "exact" for noise drawn in integers (delta > 0); see docs/proofs/exact_gaussian.md.
+        solver: see `OutputPlan`.
 
     Raises:
         ConditionError: nothing is proved for these settings, e.g. tilts under add_remove without n_min.
@@ -117,34 +163,39 @@ def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None
         check_tolerance(mu * distance, _rounding(task, reg))
     # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
     moved = certified_sensitivity(sensitivity, mu, mu * distance)
-    epsilon, delta = task.budget.epsilon, task.budget.delta
     event: Gaussian | KNorm
-    if delta == 0:
+    if task.pure:
         require_gaussian(secure)
-        event = KNorm(epsilon, task.parameters, adjacencies=_covered(task))
+        epsilon = task.target.epsilon
+        event = KNorm(epsilon, task.parameters, adjacencies=(task.adjacency,))
         scale = moved / epsilon * (1 + 1e-15)
     else:
-        event = _gaussian(task, moved, delta, mode, secure)
+        event = _gaussian(task, moved, mode, secure)
         scale = event.sigma
     return OutputPlan(
         task=task,
         reg=reg,
+        charged=event,
         strong_convexity=mu,
         sensitivity=sensitivity,
         distance=distance,
-        event=event,
         noise_scale=scale,
-        radius=task.radius,
         secure=secure,
+        solver=check.choice(SOLVERS, solver=solver),
     )
 
 
-def _gaussian(task: LinearTask, moved: float, delta: float, mode: str, secure: str | None) -> Gaussian:
+def _gaussian(task: LinearTask, moved: float, mode: str, secure: str | None, delta: float | None = None) -> Gaussian:
+    """Returns the event of noise for this sensitivity, at the budget's delta or what is left of it."""
     exact = asks_exact(secure)
-    sigma = gaussian_sigma if check.choice(("tight", "paper"), mode=mode) == "tight" else gaussian_sigma_zhao
+    chosen = gaussian_sigma if check.choice(("tight", "paper"), mode=mode) == "tight" else gaussian_sigma_zhao
     # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
     moved = with_grid(moved, exact)
-    event = Gaussian(sigma(task.budget.epsilon, delta, moved), dict.fromkeys(_covered(task), moved), exact=exact)
+    if task.noise_multiplier is not None:
+        sigma = task.noise_multiplier * moved
+    else:
+        sigma = chosen(task.target.epsilon, task.target.delta if delta is None else delta, moved)
+    event = Gaussian(sigma, {task.adjacency: moved}, exact=exact)
     if exact:
         exact_grid(event.sigma, moved, task.parameters)  # raises before anything is spent
     return event
@@ -179,11 +230,6 @@ def _gap_rounding(task: LinearTask, reg: float) -> float:
     assert box is not None  # of _require_solvable
     reach = task.preparation.bound * task.minimizer_radius(reg) + 1 + (task.bound_y or 1.0)
     return gamma(task.width + 6) * box.width * task.most_records * reach
-
-
-def _covered(task: LinearTask) -> tuple[Adjacency, ...]:
-    """The adjacencies that the sensitivity holds for."""
-    return (task.adjacency,)
 
 
 def _sensitivity(task: LinearTask, reg: float) -> tuple[float, float]:
@@ -233,7 +279,9 @@ def markov_plan(
 
     Source: docs/proofs/output.md#accuracy-in-expectation
     """
-    epsilon, delta = task.budget.epsilon, task.budget.delta
+    if task.noise_multiplier is not None:
+        raise ConditionError("noise_multiplier must be None for guarantee='markov': the failure is paid from a budget")
+    epsilon, delta = task.target.epsilon, task.target.delta
     left = delta - delta_with_failure(0.0, failure, epsilon, "per_side") * (1 + 1e-12)
     if not left > 0:
         raise ConditionError(
@@ -245,50 +293,14 @@ def markov_plan(
     if task.tilt:
         expected_accuracy = expected_accuracy / task.n
     moved = expected_suboptimal_sensitivity(sensitivity, mu, expected_accuracy, failure)
-    gaussian = _gaussian(task, moved, left, mode, secure)
+    gaussian = _gaussian(task, moved, mode, secure, left)
     return OutputPlan(
         task=task,
         reg=reg,
+        charged=Sequential((gaussian, Failure(failure, "per_side"))),
         strong_convexity=mu,
         sensitivity=sensitivity,
         distance=math.inf,
-        event=Sequential((gaussian, Failure(failure, "per_side"))),
         noise_scale=gaussian.sigma,
-        radius=task.radius,
         secure=secure,
     )
-
-
-def solve_output(objective: Objective, plan: OutputPlan, solver: str = "auto", start: Tensor | None = None) -> Tensor:
-    """Returns a point that is certified to be as near to the minimizer as planned: NOT private.
-
-    Raises:
-        NotCertifiedError: an internal error, see `solvers.solve`; outside of the guarantee.
-    """
-    if objective.strong_convexity < plan.strong_convexity * (1 - 1e-12):
-        raise ConditionError("objective must be that of the plan: its strong convexity is less than planned")
-    # a kinked loss needs no ball for its constants: the projection of the answer is enough
-    ball = plan.radius if objective.smoothness is not None else math.inf
-    return solve(objective, plan.distance, radius=ball, solver=solver, start=start).w
-
-
-def draw_output(point: Tensor, plan: OutputPlan, accountant: Accountant, generator: Source) -> Tensor:
-    """Charges, draws the noise and returns the private vector.
-
-    Args:
-        point: from `solve_output`.
-        plan: its numbers.
-        accountant: charged before the noise is drawn.
-        generator: of the noise; no stream of the solver.
-
-    Raises:
-        BudgetExceeded: nothing was drawn.
-    """
-    # PRIVACY: charged before anything is drawn, which is after the solver has ended
-    # (test_a_refused_release_draws_nothing)
-    accountant.authorize(plan.event)
-    released = plan.event.events[0] if isinstance(plan.event, Sequential) else plan.event
-    if is_exact(released):
-        return project(exact_release(point, released, generator), plan.radius)
-    draw = knorm_vector if isinstance(plan.event, KNorm) else gaussian_vector
-    return project(point + draw(len(point), plan.noise_scale, generator), plan.radius)

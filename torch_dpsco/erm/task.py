@@ -15,7 +15,7 @@ Source: docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
-from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, clip_rows
@@ -105,7 +104,10 @@ class LinearTask:
         preparation: of rows.
         dim: d >= 1, number of raw features.
         n: public number of records; a reference under add_remove.
-        budget: of unit "example"; delta = 0 asks for a pure epsilon.
+        budget: of unit "example"; delta = 0 asks for a pure epsilon. None where the noise is given.
+        noise_multiplier: > 0, std of Gaussian noise over what one record adds: the bound on its gradient, or on how far
+            it moves the answer. None for noise that is chosen for the budget.
+        adjacency: of the guarantee where there is no budget; else the budget's.
         bound_y: Y > 0, that real targets are clipped to; None for labels.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: R > 0 of the ball that the answer is projected on; inf for none.
@@ -125,7 +127,9 @@ class LinearTask:
     preparation: Preparation
     dim: int
     n: int
-    budget: Budget
+    budget: Budget | None = None
+    noise_multiplier: float | None = None
+    adjacency: Adjacency = REPLACE_ONE
     bound_y: float | None = None
     reg: float | None = None
     radius: float = math.inf
@@ -135,12 +139,16 @@ class LinearTask:
     tilt: float = 0.0
     attack_radius: float = 0.0
     attack_norm: float = 2.0
-    adjacency: Adjacency = field(init=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
         check.positive_count(dim=self.dim), check.positive_count(n=self.n)
-        object.__setattr__(self, "adjacency", check_adjacency(self.budget.adjacency))
+        if self.budget is not None:
+            object.__setattr__(self, "adjacency", self.budget.adjacency)
+        if self.noise_multiplier is not None:
+            check.positive(noise_multiplier=self.noise_multiplier)
+        elif self.budget is None:
+            raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
         object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
         if self.n_max < self.n:
             raise ValueError(f"n_max must be >= n={self.n} (got {self.n_max})")
@@ -170,6 +178,18 @@ class LinearTask:
         for name, length in (("center", self.preparation.center), ("scale", self.preparation.scale)):
             if length is not None and len(length) != self.dim:
                 raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
+
+    @property
+    def target(self) -> Budget:
+        """The budget that a number is chosen for; raises ValueError if there is none."""
+        if self.budget is None:
+            raise ValueError("budget must be given, for noise or reg to be chosen: or give noise_multiplier and reg")
+        return self.budget
+
+    @property
+    def pure(self) -> bool:
+        """Whether a pure epsilon is asked for."""
+        return self.noise_multiplier is None and self.target.delta == 0
 
     @property
     def num_scores(self) -> int:

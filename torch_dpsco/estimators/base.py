@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,16 +31,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
-from torch_dpsco.accounting.designs import BaseEvent, Full
+from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.report import OneRelease, PrivacyReport
 from torch_dpsco.accounting.statement import Statement, make_statement
-from torch_dpsco.erm import MECHANISMS, LinearTask, Preparation, choose_mechanism, fit_linear
-from torch_dpsco.erm.adassp import plan_adassp
-from torch_dpsco.erm.least_risk import least_risk_reg
-from torch_dpsco.erm.noisy_gd import plan_noisy_gd
-from torch_dpsco.erm.objective import plan_objective
-from torch_dpsco.erm.output import plan_output
+from torch_dpsco.erm import LinearTask, Preparation, fit_linear, plan_linear
+from torch_dpsco.erm.plan import LinearPlan
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.data import as_column, as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
@@ -88,6 +84,7 @@ class LinearModel(BaseEstimator):
         coef_: weights for raw rows, float64; (1, d), (K, d), or (d,) of a regressor.
         intercept_: (1,), (K,), or a float. Scores of rows within bound_x are rows @ coef_.T + intercept_.
         mechanism_: that was used.
+        plan_: public numbers of the release; `print(model.plan_)`.
         privacy_: `PrivacyReport` of the ledger after the fit.
         n_features_in_: d.
         feature_names_in_: names of the columns of a data frame (with scikit-learn only).
@@ -158,27 +155,14 @@ class LinearModel(BaseEstimator):
         features = as_features(X)
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        task = self._task(width)
-        chosen = check.choice(MECHANISMS, mechanism=self.mechanism)
-        chosen = choose_mechanism(task, self.secure) if chosen == "auto" else chosen
-        if chosen == "output" and task.reg is None:
-            task = replace(task, reg=least_risk_reg(task, plan_output))
+        plan = plan_linear(self._task(width), self.mechanism, secure=self.secure, solver=self.solver)
         targets, factors = self._read(y, count, features.device)
         weights = _weights(sample_weight, factors, count, features.device)
-        ledger, columns = self._ledger(task), read_columns(X, width)
-        self._report_of(ledger, task)  # raises if the ledger will have no answer at this delta
-        answer = fit_linear(
-            task,
-            features,
-            targets,
-            weights,
-            mechanism=chosen,
-            solver=self.solver,
-            secure=self.secure,
-            accountant=ledger,
-        )
-        self.privacy_ = self._report_of(ledger, task)
-        self._fitted, self._secure, self.mechanism_ = task, self.secure, chosen
+        ledger, columns = self._ledger(plan), read_columns(X, width)
+        self._report_of(ledger)  # raises if the ledger will have no answer at this delta
+        answer = fit_linear(plan, features, targets, weights, accountant=ledger)
+        self.privacy_ = self._report_of(ledger)
+        self.plan_, self.mechanism_ = plan, plan.mechanism
         self._install(answer.cpu())
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
@@ -209,21 +193,20 @@ class LinearModel(BaseEstimator):
             **self._options(),
         )
 
-    def _ledger(self, task: LinearTask) -> Accountant:
+    def _ledger(self, plan: LinearPlan) -> Accountant:
         if self.accountant is None:
-            return Accountant(task.budget)
-        if self.accountant.adjacency != task.adjacency:
+            return plan.ledger()
+        if self.accountant.adjacency != plan.adjacency:
             raise AdjacencyError(
-                f"adjacency must be {self.accountant.adjacency!r}, the accountant's (got {task.adjacency!r})"
+                f"adjacency must be {self.accountant.adjacency!r}, the accountant's (got {plan.adjacency!r})"
             )
         return self.accountant
 
-    @staticmethod
-    def _report_of(ledger: Accountant, task: LinearTask) -> PrivacyReport:
-        return ledger.report(task.budget.delta if ledger.budget is None else None)
+    def _report_of(self, ledger: Accountant) -> PrivacyReport:
+        return ledger.report(self.delta if ledger.budget is None else None)
 
     def _install(self, answer: Tensor) -> None:
-        given, dim = self._fitted.preparation, self._fitted.dim
+        given, dim = self.plan_.task.preparation, self.plan_.task.dim
         weight = answer[:, :dim].numpy() / _array(given.scale, 1.0)
         bias = answer[:, dim:].sum(1).numpy() * given.intercept - (weight * _array(given.center, 0.0)).sum(1)
         self.coef_, self.intercept_ = self._shaped(weight, bias)
@@ -243,7 +226,7 @@ class LinearModel(BaseEstimator):
             raise ValueError(f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict")
         check_columns(self, X, features.shape[1])
         weight = np.atleast_2d(self.coef_)
-        given = self._fitted.preparation
+        given = self.plan_.task.preparation
         center, scale = _array(given.center, 0.0), _array(given.scale, 1.0)
         prepared = torch.from_numpy(weight * scale).to(features.device)
         # the score of the center, which lies at the origin of prepared rows
@@ -251,7 +234,7 @@ class LinearModel(BaseEstimator):
         for rows in torch.split(features, _BLOCK_ROWS):
             require_finite(rows)
             block = given(rows)
-            scores = block[:, : self._fitted.dim] @ prepared.T + bias
+            scores = block[:, : self.plan_.task.dim] @ prepared.T + bias
             yield scores.cpu().numpy(), torch.linalg.vector_norm(block, dim=1).cpu().numpy()
 
     # -- what is public ----------------------------------------------------------------------------------------------
@@ -260,19 +243,12 @@ class LinearModel(BaseEstimator):
         """Returns what the last fit guarantees, in plain words, with all else on its ledger at that time."""
         if not hasattr(self, "privacy_"):
             raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: nothing was released")
-        task = self._fitted
+        task = self.plan_.task
         promises = ["All settings (bounds, center, scale, classes, n) were chosen without a look at these data."]
         if task.adjacency == ADD_REMOVE:
             promises.append(f"There are no more than n_max = {task.n_max} examples.")
-        run = OneRelease(type(self).__name__, Full(task.n), self._event(), 0, 0, True, tuple(promises))
+        run = OneRelease(type(self).__name__, Full(task.n), self.plan_.charged, 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
-
-    def _event(self) -> BaseEvent:
-        if self.mechanism_ == "output":
-            return plan_output(self._fitted, secure=self._secure).event
-        if self.mechanism_ == "adassp":
-            return plan_adassp(self._fitted, secure=self._secure).event
-        return (plan_objective if self.mechanism_ == "objective" else plan_noisy_gd)(self._fitted).event
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it

@@ -172,9 +172,9 @@ class LogisticRegression(BinaryClassifier):
         columns = []
         for scores, norms in self._blocks(X):
             pair = np.stack([_sigmoid(-scores[:, 0]), _sigmoid(scores[:, 0])], axis=1)
-            if link == "clipped" and self._fitted.clipped is not None:
+            if link == "clipped" and self.plan_.task.clipped is not None:
                 with np.errstate(divide="ignore"):
-                    pair = np.minimum(pair, (self._fitted.clipped.clip / norms)[:, None])
+                    pair = np.minimum(pair, (self.plan_.task.clipped.clip / norms)[:, None])
                 pair /= pair.sum(1, keepdims=True)
             columns.append(pair)
         return np.concatenate(columns)

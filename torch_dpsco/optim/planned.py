@@ -24,7 +24,7 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import planned_event, sizes_are_private
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.plan import Plan
+from torch_dpsco.plan import Plan, exact_cost
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule
 from torch_dpsco.rules.base import AVERAGES
@@ -40,7 +40,6 @@ __all__ = [
     "agreed_adjacency",
     "costs",
     "dimension",
-    "ledger_of",
     "sampled",
     "steps_of",
 ]
@@ -133,9 +132,6 @@ class StepPlan(Plan):
 _ANSWERS = {"last": "the last iterate", "uniform": "the average of all iterates", "weighted": "later iterates more"}
 
 
-_EXACT = "some 20 ns more a step and parameter, and 0.03 % more noise (docs/performance.md)"
-
-
 def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None) -> Iterator[tuple[str, str]]:
     """Yields (label, text) of what filled batches and exact noise cost a run, where there are such.
 
@@ -150,7 +146,7 @@ def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None
         yield "filled", f"a draw, whose size is private, is filled up to {capacity(design)} {units}"
     with suppress(ConditionError):  # there is none
         oracle.use_exact_noise()
-        yield "exact noise", f"{'chosen' if secure else 'on request'}: {_EXACT}"
+        yield exact_cost(secure)
 
 
 def _words(design: Design, unit: str) -> str:
@@ -196,7 +192,7 @@ class FromPlan:
                 f"{name}(params, {name}.plan(...)) (got {shown(plan)})"
             )
         if accountant is None:
-            return ledger_of(plan)
+            return plan.ledger()
         if plan.budget is not None:
             checks.require_budget(accountant, plan.budget)
         return accountant
@@ -255,13 +251,6 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
     def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
         """Returns the plan's oracle; classes whose oracle has tensors, which no plan holds, add them here."""
         return plan.oracle(prox)
-
-
-def ledger_of(plan: Plan) -> Accountant:
-    """Returns a new ledger with the plan's budget, or with its adjacency and unit alone."""
-    if plan.budget is not None:
-        return Accountant(plan.budget)
-    return Accountant(adjacency=plan.adjacency, unit=plan.unit)
 
 
 def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None, unit: str = "example") -> Adjacency:

@@ -1,5 +1,6 @@
 """Optimizers that solve a linear model to a certified accuracy, in secret, and release one answer.
 
+    optimizer = dp.ObjectivePerturbation(model.parameters(), dp.ObjectivePerturbation.plan(model=model, ...))
     optimizer.solve(dataset)     # or a training loop of your own with step(), and certify(dataset) after it
     optimizer.finalize()         # charges, draws the noise, writes the answer into the parameters
 
@@ -9,38 +10,44 @@ secret. The point that was certified is held aside and never enters the paramete
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from torch_dpsco import _validate as check
+from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import BaseEvent, Full
+from torch_dpsco.accounting.adjacency import Adjacency
+from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.report import OneRelease
 from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.erm.fit import make_records
-from torch_dpsco.erm.task import LinearTask
+from torch_dpsco.erm.plan import LinearPlan
+from torch_dpsco.erm.records import make_records
+from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, require_one_process
+from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
 from torch_dpsco.rng import noise_generator
 
-__all__ = ["SolvedOptimizer", "linear_shape"]
+__all__ = ["SolvedOptimizer", "linear_shape", "linear_task", "warn_if_noise_buries"]
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def linear_shape(params: Any) -> tuple[int, int, bool]:
-    """Returns (scores, features, bias) of the parameters of one `torch.nn.Linear`.
+    """Returns (scores, features, bias) of one `torch.nn.Linear`, or of its parameters.
 
     Raises:
         ValueError: they are not a weight (K, d), and maybe a bias (K,).
     """
-    given = [p[1] if isinstance(p, tuple) else p for p in params]
+    items = checks.listed(params.parameters() if isinstance(params, nn.Module) else params)
+    given = [p[1] if isinstance(p, tuple) else p for p in items]
     shapes = [tuple(p.shape) for p in given if isinstance(p, Tensor)]
     tensors = len(shapes) == len(given) and 1 <= len(shapes) <= 2
     if not tensors or len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
@@ -48,55 +55,95 @@ def linear_shape(params: Any) -> tuple[int, int, bool]:
     return shapes[0][0], shapes[0][1], len(shapes) == 2
 
 
-class SolvedOptimizer(CommonOptimizer):
-    """Base: a linear layer, a task of public numbers, one release.
+def linear_task(
+    model: Any, *, bound_x: float, budget: Budget | None, adjacency: Adjacency | None, n_max: int | None, **numbers: Any
+) -> LinearTask:
+    """Returns the task of a layer.
 
     Args:
-        params: of one `torch.nn.Linear`.
-        task: public numbers; its intercept is that of the layer's bias.
-        event: of the release.
+        model: the `torch.nn.Linear`, or its parameters.
+        bound_x: that rows are clipped to, without the one of a bias.
+        budget: target, or None.
+        adjacency: default the budget's, or "replace_one".
+        n_max: default 2 n.
+        numbers: other fields of a `LinearTask`.
+    """
+    scores, dim, bias = linear_shape(model)
+    task = LinearTask(
+        preparation=Preparation(bound_x, intercept=float(bias)),
+        dim=dim,
+        budget=budget,
+        adjacency=agreed_adjacency(adjacency, budget),
+        n_max=0 if n_max is None else check.positive_count(n_max=n_max),
+        **numbers,
+    )
+    if scores != task.num_scores:
+        raise ValueError(f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})")
+    return task
+
+
+def warn_if_noise_buries(plan: LinearPlan) -> None:
+    """Warns where the noise of a budget is longer than anything that it is added to."""
+    if plan.budget is not None:
+        noise, signal, of = plan.noise_and_signal
+        size, epsilon = plan.task.parameters, plan.budget.epsilon
+        checks.warn_if_buried(noise, signal, n=plan.task.n, dim=size, epsilon=epsilon, of=of)
+
+
+class SolvedOptimizer(FromPlan, CommonOptimizer):
+    """Base: a linear layer, a plan, one release.
+
+    Args:
+        params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
+        plan: from the class's own `plan`.
         inner: makes the torch optimizer that `step` delegates to; None if there is no loop.
-        accountant: ledger (and budget) to charge; default a new one with the task's budget.
+        accountant: ledger (and budget) to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
     Raises:
         InfeasibleError: the release does not fit the budget.
-        ValueError: params are not those of the task.
+        ValueError: params are not those of the plan.
     """
 
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
-    _fixed = frozenset({"task", "event", "accountant"})
+    _fixed = frozenset({"_plan", "accountant"})
+    plans: ClassVar[type[LinearPlan]]
+    _loops: ClassVar[bool] = False  # whether the point of a loop can be certified
 
     def __init__(
         self,
         params: Any,
+        plan: Any = None,
         *,
-        task: LinearTask,
-        event: BaseEvent,
         inner: Inner | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
+        **moved: Any,
     ) -> None:
+        ledger = self._ledger(plan, moved, accountant)
+        task: LinearTask = plan.task
         given = checks.listed(params)
         scores, features, bias = linear_shape(given)
         wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
         if (scores, features, bias) != wanted:
             raise ValueError(f"params must have (scores, features, bias) = {wanted} (got {(scores, features, bias)})")
+        if inner is not None and not self._loops:
+            raise ValueError(f"inner must not be given: {type(self).__name__} solves by itself (got {shown(inner)})")
         super().__init__(given, {})
         require_one_process()
+        self._plan: LinearPlan = plan
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
-        self.task, self.event = task, event
         self._inner = None if inner is None else inner(self._params)
         if not isinstance(self._inner, (torch.optim.Optimizer, type(None))):
             raise ValueError(f"inner must return a torch optimizer (got {type(self._inner).__name__})")
         device = checks.one_device(self._params)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._finalized = 0, False
-        ledger = Accountant(task.budget) if accountant is None else accountant
+        self._solved: Any = None
         ledger.require_unit("example")
         checks.agreed_adjacency(task.adjacency, ledger)
-        checks.require_one_step(ledger, task.adjacency, event)
-        ledger.expect(event, 1)
+        checks.require_one_step(ledger, task.adjacency, plan.event())
+        ledger.expect(plan.event(), 1)
         self.accountant = ledger
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SolvedOptimizer:
@@ -141,7 +188,7 @@ class SolvedOptimizer(CommonOptimizer):
             SequenceError: the answer is released.
         """
         self._require_open()
-        self._keep(self._records(dataset), None)
+        self._solved = self._plan.solve(self._records(dataset))
 
     @in_turn
     def certify(self, dataset: Dataset[Any]) -> None:
@@ -149,13 +196,16 @@ class SolvedOptimizer(CommonOptimizer):
 
         Raises:
             UnitError: another number of records than n, where that is public.
-            SequenceError: the answer is released.
+            SequenceError: the answer is released, or no loop of your own has a part in it.
         """
         self._require_open()
-        columns = [p.detach().double().reshape(self.task.num_scores, -1) for p in self._params]
+        task = self._plan.task
+        if not self._loops:
+            raise SequenceError(f"certify() has no meaning for {type(self).__name__}: use solve(dataset)")
+        columns = [p.detach().double().reshape(task.num_scores, -1) for p in self._params]
         if len(columns) == 2:
-            columns[1] = columns[1] / self.task.preparation.intercept
-        self._keep(self._records(dataset), torch.cat(columns, dim=1).reshape(-1))
+            columns[1] = columns[1] / task.preparation.intercept
+        self._solved = self._plan.solve(self._records(dataset), torch.cat(columns, dim=1).reshape(-1))
 
     def _records(self, dataset: Dataset[Any]) -> Records:
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
@@ -165,24 +215,16 @@ class SolvedOptimizer(CommonOptimizer):
             if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
                 raise ValueError(f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})")
             # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
-            rows = [torch.as_tensor(x) for x, _ in pairs] or [torch.zeros(0, self.task.dim)]
+            rows = [torch.as_tensor(x) for x, _ in pairs] or [torch.zeros(0, self._plan.task.dim)]
             features = torch.stack(rows) if pairs else rows[0]
             targets = (
                 torch.stack([torch.as_tensor(y) for _, y in pairs]) if pairs else torch.zeros(0, dtype=torch.int64)
             )
         if features.dim() < 2:
-            raise ValueError(f"features must be of shape (n, {self.task.dim}) (got {tuple(features.shape)})")
+            raise ValueError(f"features must be of shape (n, {self._plan.task.dim}) (got {tuple(features.shape)})")
         device = self._params[0].device
         columns = targets.squeeze(1) if targets.dim() == 2 else targets
-        return make_records(self.task, features.to(device).flatten(1), columns.to(device))
-
-    @abstractmethod
-    def _keep(self, records: Records, start: Tensor | None) -> None:
-        """Keeps what the release needs, after charging if that is needed."""
-
-    @abstractmethod
-    def _answer(self) -> Tensor:
-        """Charges, draws the noise and returns the private vector."""
+        return make_records(self._plan.task, features.to(device).flatten(1), columns.to(device))
 
     def _require_open(self) -> None:
         if self._finalized:
@@ -202,11 +244,14 @@ class SolvedOptimizer(CommonOptimizer):
         if self._finalized:
             # PRIVACY: noise is drawn once (test_a_second_release_is_refused)
             raise SequenceError("finalize() must be called once: the answer is released")
-        answer = self._answer().reshape(self.task.num_scores, self.task.width)
-        weight = answer[:, : self.task.dim]
-        self._params[0].copy_(weight)
+        if self._solved is None:
+            raise SequenceError("nothing was solved: call solve(dataset), or certify(dataset) after a loop of your own")
+        task = self._plan.task
+        answer = self._plan.release(self._solved, self.accountant, self._noise).reshape(task.num_scores, task.width)
+        self._solved = None
+        self._params[0].copy_(answer[:, : task.dim])
         if len(self._params) == 2:
-            self._params[1].copy_(answer[:, -1] * self.task.preparation.intercept)
+            self._params[1].copy_(answer[:, -1] * task.preparation.intercept)
         # PRIVACY: its momenta are sums of raw gradients (test_nothing_of_the_secret_is_left_after_the_release)
         self._inner = None
         self._finalized = True
@@ -216,7 +261,7 @@ class SolvedOptimizer(CommonOptimizer):
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
-        run = OneRelease(type(self).__name__, Full(self.task.n), self.event, 0, 0, self._finalized)
+        run = OneRelease(type(self).__name__, Full(self._plan.task.n), self._plan.charged, 0, 0, self._finalized)
         return self._statement(run, delta, run.ahead())
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,4 +272,4 @@ class SolvedOptimizer(CommonOptimizer):
         return super().state_dict()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.event}, finalized={self._finalized})"
+        return f"{type(self).__name__}({self._plan.charged}, finalized={self._finalized})"

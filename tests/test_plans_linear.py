@@ -1,0 +1,179 @@
+"""Plans of linear models that are released once: printed, saved, loaded and run, by optimizers and estimators alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco import estimators
+from torch_dpsco.erm import plan_linear
+from torch_dpsco.erm.plan import LinearPlan
+from torch_dpsco.erm.records import make_records
+from torch_dpsco.optim.solved import SolvedOptimizer
+from torch_dpsco.plan import Plan
+
+N, DIM = 60, 3
+BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)
+ROWS = torch.randn(N, DIM, generator=torch.Generator().manual_seed(1))
+SIGNS = torch.where(ROWS[:, 0] > 0, 1.0, -1.0)
+SOFTMAX = dp.losses.SoftmaxCrossEntropy(3)
+
+
+def made(cls: type[SolvedOptimizer], **kind: Any) -> Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]:
+    given = {"model": nn.Linear(DIM, 1), "loss": dp.losses.Logistic(), "n": N, "bound_x": 1.0, "reg": 30.0, **kind}
+    return lambda: (cls, cls.plan(**given))
+
+
+MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
+    "output": made(dp.OutputPerturbation, budget=BUDGET),
+    "output, reg chosen": made(dp.OutputPerturbation, budget=BUDGET, reg=None),
+    "output, add_remove": made(dp.OutputPerturbation, budget=ADDED, n_max=100),
+    "output, pure": made(dp.OutputPerturbation, budget=PURE, radius=0.5),
+    "output, exact": made(dp.OutputPerturbation, budget=BUDGET, secure="exact"),
+    "output, noise": made(dp.OutputPerturbation, noise_multiplier=4.0, adjacency="zero_out"),
+    "output, attacked": made(dp.OutputPerturbation, budget=BUDGET, attack_radius=0.1, attack_norm=float("inf")),
+    "output, loop": made(
+        dp.OutputPerturbation, budget=BUDGET, guarantee="markov", expected_accuracy=1e-9, failure=1e-8
+    ),
+    "objective": made(dp.ObjectivePerturbation, budget=BUDGET, residual_clip=0.5),
+    "objective, pure": made(dp.ObjectivePerturbation, budget=PURE),
+    "objective, noise": made(dp.ObjectivePerturbation, noise_multiplier=4.0),
+    "objective, curve": made(dp.ObjectivePerturbation, budget=ADDED, charge="curve"),
+    "objective, classes": made(dp.ObjectivePerturbation, model=nn.Linear(DIM, 3), loss=SOFTMAX, budget=BUDGET),
+    "noisy": made(dp.NoisyGD, budget=BUDGET),
+    "noisy, add_remove": made(dp.NoisyGD, budget=ADDED, steps=5, reg=None),
+    "noisy, noise": made(dp.NoisyGD, noise_multiplier=4.0, steps=5),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.filterwarnings("ignore:noise buries")
+def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
+    cls, plan = MADE[name]()
+    loaded = Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False)))
+    assert loaded == plan
+    classes = plan.task.num_scores
+    model = nn.Linear(DIM, classes)
+    optimizer = cls(model.parameters(), loaded)
+    targets = SIGNS if classes == 1 else torch.arange(N) % classes
+    (optimizer.certify if "loop" in name else optimizer.solve)(TensorDataset(ROWS, targets))
+    optimizer.finalize()
+    delta = 1e-6 if plan.budget is None else plan.budget.delta
+    assert optimizer.privacy_spent(delta).epsilon == plan.epsilon(delta)
+    if plan.budget is not None:
+        assert plan.epsilon() <= plan.budget.epsilon
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.filterwarnings("ignore:noise buries")
+def test_a_plan_prints_a_table_in_words(name: str) -> None:
+    _, plan = MADE[name]()
+    lines = str(plan).splitlines()
+    assert lines[0] == f"{type(plan).__name__} for one example, {plan.adjacency}"
+    assert max(map(len, lines)) <= 110
+    labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
+    assert labels[:5] == ["promise", "epsilon", "model", "noise", "assumed"]
+    exact = name.startswith("output") and "pure" not in name
+    assert ("exact" in labels) is exact  # objective perturbation and noisy gradient descent have none
+    assert ("steps" in labels) is name.startswith("noisy")
+
+
+def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
+    """Read back, the noise of a budget has its cost: the same events, whoever chose them."""
+    chosen = MADE["output"]()[1]
+    ((_, moved),) = chosen.charged.sens
+    own = made(dp.OutputPerturbation, noise_multiplier=chosen.noise_scale / moved)()[1]
+    assert own.budget is None
+    assert own.charged.sigma == pytest.approx(chosen.charged.sigma, rel=1e-15)
+    assert own.epsilon(1e-6) == pytest.approx(chosen.epsilon(), rel=1e-12)
+    chosen = made(dp.NoisyGD, budget=BUDGET, steps=5)()[1]
+    own = made(dp.NoisyGD, noise_multiplier=chosen.noise_std / chosen.task.lipschitz, steps=5)()[1]
+    assert own.charged.mu == pytest.approx(chosen.charged.mu, rel=1e-12)
+    chosen = made(dp.ObjectivePerturbation, budget=BUDGET, charge="curve")()[1]
+    own = made(dp.ObjectivePerturbation, noise_multiplier=chosen.noise_scale / chosen.task.lipschitz)()[1]
+    assert own.charged.orders == chosen.charged.orders
+    assert own.charged.values == pytest.approx(chosen.charged.values, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "word"),
+    [
+        (dp.OutputPerturbation, {}, "budget or noise_multiplier"),
+        (dp.NoisyGD, {"noise_multiplier": -1.0}, "noise_multiplier"),
+        (dp.NoisyGD, {"noise_multiplier": 1.0, "reg": None}, "noise_multiplier and reg"),
+        (dp.ObjectivePerturbation, {"noise_multiplier": 1.0, "reg": None}, "noise_multiplier and reg"),
+        (dp.ObjectivePerturbation, {"noise_multiplier": 1.0, "model": nn.Linear(DIM, 3), "loss": SOFTMAX}, "softmax"),
+        (
+            dp.OutputPerturbation,
+            {"noise_multiplier": 1.0, "guarantee": "markov", "expected_accuracy": 1.0, "failure": 1e-9},
+            "markov",
+        ),
+        (dp.OutputPerturbation, {"budget": BUDGET, "adjacency": "zero_out"}, "adjacency"),
+    ],
+)
+def test_what_noise_of_your_own_does_not_go_with_is_named(cls: Any, kind: dict[str, Any], word: str) -> None:
+    with pytest.raises((ValueError, dp.AdjacencyError, dp.CalibrationError), match=word):
+        made(cls, **kind)()
+
+
+@pytest.mark.parametrize("cls", [dp.OutputPerturbation, dp.ObjectivePerturbation, dp.NoisyGD])
+def test_the_way_before_plans_says_what_to_write(cls: Any) -> None:
+    layer = nn.Linear(DIM, 1)
+    with pytest.raises(AttributeError, match=rf"{cls.__name__}.calibrated is now {cls.__name__}\(params, "):
+        cls.calibrated(layer.parameters(), loss=dp.losses.Logistic(), n=N, budget=BUDGET, bound_x=1.0)
+    with pytest.raises(ValueError, match=rf"solver must be given to {cls.__name__}.plan\(...\)"):
+        cls(layer.parameters(), plan=made(cls, budget=BUDGET)()[1], solver="auto")
+
+
+def test_a_curve_costs_more_than_the_budget_of_its_noise_and_asks_for_room() -> None:
+    cls, plan = MADE["objective, curve"]()
+    assert plan.budget is None
+    assert plan.epsilon(1e-6) > ADDED.epsilon
+    with pytest.raises(dp.InfeasibleError):
+        cls(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant(ADDED))
+    cls(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant(dp.Budget(2.0, 1e-6, "add_remove")))
+
+
+def test_the_noise_adds_no_more_to_the_mean_loss_than_is_printed() -> None:
+    """200 draws of the noise at the solution; the bound holds for their expectation, with room for their spread."""
+    _, plan = made(dp.OutputPerturbation, budget=dp.Budget(8.0, 1e-6), n=N)()
+    (said,) = re.findall(r"the noise adds at most (\S+) to the mean loss", str(plan))
+    rows = torch.cat([ROWS, torch.ones(N, 1)], dim=1).double()
+    rows[:, :DIM] /= rows[:, :DIM].norm(dim=1, keepdim=True).clamp(min=1.0)
+    point = plan.solve(make_records(plan.task, ROWS, SIGNS))
+    draws = torch.randn(200, DIM + 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def mean_loss(w: torch.Tensor) -> torch.Tensor:
+        return dp.losses.Logistic().value(w @ rows.T, SIGNS.double()).mean(-1)
+
+    added = mean_loss(point + plan.noise_scale * draws) - mean_loss(point)
+    assert 0 < float(added.mean()) <= float(said)
+    for kind in ({"tilt": 0.1}, {"attack_radius": 0.1}, {"radius": 1.0}):
+        assert "the noise adds" not in str(made(dp.OutputPerturbation, budget=BUDGET, **kind)()[1])
+
+
+@pytest.mark.parametrize("mechanism", ["output", "objective", "noisy_gd"])
+def test_an_estimator_runs_the_plan_of_the_optimizer(mechanism: str) -> None:
+    settings = {"n": N, "bound_x": 1.0, "reg": 30.0, "classes": (0, 1), "residual_clip": None}
+    model = estimators.LogisticRegression(mechanism=mechanism, **settings).fit(ROWS, SIGNS > 0)
+    cls = {"output": dp.OutputPerturbation, "objective": dp.ObjectivePerturbation, "noisy_gd": dp.NoisyGD}[mechanism]
+    assert model.plan_ == made(cls, budget=ADDED)()[1]
+    assert model.plan_ == plan_linear(model.plan_.task, mechanism)
+    assert model.privacy_.epsilon == model.plan_.epsilon()
+
+
+@pytest.mark.parametrize("secure", [None, "exact"])
+def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
+    model = estimators.Ridge(n=N, bound_x=1.0, bound_y=1.0, secure=secure).fit(ROWS, SIGNS)
+    plan = model.plan_
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
+    assert f"exact noise {'chosen' if secure else 'on request'}" in str(plan)
