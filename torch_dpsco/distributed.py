@@ -180,8 +180,9 @@ class Ranks(World):
         if any(phase.smoothing for phase in run.schedule.phases):
             raise SequenceError("smoothing must be 0 in a run of several processes, whose random points would differ")
         oracle, kind = run.oracle, type(run.oracle)
-        adds = (kind.observe, kind.release) == (ClippedMean.observe, ClippedMean.release)
-        if not adds or oracle.adaptive or oracle.per_run or oracle.sampled or oracle.unit != "example":
+        own = (kind.observe, kind.release, kind.charge)
+        adds = own == (ClippedMean.observe, ClippedMean.release, ClippedMean.charge)
+        if not adds or oracle.unit != "example":
             # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(

@@ -282,7 +282,7 @@ def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     wanted = check.positive_count(steps=left if steps is None else steps)
     if left is not None and wanted > left:
         raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
-    if optimizer.oracle.adaptive:
+    if optimizer.adaptive:
         return wanted  # each step is decided when it comes
     admits, admitted = optimizer.accountant.admits, wanted
     if not admits(optimizer.ahead(wanted)):
@@ -368,7 +368,7 @@ def _made(optimizer: PrivateOptimizer, make_step: Callable[[Any], Any], batch: A
     try:
         make_step(batch)
     except BudgetExceeded:
-        if not optimizer.oracle.adaptive or not optimizer.steps:
+        if not optimizer.adaptive or not optimizer.steps:
             raise
         return False
     return True

@@ -249,7 +249,8 @@ def test_every_method_spends_its_budget(method: str) -> None:
 def test_phases_cost_the_same(adjacency: str, sampling: str) -> None:
     opt = calibrated(adjacency, sampling=sampling).opt
     costs = []
-    for (design, draws), base in zip(opt.design.parts, opt.oracle.events, strict=True):
+    for (design, draws), member in zip(opt.design.parts, opt.oracle.members, strict=True):
+        base = member.event()
         costs.append(Ledger([design.event(base, draws)]).epsilon(DELTA, adjacency))
     assert len(costs) > 3
     assert costs == pytest.approx([1.0] * len(costs), rel=1e-3)

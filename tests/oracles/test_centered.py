@@ -123,7 +123,9 @@ def test_a_saved_center_is_public_and_goes_on():
 def test_an_adaptive_clip_gets_one_vote_of_each_user_and_its_event():
     clipping = AdaptiveClipped(1.0, 1.0, batch_size=40, lr=0.2, count_noise=10.0)
     event, oracle = clipping.event(), Centered(clipping, 40)
-    assert (oracle.adaptive, oracle.event(), oracle.batch_size) == (clipping.adaptive, event, 40)
+    design = Full(40)
+    assert oracle.charge(design, Draw(40)) == clipping.charge(design, Draw(40)) == (event, 1, False)
+    assert (oracle.event(), oracle.batch_size) == (event, 40)
     assert event.sigma == pytest.approx((1.0 + 1.0 / (2 * 10.0) ** 2) ** -0.5)
 
     def after(items):

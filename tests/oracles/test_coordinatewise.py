@@ -284,7 +284,7 @@ def test_settings_metrics_and_copies():
     twin.discard()
     assert oracle._open.n_rows == 4
     assert twin._open.n_rows == 0
-    for name in ("clip", "groups", "noise_multiplier", "noise", "group_size", "ordered"):
+    for name in ("clip", "groups", "noise_multiplier", "noise", "group_size"):
         with pytest.raises(dp.PrivacyError, match="fixed at construction"):
             setattr(oracle, name, 1)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from tests.problems import release_in_float64
+from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import CLIP_UNITS
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles import Clipped
@@ -45,11 +46,10 @@ def test_each_step_is_answered_by_the_oracle_of_its_phase() -> None:
 
 def test_events_are_those_of_the_phases() -> None:
     oracle = phased(4.0)
-    assert [event.sigma for event in oracle.events] == [4.0, 8.0]
+    assert [member.event().sigma for member in oracle.members] == [4.0, 8.0]
     oracle.open(QUERY, 4)
     assert oracle.event().sigma == 8.0
-    assert not oracle.adaptive
-    assert not oracle.ordered
+    assert oracle.charge(Full(10), Draw(10)) == (oracle.event(), 1, False)
 
 
 def test_rows_of_one_phase_never_enter_the_release_of_another() -> None:
@@ -148,7 +148,7 @@ def test_what_cannot_be_meant_is_refused_by_name(phases: Any, words: str) -> Non
 
 def test_numbers_of_phases_are_fixed() -> None:
     oracle = phased(1.0)
-    for name in ("batch_size", "adaptive", "ordered", "phases", "events"):
+    for name in ("batch_size", "phases", "members", "unit"):
         with pytest.raises((dp.PrivacyError, AttributeError)):
             setattr(oracle, name, 1)
 

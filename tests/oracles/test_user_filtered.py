@@ -332,23 +332,19 @@ def test_the_ledger_covers_the_proved_delta():
 def test_a_halt_earns_no_refund():
     oracle = certain(same(8), noise_std=1.0, steps=9)
     whole = oracle.phase_event()
-    assert oracle.needs_charge
-    assert oracle.event() == whole
+    assert oracle.charge(Full(8), Draw(8)) == (whole, 9, False)
     assert not released(oracle, torch.zeros(8, 1)).halted
-    assert not oracle.needs_charge
-    assert oracle.event().events == ()
     released(oracle, 5.0 * torch.arange(8.0)[:, None])
-    assert (oracle.halted, oracle.needs_charge) == (True, False)
-    assert oracle.phase_event() == whole
+    assert oracle.halted
+    assert oracle.event() == whole
 
 
-def test_a_copy_is_charged_again_and_a_resumed_run_is_not():
+def test_a_copy_has_no_threshold_and_a_resumed_run_has_its_own():
     oracle = certain(same(8), noise_std=1.0, steps=9)
     released(oracle, torch.zeros(8, 1))
-    assert copy.deepcopy(oracle).needs_charge
+    assert copy.deepcopy(oracle).state()["threshold_noise"] is None
     resumed = certain(same(8), noise_std=1.0, steps=9)
     resumed.restore(oracle.state())
-    assert not resumed.needs_charge
     assert resumed.state() == oracle.state()
     assert oracle.state()["confidential"]
     released(oracle, torch.zeros(8, 1))

@@ -319,7 +319,6 @@ def test_a_halted_run_searches_and_reads_nothing():
     assert released(oracle, 5.0 * torch.arange(8.0)[:, None]).halted
     before = generator.get_state()
     for halted in (oracle, copy.deepcopy(oracle)):  # the copy knows no tau, and looks for none
-        assert not halted.needs_charge
         halted.open([torch.zeros(1)])
         halted.observe(GradBatch([DenseBlock(torch.zeros(8, 1))]), users=None)  # not looked at
         answer = halted.release(generator)
@@ -354,8 +353,7 @@ def test_a_run_is_charged_once():
     assert oracle.event() == whole
     oracle.release(torch.Generator())
     for _ in range(3):  # no test was drawn before the first of these
-        assert not oracle.needs_charge
-        assert oracle.event().events == ()
+        assert oracle.event() == whole
         released(oracle, halves())
 
 
@@ -365,7 +363,6 @@ def test_a_copy_is_charged_for_a_search_of_its_own():
     observe(oracle, halves())
     for _ in range(4):
         for twin in (copy.deepcopy(oracle), copy.copy(oracle), pickle.loads(pickle.dumps(oracle))):
-            assert twin.needs_charge
             assert twin.event() == oracle.phase_event()
             assert not twin.searched
             with pytest.raises(dp.SequenceError, match="search comes first"):
@@ -382,7 +379,7 @@ def test_more_users_than_the_search_is_for_are_refused():
     oracle = sure(ids=9)
     with pytest.raises(dp.SequenceError, match="users must be at most 8"):
         released(oracle, halves(9))
-    assert oracle.needs_charge
+    assert not oracle.searched
     oracle.open([torch.zeros(1)])
     with pytest.raises(dp.SequenceError, match="users must be given"):
         oracle.observe(GradBatch([DenseBlock(torch.zeros(8, 1))]))
@@ -442,7 +439,7 @@ def test_state_of_a_search_goes_round():
         assert twin.state()["pair_radius"] == tau
         assert twin.state()["confidential"]
         assert twin.settings() == oracle.settings()
-        assert twin.needs_charge is oracle.needs_charge is (tau is None)
+        assert twin.searched is oracle.searched is (tau is not None)
         if tau is not None:
             answers = [released(run, halves()).mean[0] for run in (copy_of_run(oracle), twin)]
             assert torch.equal(*answers)
@@ -539,18 +536,15 @@ def test_a_budget_without_room_for_the_search_is_refused_before_any_draw(monkeyp
         optimized(dp.Accountant(budget), search=grid(40, 0.5))
 
 
-def test_a_second_optimizer_or_a_copy_pays_for_a_search_of_its_own(monkeypatch):
+def test_a_second_optimizer_pays_for_a_search_of_its_own_and_a_copy_is_refused(monkeypatch):
     found_one(monkeypatch)
     accountant = dp.Accountant(unit="user", adjacency=REPLACE_ONE)
     first = optimized(accountant)
     loader = iter(first.loader(*forty()))
     first.step(next(loader))
     once = first.epsilon()
-    twin = first.copy()  # searched and charged, its test not begun
-    assert twin.opt.oracle.needs_charge
-    assert not twin.opt.oracle.searched
-    twin.train(*forty())
-    assert twin.epsilon() > once
+    with pytest.raises(dp.SequenceError, match="must not be copied before finalize"):
+        first.copy()
     second = optimized(accountant)
     second.train(*forty())
     assert accountant.get_epsilon(runs.DELTA) > once

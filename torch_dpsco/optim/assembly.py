@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +14,8 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import BaseEvent, Design, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Repeat
+from torch_dpsco.accounting.designs import Design, Draw, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate, Repeat
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement
@@ -25,8 +26,7 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.shift import Shifts
-from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.oracles.base import Charge, MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
@@ -34,7 +34,21 @@ from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoa
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["Assembly", "planned_event"]
+__all__ = ["Assembly", "Paid", "first_charges", "planned_event"]
+
+
+class Paid(NamedTuple):
+    """What one charge has paid for.
+
+    Args:
+        start: step of the first release.
+        stop: step after the last one.
+        partition: how records were cut into batches; "" where they are not.
+    """
+
+    start: int
+    stop: int
+    partition: str
 
 
 class Assembly(CommonOptimizer):
@@ -79,22 +93,25 @@ class Assembly(CommonOptimizer):
             accountant = Accountant(adjacency=self.adjacency, unit=oracle.unit)
         self.accountant = accountant
         self.accountant.require_unit(oracle.unit)
-        if oracle.adaptive:
-            self.accountant.require_adaptive()
         checks.require_same_parts(oracle, design, self.schedule)
+        charges = first_charges(oracle, design)
+        self._adaptive = any(charge.adaptive for charge in charges)
+        # whose releases have a secret in common
+        self._sharing = tuple(oracle.members[k] for k, charge in enumerate(charges) if charge.covers > 1)
+        if self._adaptive:
+            self.accountant.require_adaptive()
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
         self._run, self._since = secrets.token_hex(16), 0  # name of the run in the ledger, from that step on
-        self._drawn: tuple[BaseEvent, Event] | None = None  # the oracle's event, and that of a draw
+        self._paid: Paid | None = None  # what was charged for several releases
         self._stills = 0  # releases of this phase that were no means
         self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
         self._batch, self._isolation = LogicalBatch(self.design), Isolation()
         self._grad_scale: float | None = None
         self._checks: Mapping[str, str] = dict.fromkeys(("model", "loss"), "not checked, no model is attached")
         self._lrs = [float(group["lr"]) for group in self.param_groups]
-        first = oracle.event() if oracle.sampled else design.event(oracle.event(), 1)
-        checks.require_one_step(self.accountant, self.adjacency, first)
-        if isinstance(design, Parts) and not oracle.adaptive:  # a later phase may cost more than the first
+        checks.require_one_step(self.accountant, self.adjacency, planned_event(oracle, design, 0, 1))
+        if isinstance(design, Parts) and not self._adaptive:  # a later phase may cost more than the first
             checks.require_one_step(self.accountant, self.adjacency, self.ahead(), "the planned phases")
         self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
@@ -103,7 +120,7 @@ class Assembly(CommonOptimizer):
         forget_wrappers(self._all_params())
         self._world = join(device)
         self._world.begin(self)
-        if not oracle.adaptive:
+        if not self._adaptive:
             self.accountant.expect(*((self.ahead(1), None) if self._planned is None else (self.ahead(), 1)))
         with torch.no_grad():
             self._place()
@@ -312,8 +329,8 @@ class Assembly(CommonOptimizer):
             self.finalized,
             (*self.oracle.assumptions, str(self._isolation), *self._checked()),
         )
-        exact = self.design.one_pass or self.oracle.per_run or self.oracle.sampled
-        ahead = self.ahead() if exact and run.planned else run.ahead()
+        known = self.design.one_pass or self._sharing or not isinstance(run.event, (Gaussian, NonPrivate))
+        ahead = self.ahead() if known and run.planned else run.ahead()
         return self._statement(run, delta, ahead)
 
     def note_checks(self, verdicts: Mapping[str, str]) -> None:
@@ -340,8 +357,14 @@ class Assembly(CommonOptimizer):
         """
         if steps is None:
             steps = (self.schedule.steps or self._steps) - self._steps
-        check.count(steps=steps)
-        return planned_event(self.oracle, self.design, self._steps, self._steps + steps, self._batch.partition_name)
+        stop = self._steps + check.count(steps=steps)
+        start = self._steps if self._paid is None else min(stop, max(self._steps, self._paid.stop))
+        return planned_event(self.oracle, self.design, start, stop, self._batch.partition_name)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether what a step costs depends on what was released before."""
+        return self._adaptive
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
@@ -362,9 +385,17 @@ def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     return (adjacency == ADD_REMOVE or unit == "user") and not isinstance(design, Undeclared)
 
 
-def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str) -> Event:
+def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
+    """Returns what the first release of each phase is charged."""
+    return [member.charge(design, Draw(0, "planned", str(k))) for k, member in enumerate(oracle.members)]
+
+
+def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned") -> Event:
     """Returns the event of the draws in [start, stop) of a run."""
-    bases = oracle.events if isinstance(oracle, Phased) else [oracle.event()]
-    if not design.one_pass and (oracle.per_run or oracle.sampled):
-        return Repeat(bases[0], min(stop - start, 1) if oracle.per_run else stop - start)
-    return design.between(start, stop, bases, partition)
+    bases = [member.event() for member in oracle.members]
+    if design.one_pass:
+        return design.between(start, stop, bases, partition)
+    charge = oracle.charge(design, Draw(0, partition, "0"))
+    if design.positional and charge.covers == 1:  # a pass is charged, not a draw
+        return design.between(start, stop, bases)
+    return Repeat(charge.event, math.ceil((stop - start) / charge.covers))

@@ -21,15 +21,16 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.accounting.designs import BaseEvent, Draw
-from torch_dpsco.accounting.events import Event
+from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.lock import LOCK
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
+from torch_dpsco.optim.assembly import Paid
 from torch_dpsco.optim.common import check_call, in_turn
 from torch_dpsco.optim.saved import Saved
-from torch_dpsco.oracles.base import Release
+from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.rules.base import trained
 from torch_dpsco.schedule import Phase
 
@@ -139,38 +140,37 @@ class PrivateOptimizer(Saved):
         self._apply(params, release)
 
     def _charge(self, draw: Draw) -> None:
-        planned = 1 if self._planned is None else self._planned - self._steps
-        if self.oracle.adaptive:
-            planned = 1  # the next event is another one
-        elif draw.partition:  # that of the next part is; within one all are equal
-            planned = self.design.draws_left(draw.index)
-        base = self.oracle.event()
-        if self.oracle.per_run:
-            planned = 1
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
         marks = {self._run: self._steps + 1}
         if self.design.one_pass:
             marks[draw.partition] = draw.index + 1
+        paid = self._paid
+        if paid is not None and self._steps < paid.stop:
+            if draw.partition != paid.partition:
+                # PRIVACY: a record would come at other steps than those that were charged
+                # (test_a_charge_of_several_releases_is_for_one_cut_of_the_records)
+                raise SequenceError(
+                    "batches must be those of the cut that was charged for the whole run: go on with "
+                    "optimizer.loader(dataset, resume=True), or make a new optimizer"
+                )
+            charge = Charge(Sequential(()))
+        else:
+            charge, paid = self.oracle.charge(self.design, draw), None
+        planned = 1 if self._planned is None else self._planned - self._steps
+        if self._adaptive or self._sharing:  # the next event is another one
+            planned = 1
+        elif draw.partition:  # that of the next part is; within one all are equal
+            planned = self.design.draws_left(draw.index)
         with LOCK:  # of two threads one must see the mark of the other
-            if self.oracle.per_run and self.accountant.marked(self._run) > self._steps:
+            if self._sharing and self.accountant.marked(self._run) > self._steps:
                 # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
                 raise SequenceError(
                     "this step may have been made already, by another optimizer that goes on with the same run or by a "
                     "step that failed after its charge: resume the run from its last checkpoint, or finalize()"
                 )
-            self.accountant.authorize(
-                self._event_of(base, draw), planned=planned, adaptive=self.oracle.adaptive, releases=marks
-            )
-
-    def _event_of(self, base: BaseEvent, draw: Draw) -> Event:
-        if self.oracle.sampled:
-            return base
-        known = self._drawn
-        if known is not None and known[0] is base and not draw.partition:  # draws differ in their part only
-            return known[1]
-        event = self.design.draw_event(base, draw)
-        self._drawn = None if draw.partition else (base, event)
-        return event
+            self.accountant.authorize(charge.event, planned=planned, adaptive=self._adaptive, releases=marks)
+            if charge.covers > 1:
+                self._paid = Paid(self._steps, self._steps + charge.covers, draw.partition)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

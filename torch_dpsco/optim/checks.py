@@ -174,19 +174,11 @@ def require_double(params: Sequence[nn.Parameter]) -> None:
 
 
 def require_same_parts(oracle: MeanOracle, design: Design, schedule: Schedule) -> None:
-    """Checks that an oracle divides by the sizes of the design's batches, phase by phase, and may see them.
+    """Checks that an oracle divides by the sizes of the design's batches, phase by phase.
 
     Raises:
-        AdjacencyError: the oracle looks at places of rows, which the design does not keep.
         ValueError: other divisors, or other numbers of steps.
     """
-    if oracle.ordered and not design.ordered:
-        # PRIVACY: a record more or less in a batch would move all rows after it to other groups
-        # (test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them)
-        raise AdjacencyError(
-            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint, Shuffled, Parts or Full "
-            f"(got {design})"
-        )
     if not isinstance(design, Parts):
         if oracle.batch_size != design.batch_size:
             raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")

@@ -21,7 +21,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import planned_event, sizes_are_private
+from torch_dpsco.optim.assembly import first_charges, planned_event, sizes_are_private
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.plan import Plan, exact_cost
@@ -111,7 +111,7 @@ class StepPlan(Plan):
         oracle = self.oracle(self.prox())
         if asks_exact(self.secure):
             oracle.use_exact_noise()
-        if oracle.adaptive:
+        if any(charge.adaptive for charge in first_charges(oracle, self.design)):
             raise ConditionError("a step costs what the iterates before it make it cost")
         if self.steps is None:
             raise ConditionError("the run has no last step: give steps=")

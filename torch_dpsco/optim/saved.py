@@ -14,15 +14,16 @@ from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import Assembly
+from torch_dpsco.optim.assembly import Assembly, Paid
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.common import in_turn
 from torch_dpsco.optim.resuming import tell_of_lost, unpacked
 from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.optim.state import add_private_state, require_charged, restore_averages, split_private_state
-from torch_dpsco.oracles.base import Release
+from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling import Partition
+from torch_dpsco.secret import SecretState
 
 __all__ = ["Saved"]
 
@@ -58,8 +59,9 @@ class Saved(Assembly):
         partition = None if self._finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        secret = partition is not None or self.oracle.confidential
+        secret = bool(self._sharing) or partition is not None or isinstance(private["oracle"], SecretState)
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
+        private["paid"] = None if self._paid is None else list(self._paid)
         if partition is not None:
             private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
         return add_private_state(super().state_dict(), self.settings(), private)
@@ -71,15 +73,16 @@ class Saved(Assembly):
         Raises:
             ValueError: the state is of another plan, noise, clip or version; says which settings differ.
             PrivacyError: the state's ledger would forget events charged here.
+            SequenceError: the run is charged as a whole and goes on by `resume` only.
         """
         public, private = split_private_state(state_dict, self.settings())
-        require_charged(private, per_run=self.oracle.per_run)
-        if self.oracle.per_run and private["t"] and not private["finalized"] and len(self.accountant):
-            # PRIVACY: one test would answer for two runs
-            # (test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused)
+        require_charged(private, shared=bool(self._sharing))
+        if self._sharing and private["t"] and not private["finalized"]:
+            # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
+            # (test_a_run_that_is_charged_as_a_whole_is_continued_by_its_ledger_file_only)
             raise SequenceError(
-                "a run that is charged as a whole must be continued once, by an optimizer whose accountant is new: the "
-                "run may be going on already; start another one, which is charged again"
+                "a run that is charged as a whole must be continued once: by resume(state_dict), with an accountant "
+                "that has the run's ledger file; or start another one, which is charged again"
             )
         self.discard()
         self.accountant.load_state_dict(private["ledger"])
@@ -100,6 +103,7 @@ class Saved(Assembly):
             self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
         self._stills, self._run = private["still"], private.get("run", self._run)
+        self._paid = None if private.get("paid") is None else Paid(*private["paid"])
         self._since = private.get("since", self._steps)
 
     @in_turn
@@ -121,7 +125,9 @@ class Saved(Assembly):
             PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
         """
         public, private, marked = unpacked(self, state_dict)
-        require_charged(private, per_run=self.oracle.per_run)
+        require_charged(private, shared=bool(self._sharing))
+        if self._sharing and "paid" not in private:
+            raise ValueError("state_dict must say what was paid for (got one of an older version): start the run again")
         self.discard()
         self._restore(public, private)
         partition, made = self._batch.partition, self._steps
@@ -129,6 +135,13 @@ class Saved(Assembly):
             used = marked.get(self._batch.partition_name, partition.made)
             self._batch.resume(replace(partition, made=max(partition.made, used)))
         lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
+        if lost and any(type(member).lose is MeanOracle.lose for member in self._sharing):
+            # PRIVACY: what later releases share with a lost one is lost with it
+            # (test_an_oracle_that_shares_secrets_must_say_what_a_lost_release_means)
+            raise SequenceError(
+                f"{lost} steps may have been made after the checkpoint, without which this oracle cannot go on: make a "
+                f"new optimizer, which is charged by itself (an oracle of yours says by `lose` what they mean)"
+            )
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
@@ -145,6 +158,13 @@ class Saved(Assembly):
         self.accountant.authorize(Sequential(()), releases={self._halt_mark(): 1})
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._sharing and not self._finalized:
+            # PRIVACY: the copy's releases would have the secrets of the original's
+            # (test_a_run_that_is_charged_as_a_whole_is_not_copied)
+            raise SequenceError(
+                "an optimizer whose run is charged as a whole must not be copied before finalize(): its releases share "
+                "a secret; make a new one, which is charged by itself"
+            )
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
         kept = {

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
 
 from torch_dpsco.accounting.book import read_state
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.secret import SecretState
 
 __all__ = [
-    "SecretState",
     "add_private_state",
     "require_charged",
     "require_run",
@@ -25,27 +23,6 @@ __all__ = [
 
 _KEY = "dpsco"
 _VERSION = 3
-
-
-class SecretState(dict[str, Any]):
-    """A state dict with what must stay secret: iterates without noise, noise of a threshold, or who is in which batch.
-
-    It shows no value; torch.save stores it as a plain mapping, which torch.load reads with weights_only=True.
-    """
-
-    def __repr__(self) -> str:
-        return f"SecretState(CONFIDENTIAL, {sorted(self)})"
-
-    def __copy__(self) -> SecretState:
-        return SecretState(self)
-
-    copy = __copy__
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SecretState:
-        return SecretState({key: deepcopy(value, memo) for key, value in self.items()})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _digest(settings: dict[str, Any]) -> str:
@@ -91,16 +68,16 @@ def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tupl
     return {key: value for key, value in state.items() if key != _KEY}, private
 
 
-def require_charged(private: dict[str, Any], *, per_run: bool) -> None:
+def require_charged(private: dict[str, Any], *, shared: bool) -> None:
     """Raises PrivacyError unless the ledger of a state holds the charges of its steps; see `split_private_state`.
 
     Args:
         private: private part of the state.
-        per_run: whether steps share a charge.
+        shared: whether steps share a charge.
     """
     steps, ledger = private["t"], read_state(private["ledger"])
     marked = ledger.releases.get(private.get("run", ""), private.get("since", steps))
-    if len(ledger.ledger) < (min(steps, 1) if per_run else steps) or marked < steps:
+    if len(ledger.ledger) < (min(steps, 1) if shared else steps) or marked < steps:
         # PRIVACY: a checkpoint whose ledger was emptied or exchanged (test_steps_without_their_charges_are_refused)
         raise PrivacyError(
             f"state_dict must hold the charges of its {steps} steps (got a ledger of {len(ledger.ledger)} events): "

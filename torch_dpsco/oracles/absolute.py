@@ -16,7 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.oracles.base import Charge
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.holder import HolderClipped
 from torch_dpsco.problem import Problem
@@ -51,8 +53,6 @@ class HolderAbsolute(ClippedMean):
         1.0 4.9921875
         4.0 1.248046875
     """
-
-    adaptive = True
 
     def __init__(
         self,
@@ -89,6 +89,10 @@ class HolderAbsolute(ClippedMean):
         self._set(self.sensitivity("zero_out"))
         if self._exact:
             self._plan_grid()  # of this step's noise
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what the release of the open batch is charged; the next one depends on the iterate."""
+        return super().charge(design, draw)._replace(adaptive=True)
 
     @property
     def noise_std(self) -> float:

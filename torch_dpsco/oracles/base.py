@@ -14,13 +14,30 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_dpsco._doors import type_members
-from torch_dpsco.accounting.designs import BaseEvent
-from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
+from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
+from torch_dpsco.accounting.events import Adjacency, Event
+from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows
 from torch_dpsco.rng import Source
 
-__all__ = ["MeanOracle", "Release"]
+__all__ = ["Charge", "MeanOracle", "Release", "require_places"]
+
+
+class Charge(NamedTuple):
+    """What a release is charged, before it is made.
+
+    Args:
+        event: sampling of the design included.
+        covers: number of releases that the event pays for: this one and those that follow it, in one run. Where it is
+            more than one, the releases share something secret, such as the noise of a threshold or past noise. The
+            optimizer then refuses whatever would make one of them twice: copies, another cut of the records, a
+            checkpoint that is loaded in place of `resume`.
+        adaptive: whether the next charge depends on what is released.
+    """
+
+    event: Event
+    covers: int = 1
+    adaptive: bool = False
 
 
 class Release(NamedTuple):
@@ -44,14 +61,10 @@ class MeanOracle(ABC):
         batch_size: public divisor of the mean.
     """
 
-    adaptive = False  # whether the event of a release depends on what was released before
     unit = "example"  # whose rows count as one
-    confidential = False  # whether its state holds what must stay secret
-    per_run = False  # whether its event is that of all its releases, charged with the first one
-    sampled = False  # whether its event has the sampling of the design in it already
     assumptions: tuple[str, ...] = ()  # what it takes for granted beside what all oracles do, in sentences
-    ordered = False  # whether it looks at the places of rows in their batch, see `Design.ordered`
     _taken = False
+    _sampled: tuple[BaseEvent, Design, Event] | None = None  # the last draw that was charged
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -104,6 +117,32 @@ class MeanOracle(ABC):
     def event(self) -> BaseEvent:
         """Returns the accounting event of a release of the open batch (before the first: of one at 0), unsampled."""
 
+    @property
+    def members(self) -> tuple[MeanOracle, ...]:
+        """The oracles that answer, phase by phase: itself, but for `Phased`."""
+        return (self,)
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what the release of the open batch is charged: `event`, sampled as the design says.
+
+        Overridden by oracles that pay for several releases at once, whose event has the sampling in it already, whose
+        next event depends on what is released, or that admit some designs only.
+
+        Args:
+            design: how batches are drawn.
+            draw: the open batch; before the first one some batch of the design.
+
+        Raises:
+            AdjacencyError: nothing is proved for this design.
+        """
+        base, known = self.event(), self._sampled
+        if known is not None and known[0] is base and known[1] is design and not draw.partition:
+            return Charge(known[2])
+        event = design.draw_event(base, draw)
+        if not draw.partition:  # else draws differ in their part
+            self.__dict__["_sampled"] = (base, design, event)
+        return Charge(event)
+
     @abstractmethod
     def release(self, generator: Source) -> Release:
         """Adds noise to the mean, ends the logical batch, and returns the private answer."""
@@ -124,7 +163,10 @@ class MeanOracle(ABC):
         """Returns public constants that a checkpoint must agree with."""
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must keep, private releases only; nothing for most oracles."""
+        """Returns what a checkpoint must keep, nothing for most oracles; a `SecretState` unless all of it is released.
+
+        It holds tensors, primitives, and containers of them.
+        """
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027  (most oracles have nothing to restore)
@@ -142,9 +184,23 @@ class MeanOracle(ABC):
 
         Returns:
             Whether the oracle has answered for the last time.
+
+        Raises:
+            SequenceError: without it the oracle cannot go on.
         """
         return halted
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns public numbers about the last release."""
+
+
+def require_places(oracle: MeanOracle, design: Design) -> None:
+    """Raises AdjacencyError unless a design suits an oracle that looks at the places of rows, see `Design.ordered`."""
+    if not design.ordered:
+        # PRIVACY: a record more or less in a batch would move all rows after it to other groups
+        # (test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them)
+        raise AdjacencyError(
+            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint, Shuffled, Parts or Full "
+            f"(got {design})"
+        )

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import BaseEvent
+from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.gradbatch import DenseBlock, GradBatch
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
 from torch_dpsco.rng import Source
@@ -113,10 +113,9 @@ class Centered(MeanOracle):
             raise ValueError(f"decay must be in [0, 1) (got {decay})")
         self._start = self._center = flat_center(center)
 
-    @property
-    def adaptive(self) -> bool:  # type: ignore[override]
-        """Whether the event depends on what was released before."""
-        return self._clipping.adaptive
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what the clipped mean is charged."""
+        return self._clipping.charge(design, draw)
 
     @property
     def center(self) -> Tensor | None:

@@ -31,11 +31,12 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, Gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.noise import normal_
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
 from torch_dpsco.rng import Source
 
 __all__ = ["Coordinatewise", "GroupSums", "check_clip", "clipped_rows", "flat_rows", "median_of_means", "medians"]
@@ -156,8 +157,6 @@ class Coordinatewise(MeanOracle):
         [0.25, 0.0]
     """
 
-    ordered = True
-
     def __init__(
         self, clip: float, noise_multiplier: float, batch_size: int, groups: int, *, noise: str = "before_median"
     ) -> None:
@@ -222,6 +221,11 @@ class Coordinatewise(MeanOracle):
     def event(self) -> Gaussian:
         """Returns the Gaussian event in units of the move of a zeroed record."""
         return self._event
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what a release is charged, under designs that keep the places of rows."""
+        require_places(self, design)
+        return super().charge(design, draw)
 
     def release(self, generator: Source) -> Release:
         """Adds the noise, takes medians, and ends the batch."""

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import BaseEvent
+from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.rng import Source
+from torch_dpsco.secret import SecretState
 
 __all__ = ["Phased"]
 
@@ -54,29 +55,9 @@ class Phased(MeanOracle):
         return self._active.batch_size
 
     @property
-    def adaptive(self) -> bool:  # type: ignore[override]
-        """Whether an event depends on what was released before."""
-        return any(oracle.adaptive for oracle, _ in self._phases)
-
-    @property
     def unit(self) -> str:  # type: ignore[override]
         """Whose rows count as one, the same in all phases."""
         return self._phases[0][0].unit
-
-    @property
-    def confidential(self) -> bool:  # type: ignore[override]
-        """Whether the state of an oracle holds what must stay secret."""
-        return any(oracle.confidential for oracle, _ in self._phases)
-
-    @property
-    def per_run(self) -> bool:  # type: ignore[override]
-        """Whether the event of the phase is that of all its releases."""
-        return self._active.per_run
-
-    @property
-    def sampled(self) -> bool:  # type: ignore[override]
-        """Whether the event of the phase has the sampling in it."""
-        return self._active.sampled
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -84,19 +65,14 @@ class Phased(MeanOracle):
         return tuple(dict.fromkeys(line for oracle, _ in self._phases for line in oracle.assumptions))
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
-        """Whether an oracle looks at the places of rows."""
-        return any(oracle.ordered for oracle, _ in self._phases)
-
-    @property
     def phases(self) -> tuple[tuple[MeanOracle, int], ...]:
         """The (oracle, steps) pairs."""
         return self._phases
 
     @property
-    def events(self) -> list[BaseEvent]:
-        """Event of a step of each phase."""
-        return [oracle.event() for oracle, _ in self._phases]
+    def members(self) -> tuple[MeanOracle, ...]:
+        """The oracle of each phase."""
+        return tuple(oracle for oracle, _ in self._phases)
 
     def take(self) -> None:
         """Makes the oracles those of one optimizer."""
@@ -150,6 +126,10 @@ class Phased(MeanOracle):
         """Returns the event of the open, or else the last, logical batch."""
         return self._active.event()
 
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what the oracle of the open batch charges."""
+        return self._active.charge(design, draw)
+
     def release(self, generator: Source) -> Release:
         """Returns the answer of the oracle of this phase."""
         return self._active.release(generator)
@@ -163,8 +143,9 @@ class Phased(MeanOracle):
         return self._active.metrics()
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of the oracles."""
-        return {str(k): oracle.state() for k, (oracle, _) in enumerate(self._phases)}
+        """Returns the states of the oracles, secret if one of them is."""
+        states = {str(k): oracle.state() for k, (oracle, _) in enumerate(self._phases)}
+        return SecretState(states) if any(isinstance(state, SecretState) for state in states.values()) else states
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores them."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, ApproxZCDP, NonPrivate
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.gradbatch import GradBatch
@@ -43,7 +44,7 @@ from torch_dpsco.mechanisms.shuffle import (
 )
 from torch_dpsco.mechanisms.shuffle_noise import BinomialNoise
 from torch_dpsco.mechanisms.shuffle_sizing import FAILURE, failure_of, shuffle_event
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
 from torch_dpsco.oracles.clipped import clip_weights
 from torch_dpsco.oracles.coordinatewise import check_clip, clipped_rows, flat_rows, medians
 from torch_dpsco.rng import Source
@@ -154,6 +155,11 @@ class _Shuffled(MeanOracle):
         # PRIVACY: group_size * noise_bits coins in each group and coordinate (test_halved_noise_bits_are_caught)
         noise = self._noise.draw((self.groups, self.dim), generator)
         return ones.view(self.groups, self.group_size, self.dim).sum(dim=1) + noise
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what a release is charged, under designs that keep the places of rows."""
+        require_places(self, design)
+        return super().charge(design, draw)
 
     def release(self, generator: Source) -> Release:
         """Draws the counts, and returns the median over groups of the means that they estimate."""
@@ -301,8 +307,6 @@ class ShuffledMedian(_Shuffled):
         >>> oracle.release(torch.Generator()).mean[0].tolist()
         [1.0]
     """
-
-    ordered = True
 
     def __init__(
         self,

@@ -36,14 +36,16 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Failure, Gaussian, NonPrivate, Repeat, Sequential
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
 from torch_dpsco.noise import add_normal_, uniform
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
 from torch_dpsco.rng import Source
+from torch_dpsco.secret import SecretState
 from torch_dpsco.theory.user_sensitivity import (
     bernoulli_sensitivity,
     filter_coefficient,
@@ -204,7 +206,6 @@ class UserFiltered(MeanOracle):
     """
 
     unit = "user"
-    per_run = confidential = True
 
     def __init__(
         self,
@@ -285,14 +286,13 @@ class UserFiltered(MeanOracle):
             )
         )
 
-    @property
-    def needs_charge(self) -> bool:
-        """Whether `phase_event` must be charged before the next release: no test was answered yet."""
-        return not (self._test.asked or self._test.halted)
-
     def event(self) -> Sequential:
-        """Returns the event of the next release: that of the run if it opens it, else nothing."""
-        return self.phase_event() if self.needs_charge else Sequential(())
+        """Returns the event of all releases of a run."""
+        return self.phase_event()
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what all releases of a run are charged, with the first one."""
+        return super().charge(design, draw)._replace(covers=self._test.steps)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -375,9 +375,9 @@ class UserFiltered(MeanOracle):
             "center": None if self._center is None else self._center.tolist(),
         }
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state of the test. CONFIDENTIAL: it holds the noise of its threshold."""
-        return self._test.state()
+    def state(self) -> SecretState:
+        """Returns the state of the test, with the noise of its threshold."""
+        return SecretState(self._test.state())
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state; drops an open batch. Raises SequenceError for an earlier one of this run."""

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     Adjacency,
@@ -51,7 +52,7 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.gradbatch import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.noise import add_normal_, normal
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.oracles.user_filtered import ramp_weights, weighted_mean
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
 from torch_dpsco.rng import Source
@@ -173,7 +174,6 @@ class UserPoissonFiltered(MeanOracle):
     """
 
     unit = "user"
-    sampled = True  # whether `event` includes the sampling of the design
 
     def __init__(
         self,
@@ -233,6 +233,10 @@ class UserPoissonFiltered(MeanOracle):
                 Pure(0.0, (ADD_REMOVE,)),  # free, and without a guarantee under other adjacencies
             )
         )
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what a step is charged: `event`, which includes the sampling of users."""
+        return Charge(self.event())
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""

@@ -37,13 +37,15 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import REPLACE_ONE, Pure, Sequential
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.gradbatch import Points, neighbor_counts
 from torch_dpsco.mechanisms.exponential import draw, score_law
-from torch_dpsco.oracles.base import Release
+from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
 from torch_dpsco.rng import Source
+from torch_dpsco.secret import SecretState
 from torch_dpsco.theory.user_radius import PairRadiusSearch
 
 __all__ = ["UserSearched", "search_law"]
@@ -160,11 +162,11 @@ class UserSearched(UserFiltered):
         # PRIVACY: the same before and after, whatever tau (test_the_event_does_not_depend_on_what_is_found)
         return Sequential((*super().phase_event().events, Pure(self.search.epsilon, (REPLACE_ONE,))))
 
-    @property
-    def needs_charge(self) -> bool:
-        """Whether `phase_event` must be charged before the next release: tau was not searched for yet."""
-        # PRIVACY: not "no test was drawn yet", which is so after the search too (test_a_run_is_charged_once)
-        return not (self.searched or self.halted)
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what the search and all later releases of a run are charged, with the search."""
+        # PRIVACY: (test_a_run_is_charged_once)
+        charge = super().charge(design, draw)
+        return charge._replace(covers=charge.covers + 1)
 
     def release(self, generator: Source) -> Release:
         """Chooses tau, with a mean of 0 that is `still`; later returns the noisy filtered mean, or halts.
@@ -209,9 +211,9 @@ class UserSearched(UserFiltered):
         """Returns the fixed numbers; tau, which is found in the run, is in `state`."""
         return super().settings() | {"oracle": "UserSearched", "pair_radius": None, "search": repr(self.search)}
 
-    def state(self) -> dict[str, Any]:
-        """Returns tau, which is public, and the state of the test. CONFIDENTIAL for the noise of its threshold."""
-        return {**super().state(), "pair_radius": self._tau}
+    def state(self) -> SecretState:
+        """Returns tau, which is public, and the state of the test."""
+        return SecretState({**super().state(), "pair_radius": self._tau})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state; drops an open batch. Raises SequenceError for an earlier one of this run."""
