@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def schedule(*sizes: tuple[int, int]) -> LocalizedUserPlan:
 
 def private(*sizes: tuple[int, int], **more: Any) -> runs.Run:
     """A run whose budget is exactly that of its plan."""
-    return runs.localized(schedule(*sizes), accountant=dp.Accountant(runs.budget()), **more)
+    return runs.localized(schedule(*sizes), **{"accountant": dp.Accountant(runs.budget())} | more)
 
 
 def made(run: runs.Run, count: int, data: Any = None) -> runs.Run:
@@ -279,11 +280,10 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
 
 
 @pytest.mark.parametrize("before", [1, 3, 4, 5, 7])
-def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(before: int) -> None:
-    run = made(private(), before)
-    saved = run.saved()
-    assert saved[1]["dpsco"]["confidential"] is True
-    other = private().load(saved)
+def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(before: int, tmp_path: Path) -> None:
+    run = made(private(accountant=runs.ledger(tmp_path)), before)
+    assert run.saved()[1]["dpsco"]["confidential"] is True
+    other = run.resumed(private)
     assert other.opt.oracle.state() == run.opt.oracle.state()
     started = [state["threshold_noise"] is not None for state in other.opt.oracle.state().values()]
     assert started == [True, True]  # a run that is resumed from any checkpoint has all its thresholds
@@ -295,34 +295,20 @@ def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(before: int) -> 
     assert other.epsilon() <= runs.EPSILON
 
 
-def test_a_resumed_run_draws_the_users_of_its_phases() -> None:
-    run = private()
+def test_a_resumed_run_draws_the_users_of_its_phases(tmp_path: Path) -> None:
+    run = private(accountant=runs.ledger(tmp_path))
     data, ids = runs.agreeing(N)
     seen = []
     for batch in itertools.islice(run.opt.loader(data, ids, padding=False), 2):
         seen.append(set(batch[2].tolist()))
         run.step(batch)
-    other = private().load(run.saved())
+    other = run.resumed(private)
     for batch in other.opt.loader(data, ids, resume=True, padding=False):
         seen.append(set(batch[2].tolist()))
         other.step(batch)
     assert [len(users) for users in seen] == [200] * 4 + [300] * 3
     assert all(users == seen[0] for users in seen[:4])
     assert not seen[0] & seen[4]
-
-
-def test_a_copy_is_charged_again_in_the_phase_that_it_goes_on_with() -> None:
-    run = runs.localized(schedule(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
-    made(run, 2)
-    once, other = run.epsilon(), run.copy()
-    made(other, 2)
-    assert other.opt.accountant is run.opt.accountant
-    assert [kinds[AboveThreshold] for kinds in parts(run).values()] == [2]
-    assert run.epsilon() > 1.3 * once
-    made(other, 3)
-    assert sorted(kinds[AboveThreshold] for kinds in parts(run).values()) == [1, 2]
-    made(run, 5)  # the second phase of the original, on the same users
-    assert sorted(kinds[AboveThreshold] for kinds in parts(run).values()) == [2, 2]
 
 
 def test_a_run_is_not_rolled_back_or_continued_twice() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,7 @@ def kinds(run: runs.Run) -> dict[type, int]:
 def private(plan: Any = None, adjacency: str = "replace_one", **more: Any) -> runs.Run:
     """A run with noise, whose budget is exactly that of its plan."""
     plan = runs.plan() if plan is None else plan
-    return runs.filtered(plan, accountant=dp.Accountant(runs.budget(adjacency)), **more)
+    return runs.filtered(plan, **{"accountant": dp.Accountant(runs.budget(adjacency))} | more)
 
 
 # -- the mechanism ----------------------------------------------------------------------------------------------------
@@ -256,9 +259,9 @@ def test_users_of_one_ledger_add_up_over_optimizers_of_any_kind() -> None:
 # -- halting ----------------------------------------------------------------------------------------------------------
 
 
-def halting(on_halt: str, steps: int = 6) -> tuple[runs.Run, Any, torch.Tensor]:
+def halting(on_halt: str, steps: int = 6, **more: Any) -> tuple[runs.Run, Any, torch.Tensor]:
     """Returns a run that makes two steps on users who agree and then sees them part, with its second data set."""
-    run = runs.filtered(runs.quiet(30, steps=steps, floor=29), lr=0.5, on_halt=on_halt, start=[0.1, 0.2])
+    run = runs.filtered(runs.quiet(30, steps=steps, floor=29), lr=0.5, on_halt=on_halt, start=[0.1, 0.2], **more)
     data, ids = runs.agreeing(30)
     for batch in itertools.islice(run.loader(data, ids), 2):
         run.step(batch)
@@ -342,12 +345,10 @@ def midway(**more: Any) -> runs.Run:
     return run
 
 
-def test_a_checkpoint_keeps_the_noisy_threshold_and_is_not_charged_again() -> None:
-    run = midway()
-    saved = run.saved()
-    assert "confidential" in saved[1]["dpsco"]
-    assert saved[1]["dpsco"]["confidential"] is True
-    other = private().load(saved)
+def test_a_checkpoint_keeps_the_noisy_threshold_and_is_not_charged_again(tmp_path: Path) -> None:
+    run = midway(accountant=runs.ledger(tmp_path))
+    assert run.saved()[1]["dpsco"]["confidential"] is True
+    other = run.resumed(private)
     assert other.opt.oracle.state() == run.opt.oracle.state()
     assert other.opt.oracle.state()["threshold_noise"] is not None
     other.train(*runs.agreeing(200))
@@ -356,11 +357,11 @@ def test_a_checkpoint_keeps_the_noisy_threshold_and_is_not_charged_again() -> No
     assert other.epsilon() <= runs.EPSILON
 
 
-def test_a_halted_checkpoint_stays_halted() -> None:
-    run = private()
+def test_a_halted_checkpoint_stays_halted(tmp_path: Path) -> None:
+    run = private(accountant=runs.ledger(tmp_path))
     for batch in itertools.islice(run.loader(*runs.scattered(200)), 1):
         run.step(batch)
-    other = private().load(run.saved())
+    other = run.resumed(private)
     assert other.opt.halted
     other.train(*runs.agreeing(200))
     assert (other.opt.halted, other.opt.steps) == (True, 4)
@@ -394,31 +395,25 @@ def test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused() -> 
 
 
 @pytest.mark.parametrize("on_halt", ["keep", "initial"])
-def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(on_halt: str) -> None:
+def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(on_halt: str, tmp_path: Path) -> None:
     run, far, ids = halting(on_halt)
-    saved = run.saved()
     plan = runs.quiet(30, steps=6, floor=29)
-    other = runs.filtered(plan, lr=0.5, on_halt=on_halt, start=[7.0, -7.0]).load(saved)  # another random start
+    broken, *_ = halting(on_halt, accountant=runs.ledger(tmp_path))
+    # another random start
+    other = broken.resumed(partial(runs.filtered, plan, lr=0.5, on_halt=on_halt, start=[7.0, -7.0]))
     for each in (run, other):
         each.train(far, ids)
         each.opt.finalize()
     torch.testing.assert_close(other.weights, run.weights, rtol=0, atol=0)
 
 
-def test_a_copy_is_a_run_of_its_own_and_is_charged_again() -> None:
-    run = runs.filtered(runs.plan(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
-    data, ids = runs.agreeing(200)
-    for batch in itertools.islice(run.loader(data, ids), 2):
-        run.step(batch)
-    once, other = run.epsilon(), run.copy()
-    assert other.opt.oracle.state()["threshold_noise"] is None
-    other.train(data, ids)
-    assert other.opt.accountant is run.opt.accountant
-    assert run.epsilon() > 1.3 * once
-    assert kinds(run)[AboveThreshold] == 2
-    run.train(data, ids)
-    assert kinds(run)[AboveThreshold] == 2
-    assert not run.weights.equal(other.weights)
+def test_a_run_that_is_charged_as_a_whole_is_not_copied() -> None:
+    run = midway()
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(dp.SequenceError, match=r"must not be copied|must have parts of their own"):
+            copied(run.opt)
+    run.opt.finalize()
+    assert copy.deepcopy(run.opt).finalized
 
 
 def test_a_checkpoint_of_another_plan_is_refused() -> None:

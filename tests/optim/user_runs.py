@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,23 @@ class Run:
         self.model.load_state_dict(states[0])
         self.opt.load_state_dict(states[1])
         return self
+
+    def resumed(self, make: Callable[..., Run]) -> Run:
+        """Returns a run that goes on with this one from a checkpoint of now, by the ledger file, as after a crash."""
+        (model, optimizer), accountant = self.saved(), self.opt.accountant
+        accountant.close()
+        again = dp.Accountant(
+            accountant.budget, adjacency=accountant.adjacency, unit="user", ledger_path=accountant.ledger_path
+        )
+        other = make(accountant=again)
+        other.model.load_state_dict(model)
+        other.opt.resume(optimizer)
+        return other
+
+
+def ledger(path: Path, **given: Any) -> dp.Accountant:
+    """Returns an accountant of users with a file."""
+    return dp.Accountant(**{"adjacency": "replace_one", "unit": "user"} | given, ledger_path=path / "ledger")
 
 
 def model(dim: int = 2, start: Sequence[float] | None = None) -> nn.Module:

@@ -16,6 +16,7 @@ from scipy import stats
 import torch_dpsco as dp
 from tests.oracles.users import certain, observe, released, same, two
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
+from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Failure, NonPrivate, Repeat
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.gradbatch import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts

@@ -13,7 +13,7 @@ from scipy import stats
 
 import torch_dpsco as dp
 from tests.oracles.users import observe, released
-from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.accounting.designs import Draw, Fixed, Full, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Failure, NonPrivate, PoissonGaussian
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
@@ -204,3 +204,12 @@ def test_the_radius_follows_the_noisy_deficiency():
 def test_numbers_without_a_proof_are_refused(error, word, make_it):
     with pytest.raises(error, match=word):
         make_it()
+
+
+@pytest.mark.parametrize("design", [Full(1000), Poisson(99, 1000), Fixed(100, 1000)])
+def test_the_poisson_filter_is_charged_for_its_own_samples_only(design):
+    test = PoissonTest(1000, 100, least=50, largest_deficiency=5.0, threshold=1.0, noise_std=1.0, ramp_end=12)
+    oracle = UserPoissonFiltered(test, pair_radius=1.0, noise_std=0.5)
+    assert oracle.charge(Poisson(100, 1000), Draw(90)) == (oracle.event(), 1, False)
+    with pytest.raises(dp.AdjacencyError, match=r"design must be Poisson\(100, 1000\)"):
+        oracle.charge(design, Draw(90))

@@ -19,6 +19,7 @@ from tests.mechanisms.test_exponential import assert_keeps_epsilon, ratios
 from tests.optim import user_runs as runs
 from tests.oracles.users import certain, observe, released, same
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
+from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, NonPrivate, Pure
 from torch_dpsco.gradbatch import DenseBlock, GradBatch, Points, neighbor_counts
 from torch_dpsco.mechanisms import exponential
@@ -347,14 +348,7 @@ def test_the_event_does_not_depend_on_what_is_found():
 
 def test_a_run_is_charged_once():
     oracle = sure(noise_ratio=1.0, steps=9)
-    whole = oracle.phase_event()
-    assert oracle.event() == whole
-    observe(oracle, halves())
-    assert oracle.event() == whole
-    oracle.release(torch.Generator())
-    for _ in range(3):  # no test was drawn before the first of these
-        assert oracle.event() == whole
-        released(oracle, halves())
+    assert oracle.charge(Full(8), Draw(8)) == (oracle.phase_event(), 10, False)  # of the search, and 9 tests
 
 
 def test_a_copy_is_charged_for_a_search_of_its_own():
@@ -552,20 +546,17 @@ def test_a_second_optimizer_pays_for_a_search_of_its_own_and_a_copy_is_refused(m
         second.opt.oracle.take()
 
 
-def test_a_checkpoint_after_the_search_goes_on_with_its_radius_and_is_not_charged_again(monkeypatch):
+def test_a_checkpoint_after_the_search_goes_on_with_its_radius_and_is_not_charged_again(monkeypatch, tmp_path):
     found_one(monkeypatch)
-    first = optimized()
+    first = optimized(runs.ledger(tmp_path))
     first.step(next(iter(first.loader(*forty()))))
-    once, (model, state) = first.epsilon(), first.saved()
-    resumed = optimized()
-    resumed.model.load_state_dict(model)
-    resumed.opt.load_state_dict(state)
+    once, resumed = first.epsilon(), first.resumed(optimized)
     assert resumed.opt.oracle.pair_radius == 1.25
     monkeypatch.setattr(user_search, "draw", None)  # it must not search again
     resumed.train(*forty())
     assert (resumed.opt.steps, resumed.epsilon()) == (4, once)
     with pytest.raises(dp.SequenceError, match="continued once"):
-        resumed.opt.load_state_dict(state)
+        resumed.opt.load_state_dict(resumed.opt.state_dict())
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

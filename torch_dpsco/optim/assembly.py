@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +13,8 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Draw, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate, Repeat
+from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import Statement
@@ -24,9 +23,10 @@ from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.charges import Paid, first_charges, planned_event
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.shift import Shifts
-from torch_dpsco.oracles.base import Charge, MeanOracle
+from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import UpdateRule
@@ -34,21 +34,7 @@ from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoa
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["Assembly", "Paid", "first_charges", "planned_event"]
-
-
-class Paid(NamedTuple):
-    """What one charge has paid for.
-
-    Args:
-        start: step of the first release.
-        stop: step after the last one.
-        partition: how records were cut into batches; "" where they are not.
-    """
-
-    start: int
-    stop: int
-    partition: str
+__all__ = ["Assembly", "sizes_are_private"]
 
 
 class Assembly(CommonOptimizer):
@@ -383,19 +369,3 @@ class Assembly(CommonOptimizer):
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     """Returns whether neighboring data sets have draws of different numbers of rows."""
     return (adjacency == ADD_REMOVE or unit == "user") and not isinstance(design, Undeclared)
-
-
-def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
-    """Returns what the first release of each phase is charged."""
-    return [member.charge(design, Draw(0, "planned", str(k))) for k, member in enumerate(oracle.members)]
-
-
-def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned") -> Event:
-    """Returns the event of the draws in [start, stop) of a run."""
-    bases = [member.event() for member in oracle.members]
-    if design.one_pass:
-        return design.between(start, stop, bases, partition)
-    charge = oracle.charge(design, Draw(0, partition, "0"))
-    if design.positional and charge.covers == 1:  # a pass is charged, not a draw
-        return design.between(start, stop, bases)
-    return Repeat(charge.event, math.ceil((stop - start) / charge.covers))

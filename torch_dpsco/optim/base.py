@@ -27,7 +27,7 @@ from torch_dpsco.accounting.lock import LOCK
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.optim import amp, checks
-from torch_dpsco.optim.assembly import Paid
+from torch_dpsco.optim.charges import Paid
 from torch_dpsco.optim.common import check_call, in_turn
 from torch_dpsco.optim.saved import Saved
 from torch_dpsco.oracles.base import Charge, Release
@@ -146,16 +146,10 @@ class PrivateOptimizer(Saved):
             marks[draw.partition] = draw.index + 1
         paid = self._paid
         if paid is not None and self._steps < paid.stop:
-            if draw.partition != paid.partition:
-                # PRIVACY: a record would come at other steps than those that were charged
-                # (test_a_charge_of_several_releases_is_for_one_cut_of_the_records)
-                raise SequenceError(
-                    "batches must be those of the cut that was charged for the whole run: go on with "
-                    "optimizer.loader(dataset, resume=True), or make a new optimizer"
-                )
+            paid.require(draw.partition)
             charge = Charge(Sequential(()))
         else:
-            charge, paid = self.oracle.charge(self.design, draw), None
+            charge = self.oracle.charge(self.design, draw)
         planned = 1 if self._planned is None else self._planned - self._steps
         if self._adaptive or self._sharing:  # the next event is another one
             planned = 1
@@ -170,7 +164,7 @@ class PrivateOptimizer(Saved):
                 )
             self.accountant.authorize(charge.event, planned=planned, adaptive=self._adaptive, releases=marks)
             if charge.covers > 1:
-                self._paid = Paid(self._steps, self._steps + charge.covers, draw.partition)
+                self._paid = Paid(self._steps + charge.covers, draw.partition)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -21,8 +21,9 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import first_charges, planned_event, sizes_are_private
+from torch_dpsco.optim.assembly import sizes_are_private
 from torch_dpsco.optim.base import PrivateOptimizer
+from torch_dpsco.optim.charges import first_charges, planned_event
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.plan import Plan, exact_cost
 from torch_dpsco.prox import Ball, Identity, Prox

@@ -12,15 +12,15 @@ from torch import nn
 
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.distributed import join
-from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import Assembly, Paid
+from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.charges import Paid, refuse_copy, refuse_load, refuse_lost
 from torch_dpsco.optim.common import in_turn
 from torch_dpsco.optim.resuming import tell_of_lost, unpacked
 from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.optim.state import add_private_state, require_charged, restore_averages, split_private_state
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
@@ -77,13 +77,8 @@ class Saved(Assembly):
         """
         public, private = split_private_state(state_dict, self.settings())
         require_charged(private, shared=bool(self._sharing))
-        if self._sharing and private["t"] and not private["finalized"]:
-            # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
-            # (test_a_run_that_is_charged_as_a_whole_is_continued_by_its_ledger_file_only)
-            raise SequenceError(
-                "a run that is charged as a whole must be continued once: by resume(state_dict), with an accountant "
-                "that has the run's ledger file; or start another one, which is charged again"
-            )
+        if private["t"] and not private["finalized"]:
+            refuse_load(self._sharing)
         self.discard()
         self.accountant.load_state_dict(private["ledger"])
         if not private["t"] and not self._steps:
@@ -135,13 +130,7 @@ class Saved(Assembly):
             used = marked.get(self._batch.partition_name, partition.made)
             self._batch.resume(replace(partition, made=max(partition.made, used)))
         lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
-        if lost and any(type(member).lose is MeanOracle.lose for member in self._sharing):
-            # PRIVACY: what later releases share with a lost one is lost with it
-            # (test_an_oracle_that_shares_secrets_must_say_what_a_lost_release_means)
-            raise SequenceError(
-                f"{lost} steps may have been made after the checkpoint, without which this oracle cannot go on: make a "
-                f"new optimizer, which is charged by itself (an oracle of yours says by `lose` what they mean)"
-            )
+        refuse_lost(self._sharing, lost)
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
@@ -158,13 +147,8 @@ class Saved(Assembly):
         self.accountant.authorize(Sequential(()), releases={self._halt_mark(): 1})
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._sharing and not self._finalized:
-            # PRIVACY: the copy's releases would have the secrets of the original's
-            # (test_a_run_that_is_charged_as_a_whole_is_not_copied)
-            raise SequenceError(
-                "an optimizer whose run is charged as a whole must not be copied before finalize(): its releases share "
-                "a secret; make a new one, which is charged by itself"
-            )
+        if not self._finalized:
+            refuse_copy(self._sharing)
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
         kept = {

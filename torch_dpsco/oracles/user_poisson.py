@@ -39,7 +39,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     Adjacency,
@@ -236,6 +236,11 @@ class UserPoissonFiltered(MeanOracle):
 
     def charge(self, design: Design, draw: Draw) -> Charge:
         """Returns what a step is charged: `event`, which includes the sampling of users."""
+        if not isinstance(design, Poisson) or design.sample_rate != self.test.sample_rate:
+            # PRIVACY: of these samples only (test_the_poisson_filter_is_charged_for_its_own_samples_only)
+            raise AdjacencyError(
+                f"design must be Poisson({self.test.batch_size}, {self.test.n_users}), the test's (got {design})"
+            )
         return Charge(self.event())
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:

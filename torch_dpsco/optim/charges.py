@@ -1,0 +1,90 @@
+"""What the steps of a run are charged, which releases a charge has paid for, and what would make one of them twice.
+
+Releases that share a charge share a secret too: the noise of a threshold, or past noise. Two continuations of such a
+run would show it, under ledgers that know nothing of each other. So there is one: in this process, or, after a crash,
+with the ledger file, which knows how far the run has come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.events import Event, Repeat
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.oracles.base import Charge, MeanOracle
+
+__all__ = ["Paid", "first_charges", "planned_event", "refuse_copy", "refuse_load", "refuse_lost"]
+
+
+class Paid(NamedTuple):
+    """What a charge of several releases has paid for.
+
+    Args:
+        stop: step after the last of them.
+        partition: how records were cut into batches; "" where they are not.
+    """
+
+    stop: int
+    partition: str
+
+    def require(self, partition: str) -> None:
+        """Raises SequenceError for a batch of records that were cut in another way."""
+        if partition != self.partition:
+            # PRIVACY: a record would come at other steps than those that were charged
+            # (test_another_cut_under_a_charge_of_the_whole_run_is_caught)
+            raise SequenceError(
+                "batches must be those of the cut that was charged for the whole run: go on with "
+                "optimizer.loader(dataset, resume=True), or make a new optimizer"
+            )
+
+
+def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
+    """Returns what the first release of each phase is charged."""
+    return [member.charge(design, Draw(0, "planned", str(k))) for k, member in enumerate(oracle.members)]
+
+
+def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned") -> Event:
+    """Returns the event of the draws in [start, stop) of a run."""
+    bases = [member.event() for member in oracle.members]
+    if design.one_pass:
+        return design.between(start, stop, bases, partition)
+    charge = oracle.charge(design, Draw(0, partition, "0"))
+    if design.positional and charge.covers == 1:  # a pass is charged, not a draw
+        return design.between(start, stop, bases)
+    return Repeat(charge.event, math.ceil((stop - start) / charge.covers))
+
+
+def refuse_copy(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a copy of a run with members whose releases share a charge."""
+    if sharing:
+        # PRIVACY: the copy's releases would have the secrets of the original's
+        # (test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "an optimizer whose run is charged as a whole must not be copied before finalize(): its releases share a "
+            "secret; make a new one, which is charged by itself"
+        )
+
+
+def refuse_load(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a checkpoint of such a run that is loaded without its ledger file."""
+    if sharing:
+        # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
+        # (test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "a run that is charged as a whole must be continued once: by resume(state_dict), with an accountant that "
+            "has the run's ledger file; or start another one, which is charged again"
+        )
+
+
+def refuse_lost(sharing: Sequence[MeanOracle], lost: int) -> None:
+    """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
+    if lost and any(type(member).lose is MeanOracle.lose for member in sharing):
+        # PRIVACY: what later releases share with a lost one is lost with it
+        # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
+        raise SequenceError(
+            f"{lost} steps may have been made after the checkpoint, without which this oracle cannot go on: make a new "
+            f"optimizer, which is charged by itself (an oracle of yours says by `lose` what they mean)"
+        )
