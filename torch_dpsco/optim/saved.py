@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.distributed import join
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import Assembly
@@ -135,9 +137,20 @@ class Saved(Assembly):
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
                 halted = self.oracle.lose(self._steps, halted=self._halt_mark() in marked)
+                self._note_paid()
                 self._apply(self._trained(), Release([], halted=halted, still=True))
         tell_of_lost(lost, made)
         return lost
+
+    def _note_paid(self) -> None:
+        """Notes what was charged with a lost step."""
+        if self._paid is not None and self._steps < self._paid.stop:
+            return
+        known = self._batch.partition is not None
+        part = self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
+        charge = self.oracle.charge(self.design, Draw(0, self._batch.partition_name, str(part)))
+        if charge.covers > 1:
+            self._paid = Paid(self._steps + charge.covers, self._batch.partition_name if known else "")
 
     def _halt_mark(self) -> str:
         return f"{self._run}/halted/{self._steps}"

@@ -107,8 +107,8 @@ class Phased(MeanOracle):
 
     def lose(self, step: int, *, halted: bool) -> bool:
         """Notes a release of the phase of this step that is not known."""
-        oracle, first = self._locate(step)
-        return oracle.lose(step - first, halted=halted)
+        self._active, first = self._locate(step)
+        return self._active.lose(step - first, halted=halted)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Takes rows."""
