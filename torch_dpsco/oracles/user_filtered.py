@@ -192,7 +192,7 @@ class UserFiltered(MeanOracle):
 
     Guarantee:
         Unit: user, all rows of one; replace_one, n public. Event: `phase_event`, once, before the first release; later
-        releases of the run are free, and a copy or a new oracle is charged again. Users are not sampled. Assumes that a
+        releases of the run are free, and a new oracle is charged again. Users are not sampled. Assumes that a
         user's rows do not depend on other users.
 
     Example:

@@ -103,8 +103,8 @@ class UserSearched(UserFiltered):
 
     Guarantee:
         Unit: user, all rows of one; replace_one, n public. Event: `phase_event`, that of the filter and Pure(epsilon)
-        for the search, once, before the search; later releases of the run are free. It does not depend on tau. A copy
-        or a new oracle searches again and is charged again. Users are not sampled. Assumes that a user's rows do not
+        for the search, once, before the search; later releases of the run are free. It does not depend on tau. A new
+        oracle searches again and is charged again. Users are not sampled. Assumes that a user's rows do not
         depend on other users.
 
     Example:
