@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.theory.holder import HolderOutputPlan, lr_theorem
+from torch_dpsco.optim.holder_output import HolderOutputPlan
+from torch_dpsco.theory.holder import lr_theorem
 
 DELTA = 1e-6
 
@@ -57,14 +58,14 @@ GRADIENT_CASES = ((1_000, 2.0), (10_000, 1.0), (10_000, 4.0), (100_000, 1.0))
 def print_noise() -> None:
     """Prints std of the noise on the answer (output) and on the sum over 2G (gradient): published, and ours."""
     print("output perturbation: std of the noise on the answer, q-hinge, B = R = 1, T = n, batches of 1, epsilon 1")
-    print(f"{'q':>4}{'n':>9}{'lr':>11}{'paper':>10}{'uniform':>10}{'shuffle':>10}{'of it rounding':>16}")
+    print(f"{'q':>4}{'n':>9}{'lr':>11}{'paper':>10}{'fixed':>10}{'shuffled':>10}{'of it rounding':>16}")
     for power, n, lr in OUTPUT_CASES:
         request = {"problem": hinge_problem(power), "n": n, "budget": dp.Budget(1.0, DELTA), "dim": 20, "lr": lr}
         plans = [
             dp.HolderOutputSGD.plan(**request, epochs=1, mode=mode, sampling=sampling)
-            for mode, sampling in (("paper", "uniform"), ("tight", "uniform"), ("tight", "shuffle"))
+            for mode, sampling in (("paper", "fixed"), ("tight", "fixed"), ("tight", "shuffled"))
         ]
-        sigmas = "".join(f"{plan.sigma:>10.4g}" for plan in plans)
+        sigmas = "".join(f"{plan.noise_scale:>10.4g}" for plan in plans)
         print(f"{power:>4g}{n:>9}{lr:>11.3g}{sigmas}{plans[-1].rounding_share:>16.1e}")
     print("\ngradient perturbation: std of the noise on the sum over 2G, T = n, batches of 1 without replacement,")
     print(f"delta = 1/n^2, replace_one\n{'n':>13}{'epsilon':>9}{'paper':>10}{'tight':>10}")
@@ -84,7 +85,7 @@ def print_noise() -> None:
         request = {"problem": hinge_problem(1.5), "n": 10_000, "budget": dp.Budget(1.0, DELTA), "dim": dim}
         output = dp.HolderOutputSGD.plan(**request, batch_size=10, epochs=1)
         gradient = dp.HolderSGD.plan(**request, batch_size=10, epochs=10, average="uniform")
-        norm = output.sigma * dim**0.5
+        norm = output.noise_scale * dim**0.5
         print(f"{dim:>13}{norm:>15.4g}{output.risk_bound:>10.4g}{gradient.risk_bound:>10.4g}")
 
 
@@ -146,9 +147,7 @@ def output_plan(n: int, batch_size: int, lr: float | None = None) -> HolderOutpu
 def by_output(data: TensorDataset, batch_size: int, lr: float | None) -> Tensor:
     """Returns weights by output perturbation in one epoch of a permutation."""
     model = nn.Linear(DIM, 1, bias=False).double()
-    plan = output_plan(len(data), batch_size, lr)
-    optimizer = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=hinge_problem(POWER, RADIUS))
-    with optimizer:
+    with dp.HolderOutputSGD(model.parameters(), output_plan(len(data), batch_size, lr)) as optimizer:
         for x, y in optimizer.loader(data):
             LOSS(model(x), y).backward()
             optimizer.step()
@@ -302,9 +301,10 @@ def compare_speed(name: str, build: Callable[[], nn.Module], data: TensorDataset
     """Prints median times of iterations of torch.optim.SGD and HolderOutputSGD, which take turns."""
     loss, size = setup["loss"], 256
     ours, plain = build().double(), build().double()
-    private = dp.HolderOutputSGD.calibrated(
-        ours.parameters(), n=len(data), budget=BUDGET, batch_size=size, epochs=1_000, **setup["private"]
+    plan = dp.HolderOutputSGD.plan(
+        n=len(data), dim=ours, budget=BUDGET, batch_size=size, epochs=1_000, **setup["private"]
     )
+    private = dp.HolderOutputSGD(ours.parameters(), plan, certify_convex=True)  # for its time only
     public = torch.optim.SGD(plain.parameters(), lr=private.lrs[0])
     double = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
     loops = {
@@ -343,12 +343,12 @@ def print_speed(rounds: int, plan_n: int = 10**6) -> None:
         TensorDataset(torch.randn(256 * 10, 784), torch.randint(10, (2560,))),
         {
             "loss": nn.functional.cross_entropy,
-            "private": {"problem": promises, "certify_convex": True, "gradient_error": 1e-9},  # for its time only
+            "private": {"problem": promises, "gradient_error": 1e-9},
             "turn": 5,
         },
         rounds,
     )
-    for sampling in ("shuffle", "uniform"):
+    for sampling in ("shuffled", "fixed"):
         times = []
         for _ in range(3):
             start = time.perf_counter()

@@ -94,14 +94,14 @@ def train(method: str, quantile: float, dataset: TensorDataset, epsilon: float, 
         print_plan(method, quantile, planned.steps, planned.lr, f"{planned.noise_std:.2g} on each mean gradient")
         return dp.fit(model, noisy, dataset, loss), planned.epsilon()
     model = nn.Linear(WIDTH, 1).double()
-    planned = dp.HolderOutputSGD.plan(dim=WIDTH + 1, epochs=EPOCHS["output"], **settings)
-    print_plan(method, quantile, planned.steps, planned.lr, f"{planned.sigma:.2g} on the answer")
-    optimizer = dp.HolderOutputSGD(model.parameters(), plan=planned, problem=settings["problem"], accountant=ledger)
+    planned = dp.HolderOutputSGD.plan(dim=model, epochs=EPOCHS["output"], **settings)
+    print_plan(method, quantile, planned.steps, planned.lr, f"{planned.noise_scale:.2g} on the answer")
+    optimizer = dp.HolderOutputSGD(model.parameters(), planned, accountant=ledger)
     with optimizer:  # nothing may be looked at before its end: iterates and losses are secret
         for features, hours in optimizer.loader(dataset):
             loss(model(features), hours).backward()
             optimizer.step()
-    return model, planned.epsilon
+    return model, planned.epsilon()
 
 
 def print_plan(method: str, quantile: float, steps: int, lr: float, noise: str) -> None:

@@ -92,19 +92,17 @@ def by_output(name: str, data: Adult, ledger: dp.Accountant, epsilon: float, qui
     loss, radius, lr = OUTPUT[name]
     dataset = TensorDataset(data.train_features, 2 * data.train_labels[:, None] - 1)
     model = nn.Linear(data.train_features.shape[1], 1).double()  # nobody noises what rounding does
-    optimizer = dp.HolderOutputSGD.calibrated(
-        model.parameters(),
+    planned = dp.HolderOutputSGD.plan(
         problem=loss.problem(bound_x=ROW_NORM_BOUND, radius=radius),
         n=len(dataset),
+        dim=model,
         budget=dp.Budget(epsilon, DELTA),
         batch_size=OUTPUT_BATCH_SIZE,
         epochs=1 if quick else OUTPUT_EPOCHS,
         lr=lr,
-        accountant=ledger,
     )
-    print(
-        f"plan, output, {loss}: {optimizer.planned_steps} steps, noise of std {optimizer.noise_std:.2g} on the answer"
-    )
+    print(f"plan, output, {loss}: {planned.steps} steps, noise of std {planned.noise_std:.2g} on the answer")
+    optimizer = dp.HolderOutputSGD(model.parameters(), planned, accountant=ledger)
     with optimizer:  # iterates and losses are secret until its end
         for features, labels in optimizer.loader(dataset):
             loss(model(features), labels).backward()

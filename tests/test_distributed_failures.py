@@ -232,11 +232,14 @@ def refusals(rank: int) -> dict[str, str]:
             dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n_users=N),
         ),
         "replicated": lambda: dp.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))),
-        "row free": lambda: dp.BoltOnPSGD.calibrated(
+        "row free": lambda: dp.BoltOnPSGD(
             nn.Linear(DIM, 1).parameters(),
-            problem=dp.losses.Logistic().problem(bound_x=2.0, radius=2.0),
-            n=N,
-            budget=dp.Budget(1.0, 1e-3),
+            dp.BoltOnPSGD.plan(
+                problem=dp.losses.Logistic().problem(bound_x=2.0, radius=2.0),
+                n=N,
+                dim=DIM + 1,
+                budget=dp.Budget(1.0, 1e-3),
+            ),
         ),
     }
     return {name: message((dp.PrivacyError, ValueError), call) for name, call in refused.items()}

@@ -288,9 +288,10 @@ def test_a_secret_run_too_is_for_one_thread_at_a_time():
     data = torch.utils.data.TensorDataset(torch.rand(20, 2).double(), torch.ones(20).double())
     layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     problem = dp.losses.Logistic().problem(bound_x=1.0, radius=1.0)
-    ours = dp.HolderOutputSGD.calibrated(
-        layer.parameters(), problem=problem, n=20, budget=dp.Budget(1.0, 1e-4), batch_size=10, lr=0.01
+    plan = dp.HolderOutputSGD.plan(
+        problem=problem, n=20, dim=layer, budget=dp.Budget(1.0, 1e-4), batch_size=10, lr=0.01
     )
+    ours = dp.HolderOutputSGD(layer.parameters(), plan)
     x, y = next(iter(ours.loader(data)))
     errors = []
 

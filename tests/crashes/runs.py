@@ -28,7 +28,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
 from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.planned import PlannedOptimizer
+from torch_dpsco.optim.planned import FromPlan
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.theory.user_level import pair_radius_search
 
@@ -65,7 +65,9 @@ def _problem() -> dp.Problem:
 def _steps(cls: Any, problem: dp.Problem, n: int = 120, **options: Any) -> Case:
     def build(params: Any, accountant: dp.Accountant) -> Any:
         given = {"problem": problem, "n": n, "budget": accountant.budget, **options}
-        if issubclass(cls, PlannedOptimizer):
+        if issubclass(cls, FromPlan):
+            params = list(params)
+            given |= {"dim": params} if issubclass(cls, RowFreeOptimizer) else {}
             return cls(params, cls.plan(**given), accountant=accountant)
         return cls.calibrated(params, **given, accountant=accountant)
 

@@ -14,7 +14,7 @@ from torch_dpsco.losses import Hinge
 
 N, DIM = 60, 3
 HINGE = Hinge(power=1.5)
-KIND = {"n": N, "budget": dp.Budget(1.0, 1e-3), "batch_size": 10, "lr": 0.1, "certify_convex": True}
+KIND = {"n": N, "budget": dp.Budget(1.0, 1e-3), "batch_size": 10, "lr": 0.1}
 
 
 def data() -> TensorDataset:
@@ -27,7 +27,9 @@ def linear() -> nn.Module:
 
 def output(model: nn.Module, problem: dp.Problem | None = None, **settings: Any) -> dp.HolderOutputSGD:
     problem = HINGE.problem(bound_x=1.5, radius=2.0) if problem is None else problem
-    return dp.HolderOutputSGD.calibrated(model.parameters(), problem=problem, **KIND | settings)
+    own = {name: settings.pop(name) for name in ("loss_reduction", "generator") if name in settings}
+    plan = dp.HolderOutputSGD.plan(problem=problem, dim=model, **KIND | settings)
+    return dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, **own)
 
 
 def diagnose(model: nn.Module | None = None, loss: Any = HINGE, problem: Any = None, **settings: Any) -> dp.Diagnosis:

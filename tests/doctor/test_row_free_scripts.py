@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torch_dpsco as dp
 from tests.doctor.diagnoses import find, names
-from tests.doctor.row_free import DIM, HINGE, KIND, Around, N, data, diagnose, linear, output, pairs, tilted
+from tests.doctor.row_free import DIM, HINGE, Around, N, data, diagnose, linear, output, pairs, tilted
 from torch_dpsco.losses import Hinge, Huber, Logistic, Pinball, PowerLoss
 
 # -- sound scripts ----------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ PROBLEMS = [
 
 @pytest.mark.representatives(8)
 @pytest.mark.parametrize(("loss", "bounds"), PROBLEMS, ids=str)
-@pytest.mark.parametrize("plan", [{}, {"sampling": "uniform"}, {"mode": "paper", "batch_size": 1}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"sampling": "fixed"}, {"mode": "paper", "batch_size": 1}], ids=str)
 def test_nothing_is_found_in_a_sound_script(loss, bounds, plan):
     budget = dp.Budget(0.5 if "mode" in plan else 5.0, 1e-3)  # the paper's conditions want a small one
     diagnosis = diagnose(loss=loss, problem=loss.problem(**bounds), budget=budget, lr=1e-4, **plan)
@@ -213,9 +213,7 @@ def test_random_gradients_are_critical(features):
     model = nn.Sequential(features, nn.Linear(DIM, 1)).double()
     for p in features.parameters():
         p.requires_grad_(False)
-    optimizer = dp.HolderOutputSGD.calibrated(
-        model[1].parameters(), problem=HINGE.problem(bound_x=1.5, radius=2.0), **KIND
-    )
+    optimizer = output(model[1])
     diagnosis = dp.doctor(model, HINGE, optimizer.loader(data()), optimizer)
     assert names(diagnosis) == ["random-gradients"]
     assert diagnosis.critical
@@ -299,9 +297,8 @@ def test_a_model_that_was_made_single_after_all_is_critical():
 def test_no_noise_and_own_generators_are_critical():
     model = linear()
     problem = HINGE.problem(bound_x=1.5, radius=2.0)
-    kind = {key: value for key, value in KIND.items() if key != "certify_convex"}
-    plan = dataclasses.replace(dp.HolderOutputSGD.plan(problem=problem, dim=DIM + 1, **kind), sigma=0.0)
-    optimizer = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=problem)
+    plan = dp.HolderOutputSGD.plan(problem=problem, dim=model, n=N, noise_multiplier=0.0)
+    optimizer = dp.HolderOutputSGD(model.parameters(), plan)
     assert names(dp.doctor(model, HINGE, optimizer.loader(data()), optimizer)) == ["no-noise"]
     with pytest.warns(dp.UtilityWarning):
         optimizer = output(model, generator=torch.Generator().manual_seed(1))

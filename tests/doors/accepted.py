@@ -104,6 +104,8 @@ FINE = {
         ["dp.OutputPerturbation.plan.tilt", "dp.OutputPerturbation.plan[noise].tilt"],
         "zero part negative huge minus numpy",
     ),
+    "dp.BoltOnPSGD.plan.dim": "Model",
+    "dp.HolderOutputSGD.plan.dim": "Model",
     "dp.Problem.grad_bound.radius": "zero part huge inf",
     "dp.Problem.paper_grad_bound.radius": "zero part huge",
     "dp.Schedule.locate.step": COUNT,

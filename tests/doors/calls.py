@@ -411,9 +411,8 @@ _LOCALIZED_USERS = {
 }
 simple("dp.LocalizedUserSGD.calibrated", dp.LocalizedUserSGD.calibrated, params=lambda: params(), **_LOCALIZED_USERS)
 simple("dp.LocalizedUserSGD.plan", dp.LocalizedUserSGD.plan, dim=DIM, **_LOCALIZED_USERS)
-CALLS["dp.BoltOnPSGD"] = lambda: (dp.BoltOnPSGD, {"params": double(), "plan": bolt_plan(), "problem": problem()})
+CALLS["dp.BoltOnPSGD"] = lambda: (dp.BoltOnPSGD, {"params": double(), "plan": bolt_plan()})
 _BOLT = {"problem": problem, "n": 24, "budget": lambda: budget(), "batch_size": 6}
-simple("dp.BoltOnPSGD.calibrated", dp.BoltOnPSGD.calibrated, params=lambda: double(), **_BOLT)
 simple("dp.BoltOnPSGD.plan", dp.BoltOnPSGD.plan, dim=DIM, **_BOLT)
 _OUT = {
     "problem": lambda: dp.losses.Hinge().problem(bound_x=1.0, radius=1.0),
@@ -424,9 +423,8 @@ _OUT = {
 }
 CALLS["dp.HolderOutputSGD"] = lambda: (
     dp.HolderOutputSGD,
-    {"params": double(), "plan": holder_output_plan(), "problem": _OUT["problem"]()},
+    {"params": double(), "plan": holder_output_plan()},
 )
-simple("dp.HolderOutputSGD.calibrated", dp.HolderOutputSGD.calibrated, params=lambda: double(), **_OUT)
 simple("dp.HolderOutputSGD.plan", dp.HolderOutputSGD.plan, dim=DIM, **_OUT)
 _LINEAR = {"model": lambda: model(), "loss": lambda: LOSS, "n": N, "bound_x": 2.0, "reg": 1.0}
 for _cls in (dp.OutputPerturbation, dp.ObjectivePerturbation, dp.NoisyGD):
@@ -537,7 +535,7 @@ def _fit_users() -> Good:
 @call("dp.fit[row-free]")
 def _fit_row_free() -> Good:
     net = model(torch.float64, bias=False)
-    optimizer = dp.BoltOnPSGD(net.parameters(), plan=bolt_plan(), problem=problem())
+    optimizer = dp.BoltOnPSGD(net.parameters(), bolt_plan())
     return dp.fit, {
         "model": net,
         "optimizer": optimizer,

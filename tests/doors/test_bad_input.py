@@ -191,7 +191,7 @@ TO_BE_NAMED = {
         r"budget must be a Budget, as Budget\(1.0, 1e-5\) \(got 1.0\)",
     ),
     "a budget that is a tuple": (
-        lambda: changed("dp.BoltOnPSGD.calibrated", budget=(1.0, 1e-5)),
+        lambda: changed("dp.BoltOnPSGD.plan", budget=(1.0, 1e-5)),
         r"budget must be a Budget.*\(got \(1.0, 1e-05\)\)",
     ),
     "a loss for a problem": (
@@ -288,7 +288,7 @@ def test_what_is_meant_otherwise_is_said(case: str) -> None:
 def test_missing_arguments_are_named_together(name: str) -> None:
     function, arguments = CALLS[name]()
     positional = [arguments[first] for first in ("params", "model", "optimizer", "data_loader") if first in arguments]
-    with pytest.raises(TypeError, match=r"missing [34] required keyword-only arguments: .*'problem'.*'budget'"):
+    with pytest.raises(TypeError, match=r"missing [34] required keyword-only arguments: .*'problem'.*'(budget|dim)'"):
         function(*positional)
 
 

@@ -35,13 +35,12 @@ class Order:
         return np.arange(size)
 
 
-def answer(
-    loss: dp.losses.Loss, problem: dp.Problem, plan: Any, data: tuple[Vector, Vector], source: Any, bias: bool = False
-) -> Vector:
+def answer(loss: dp.losses.Loss, plan: Any, data: tuple[Vector, Vector], source: Any, bias: bool = False) -> Vector:
     """Returns what the optimizer releases with its noise off."""
     features, labels = (torch.from_numpy(part) for part in data)
     model = nn.Linear(features.shape[1], 1, bias=bias).double()
-    opt = dp.HolderOutputSGD(model.parameters(), plan=replace(plan, sigma=0.0), problem=problem)
+    ledger = dp.Accountant(adjacency=plan.adjacency)
+    opt = dp.HolderOutputSGD(model.parameters(), replace(plan, noise_scale=0.0), accountant=ledger)
     loader = opt.loader(TensorDataset(features, labels))
     loader._loader.batch_sampler.rng = source
     with opt:

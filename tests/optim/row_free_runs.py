@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,15 +66,13 @@ def make(
     generator: torch.Generator | None = None,
     **changes: Any,
 ) -> Run:
-    """Returns a run that charges an accountant with any budget, by default with that of the plan."""
+    """Returns a run that charges an accountant with any budget, by default with that of its noise."""
     model = nn.Linear(DIM, 1, bias=False).double() if model is None else model
     arguments = {"problem": PROBLEM, "n": N, "budget": BUDGET, "batch_size": BATCH, "epochs": 1, "lr": 0.1, **changes}
-    plan = dp.HolderOutputSGD.plan(**arguments, dim=sum(p.numel() for p in model.parameters()))
-    accountant = dp.Accountant(arguments["budget"]) if accountant is None else accountant
-    opt = dp.HolderOutputSGD(
-        model.parameters(), plan=plan, problem=arguments["problem"], accountant=accountant, generator=generator
-    )
-    return Run(model, opt)
+    plan = dp.HolderOutputSGD.plan(**arguments, dim=model)
+    if accountant is not None and accountant.budget != plan.budget:
+        plan = replace(plan, budget=None)
+    return Run(model, dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant, generator=generator))
 
 
 @contextmanager

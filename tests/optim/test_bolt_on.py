@@ -19,7 +19,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.events import Gaussian, KNorm
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 from torch_dpsco.optim import row_free
-from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.theory import bolt_on, bolt_on_plan
 from torch_dpsco.theory.output_sensitivity import psgd_sensitivity, psgd_sensitivity_strongly_convex
 
@@ -44,7 +43,9 @@ class Order:
         return np.arange(size)
 
 
-def trained(opt: BoltOnPSGD, model: nn.Module, loss: dp.losses.Loss, data: tuple[Vector, Vector], source: Any) -> None:
+def trained(
+    opt: dp.BoltOnPSGD, model: nn.Module, loss: dp.losses.Loss, data: tuple[Vector, Vector], source: Any
+) -> None:
     loader = opt.loader(TensorDataset(*map(torch.from_numpy, data)))
     loader._loader.batch_sampler.rng = source
     for x, y in loader:
@@ -52,18 +53,22 @@ def trained(opt: BoltOnPSGD, model: nn.Module, loss: dp.losses.Loss, data: tuple
         opt.step()
 
 
-def answer(loss: dp.losses.Loss, problem: dp.Problem, plan: Any, data: tuple[Vector, Vector], source: Any) -> Vector:
+def noiseless(model: nn.Module, plan: Any) -> dp.BoltOnPSGD:
+    accountant = dp.Accountant(adjacency=plan.adjacency)
+    return dp.BoltOnPSGD(model.parameters(), replace(plan, noise_scale=0.0), accountant=accountant)
+
+
+def answer(loss: dp.losses.Loss, plan: Any, data: tuple[Vector, Vector], source: Any) -> Vector:
     """Returns what the optimizer releases with its noise off."""
     model = nn.Linear(data[0].shape[1], 1, bias=False).double()
-    opt = BoltOnPSGD(model.parameters(), plan=replace(plan, noise_scale=0.0), problem=problem)
-    with opt:
+    with noiseless(model, plan) as opt:
         trained(opt, model, loss, data, source)
     return model.weight.detach().numpy()[0]
 
 
 def planned(**changes: Any) -> Any:
     arguments = {"problem": PROBLEM, "n": 20, "budget": dp.Budget(1.0, DELTA), "dim": 3, "lr": 0.1, **changes}
-    return BoltOnPSGD.plan(**arguments)
+    return dp.BoltOnPSGD.plan(**arguments)
 
 
 # -- sensitivity ------------------------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ def attack(rng: np.random.Generator, name: str, adjacency: str, average: str, ri
     largest = 2 / problem.holder_constant
     lr = None if ridge and rng.random() < 0.7 else float(largest * rng.choice([1e-3, 0.1, 1.0]))
     budget = replace(GENEROUS, adjacency=adjacency)
-    plan = BoltOnPSGD.plan(
+    plan = dp.BoltOnPSGD.plan(
         problem=problem,
         n=n,
         budget=budget,
@@ -112,7 +117,7 @@ def attack(rng: np.random.Generator, name: str, adjacency: str, average: str, ri
     seed, place = int(rng.integers(2**32)), int(rng.integers(n)) if harsh and ridge else 0
     sources = [Order() if harsh else np.random.default_rng(seed) for _ in range(2)]
     pair = neighbors(rng, n, dim, adjacency, place if harsh else None)
-    one, other = (answer(loss, problem, plan, *run) for run in zip(pair, sources, strict=True))
+    one, other = (answer(loss, plan, *run) for run in zip(pair, sources, strict=True))
     return float(np.linalg.norm(one - other)) / plan.sensitivity
 
 
@@ -194,7 +199,7 @@ def test_the_bound_of_the_last_iterate_does_not_hold_for_an_average_with_a_regul
     x, y = np.ones((n, 1)), np.ones(n)
     y[1] = -1.0
     plan = planned(n=n, dim=1, reg=reg, lr=None, average="uniform")
-    one, other = (answer(HINGE, PROBLEM, plan, (x, labels), Order()) for labels in (y, np.ones(n)))
+    one, other = (answer(HINGE, plan, (x, labels), Order()) for labels in (y, np.ones(n)))
     moved = float(np.linalg.norm(one - other))
     assert moved > 4 * psgd_sensitivity_strongly_convex(1.0, reg, n)  # the spec has it as a convex combination
     assert 0.8 * plan.sensitivity < moved <= plan.sensitivity
@@ -230,7 +235,7 @@ def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() 
             gradient = (x[rows].astype(np.longdouble).T @ (x[rows] @ w - y[rows])) / 8
             w = (w - np.longdouble(0.5) * gradient) / (1 + np.longdouble(0.5) * np.longdouble(reg))
         exact = w if average == "last" else total / plan.steps
-        computed = answer(loss, problem, plan, (x, y), Order())
+        computed = answer(loss, plan, (x, y), Order())
         error = float(np.linalg.norm(computed - exact))
         allowed = plan.sensitivity * plan.rounding_share / 2  # each of two runs may be off
         assert 0 < error < allowed
@@ -273,7 +278,7 @@ def test_every_step_and_the_answer_are_those_of_the_paper(reg: float, bounded: b
         lr=None if reg else 0.7,
     )
     model = nn.Linear(dim, 1).double()
-    opt = BoltOnPSGD(model.parameters(), plan=replace(plan, noise_scale=0.0), problem=problem)
+    opt = noiseless(model, plan)
     trained(opt, model, Logistic(), (x, y), np.random.default_rng(5))
     opt.finalize()
     order, rows = np.random.default_rng(5), np.hstack([x, np.ones((n, 1))])
@@ -316,7 +321,7 @@ def test_a_larger_step_would_move_runs_apart(monkeypatch: pytest.MonkeyPatch) ->
     x, y = np.ones((n, 1)), np.zeros(n)
     y[0] = 1.0
     monkeypatch.undo()
-    one, other = (answer(loss, problem, plan, (x, labels), Order()) for labels in (y, -y))
+    one, other = (answer(loss, plan, (x, labels), Order()) for labels in (y, -y))
     # of 2 eta L / b per epoch a record with |y| <= 1 takes 2 eta at the start; the factor |1 - 2.2| does the rest
     assert np.linalg.norm(one - other) > 2 * epochs * 2.2 * 2
 
@@ -331,6 +336,22 @@ def test_the_default_step_size_minimizes_the_risk_bound() -> None:
                 assert planned(**run, lr=factor * best.lr).risk_bound > best.risk_bound
     for other in ({"n": 1003}, {"reg": 0.1}, {"average": "last"}, {"lr": np.linspace(0.1, 0.2, 100 * epochs)}):
         assert planned(**run | {"lr": 0.1} | other).risk_bound is None
+
+
+@pytest.mark.parametrize("radius", [0.3, 1.0, 1e3])
+@pytest.mark.parametrize("given", [{"budget": dp.Budget(1.0, DELTA)}, {"budget": None, "noise_multiplier": 3.0}])
+def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(radius: float, given: Any) -> None:
+    epochs, dim, batch = 10, 5, 2
+    problem = Logistic().problem(bound_x=1.0, radius=radius)
+    run = {"problem": problem, "n": 1000, "dim": dim, "epochs": epochs, "batch_size": batch, **given}
+    best, bound = planned(**run, lr=None), problem.grad_bound(radius)
+    for factor in (1.0, 0.1, 3.0):
+        plan = planned(**run, lr=factor * best.lr)
+        terms = radius**2 / (2 * plan.lr * plan.steps) + plan.lr * bound**2 * (0.5 + (epochs - 1) / batch)
+        assert plan.risk_bound >= (terms + bound * math.sqrt(dim) * plan.noise_scale) * (1 - 1e-6)
+        assert plan.risk_bound >= best.risk_bound * (1 - 1e-12)
+    if radius < 1e3:
+        assert best.sensitivity < 2 * radius  # which caps it at larger steps, where it is no measure of its slope
 
 
 def test_the_risk_bound_holds() -> None:
@@ -349,7 +370,7 @@ def test_the_risk_bound_holds() -> None:
     test, excess = drawn(5000), []
     for _ in range(runs):
         model = nn.Linear(dim, 1, bias=False).double()
-        opt = BoltOnPSGD(model.parameters(), plan=plan, problem=problem)
+        opt = dp.BoltOnPSGD(model.parameters(), plan)
         with opt:
             trained(opt, model, Logistic(), drawn(n), rng)
         excess.append(risk(model.weight.detach().numpy()[0]) - risk(np.array([2.0, -1.5])))
@@ -359,14 +380,14 @@ def test_the_risk_bound_holds() -> None:
 # -- noise ------------------------------------------------------------------------------------------------------------
 
 
-def released(plan: Any, problem: dp.Problem, label: float, trials: int, seed: int) -> Vector:
+def released(plan: Any, label: float, trials: int, seed: int) -> Vector:
     """Returns answers (trials, d) of runs on one record with this label, whose features are the first basis vector."""
     x, found = torch.eye(plan.dim, dtype=torch.float64)[:1], []
     noise = torch.Generator().manual_seed(seed)
     for _ in range(trials):
         model = nn.Linear(plan.dim, 1, bias=False).double()
         with pytest.warns(dp.UtilityWarning, match="repeatable"):
-            opt = BoltOnPSGD(model.parameters(), plan=plan, problem=problem, generator=noise)
+            opt = dp.BoltOnPSGD(model.parameters(), plan, generator=noise)
         loader = opt.loader(TensorDataset(x, torch.tensor([label])))
         with opt:
             for features, labels in loader:
@@ -380,7 +401,7 @@ def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
     """Returns p-values: of the length of the noise, and of its direction (first coordinate of a unit vector)."""
     with pytest.warns(dp.UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "):
         plan = planned(n=1, dim=dim, budget=dp.Budget(0.5, delta), average="last")
-    noise = released(plan, PROBLEM, 1.0, trials, seed) - 0.1 * np.eye(dim)[0]  # the only step is lr = 0.1
+    noise = released(plan, 1.0, trials, seed) - 0.1 * np.eye(dim)[0]  # the only step is lr = 0.1
     radius = np.linalg.norm(noise, axis=1)
     cosine = (noise[:, 0] / radius + 1) / 2
     if delta == 0:
@@ -405,7 +426,7 @@ def test_weight_and_bias_share_one_vector_of_noise() -> None:
         model = nn.Linear(3, 1).double()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dp.UtilityWarning)
-            opt = BoltOnPSGD(model.parameters(), plan=plan, problem=problem, generator=noise)
+            opt = dp.BoltOnPSGD(model.parameters(), plan, generator=noise)
         trained(opt, model, HINGE, data, Order())
         if noise is None:
             answers.append(torch.cat([opt.state[p]["average"].flatten() for p in model.parameters()]))
@@ -430,9 +451,9 @@ def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
         accountant = dp.Accountant(budget)
         less = replace(plan, noise_scale=share * plan.noise_scale)
         with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= [12]"):
-            BoltOnPSGD(model.parameters(), plan=less, problem=PROBLEM, accountant=accountant)
+            dp.BoltOnPSGD(model.parameters(), less, accountant=accountant)
         assert not len(accountant)
-        opt = BoltOnPSGD(model.parameters(), plan=less, problem=PROBLEM, accountant=dp.Accountant(dp.Budget(9.0, 0.1)))
+        opt = dp.BoltOnPSGD(model.parameters(), less, accountant=dp.Accountant())
         assert opt.accountant.ledger.evaluate(budget.delta, "replace_one", extra=opt.event).epsilon > 1.0
 
 
@@ -442,7 +463,7 @@ def test_an_audit_finds_half_the_noise_and_nothing_otherwise(monkeypatch: pytest
         plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0), average="last")
 
     def found(trials: int) -> dp.Audit:
-        sides = (released(plan, PROBLEM, label, trials, 7 + k)[:, 0] for k, label in enumerate((1.0, -1.0)))
+        sides = (released(plan, label, trials, 7 + k)[:, 0] for k, label in enumerate((1.0, -1.0)))
         return dp.audit_outputs(*sides, delta=0.0, confidence=1 - 1e-6)
 
     assert not found(300).contradicts(1.0)
@@ -459,10 +480,10 @@ def records(n: int = 60) -> TensorDataset:
     return TensorDataset(x, torch.sign(x[:, :1]))
 
 
-def made(**changes: Any) -> tuple[nn.Linear, BoltOnPSGD]:
+def made(**changes: Any) -> tuple[nn.Linear, dp.BoltOnPSGD]:
     model = nn.Linear(3, 1, bias=False).double()
     arguments = {"problem": PROBLEM, "n": 60, "budget": dp.Budget(1.0, 0.0), "batch_size": 10, "epochs": 2, "lr": 0.1}
-    return model, BoltOnPSGD.calibrated(model.parameters(), **arguments | changes)
+    return model, dp.BoltOnPSGD(model.parameters(), dp.BoltOnPSGD.plan(dim=model, **arguments | changes))
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
@@ -493,16 +514,15 @@ def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
 
 def test_runs_that_share_a_pure_budget_add_up() -> None:
     accountant = dp.Accountant(dp.Budget(1.0, 0.0))
+    pure = {"n": 60, "budget": None, "noise": "knorm"}
     for epsilon in (0.25, 0.75):
         model = nn.Linear(3, 1, bias=False).double()
-        plan = planned(n=60, budget=dp.Budget(epsilon, 0.0))
-        opt = BoltOnPSGD(model.parameters(), plan=plan, problem=PROBLEM, accountant=accountant)
+        plan = planned(**pure, noise_multiplier=1 / epsilon * (1 + 1e-12))
+        opt = dp.BoltOnPSGD(model.parameters(), plan, accountant=accountant)
         dp.fit(model, opt, records(), HINGE, progress=False)
     assert accountant.get_epsilon(0.0) == pytest.approx(1.0)
     with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= 1\.25"):
-        BoltOnPSGD(
-            model.parameters(), plan=planned(n=60, budget=dp.Budget(0.25, 0.0)), problem=PROBLEM, accountant=accountant
-        )
+        dp.BoltOnPSGD(model.parameters(), planned(**pure, noise_multiplier=4.0), accountant=accountant)
 
 
 def test_metrics_give_the_standard_deviation_of_either_noise() -> None:
@@ -553,6 +573,11 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
         ({"epochs": 1.5}, ValueError, r"epochs must be an integer \(got 1.5\)"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),
         ({"lr": [0.1] * 7}, ValueError, "lr must be a number or 20 numbers, one per step"),
+        ({"steps": 30}, ValueError, r"steps must be a multiple of 20, the steps of a pass \(got 30\)"),
+        ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
+        ({"budget": dp.Budget(1.0, 0.0), "noise": "gaussian"}, ValueError, "noise must be 'knorm' for a budget with"),
+        ({"noise": "laplace"}, ValueError, "noise must be one of gaussian, knorm"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"reg": -1.0}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
         ({"reg": math.inf}, ValueError, "reg must be finite"),
         ({"average": "best"}, ValueError, "average must be one of last, uniform, weighted"),
@@ -580,36 +605,30 @@ def test_plans_that_nothing_is_proved_for_are_refused_by_name(changes: Any, erro
         planned(**changes)
 
 
-def test_a_problem_that_the_plan_was_not_made_from_is_refused() -> None:
-    model, plan = nn.Linear(3, 1, bias=False).double(), planned()
-    BoltOnPSGD(model.parameters(), plan=plan, problem=HINGE.problem(bound_x=1.0))
-    for other in (HINGE.problem(bound_x=10.0), HINGE.problem(bound_x=1.0, radius=1.0), Logistic().problem(bound_x=1.0)):
-        with pytest.raises(dp.NotCertifiedError, match="problem must be the plan's"):
-            BoltOnPSGD(model.parameters(), plan=plan, problem=other)
+def test_parameters_and_ledgers_that_the_plan_is_not_about_are_refused() -> None:
+    plan = planned()
     with pytest.raises(ValueError, match=r"dim must be 5, .*\(got 3\)"):
-        BoltOnPSGD(nn.Linear(5, 1, bias=False).double().parameters(), plan=plan, problem=PROBLEM)
+        dp.BoltOnPSGD(nn.Linear(5, 1, bias=False).double().parameters(), plan)
     layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(2, 1, bias=False)).double()
     with pytest.raises(dp.NotCertifiedError, match="weight and bias of one Linear layer"):
-        BoltOnPSGD(layers.parameters(), plan=plan, problem=PROBLEM)
+        dp.BoltOnPSGD(layers.parameters(), plan)
     with pytest.raises(ValueError, match="bound_x must be > 1 with a bias"):
-        BoltOnPSGD(nn.Linear(2, 1).double().parameters(), plan=plan, problem=PROBLEM)
+        dp.BoltOnPSGD(nn.Linear(2, 1).double().parameters(), plan)
     with pytest.raises(ValueError, match=r"params must be torch\.float64"):
-        BoltOnPSGD(nn.Linear(3, 1, bias=False).parameters(), plan=plan, problem=PROBLEM)
+        dp.BoltOnPSGD(nn.Linear(3, 1, bias=False).parameters(), plan)
     with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
-        made(accountant=dp.Accountant(dp.Budget(2.0, 0.0)))
+        dp.BoltOnPSGD(
+            nn.Linear(3, 1, bias=False).double().parameters(), plan, accountant=dp.Accountant(dp.Budget(2.0, 0.0))
+        )
 
 
 def test_softmax_with_a_certified_gradient_error_is_trained() -> None:
     loss = dp.losses.SoftmaxCrossEntropy(3)
     model = nn.Linear(2, 3, bias=False).double()
-    opt = BoltOnPSGD.calibrated(
-        model.parameters(),
-        problem=loss.problem(bound_x=1.0),
-        n=30,
-        budget=dp.Budget(1.0, 0.0),
-        reg=0.1,
-        gradient_error=1e-12,
+    plan = dp.BoltOnPSGD.plan(
+        problem=loss.problem(bound_x=1.0), n=30, dim=model, budget=dp.Budget(1.0, 0.0), reg=0.1, gradient_error=1e-12
     )
+    opt = dp.BoltOnPSGD(model.parameters(), plan)
     data = TensorDataset(torch.randn(30, 2), torch.arange(30) % 3)
     with opt:
         for x, y in opt.loader(data):

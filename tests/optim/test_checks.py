@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 import torch_dpsco as dp
-from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.heavy_plan import release_noise
 
 PROBLEM = dp.losses.Logistic().problem(bound_x=2.0)
@@ -100,8 +99,8 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     "ProximalSGD": (planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4), 1033),
     "LocalizedSGD": (planner(dp.LocalizedSGD, problem=dp.Problem(), clip=3.0, reg=0.1), 1033),
     "HolderOutputSGD": (planner(dp.HolderOutputSGD, problem=BALL, batch_size=5), 511),
-    "BoltOnPSGD": (planner(BoltOnPSGD, problem=UNIT, batch_size=5, reg=0.1), 144),
-    "BoltOnPSGD pure": (planner(BoltOnPSGD, PURE, problem=UNIT, batch_size=5, reg=0.1), 206),
+    "BoltOnPSGD": (planner(dp.BoltOnPSGD, problem=UNIT, batch_size=5, reg=0.1), 144),
+    "BoltOnPSGD pure": (planner(dp.BoltOnPSGD, PURE, problem=UNIT, batch_size=5, reg=0.1), 206),
     "UserClippedSGD": (users_clipped, 517),
     "UserFilteredSGD": (
         lambda n: dp.UserFilteredSGD.plan(n_users=n, problem=dp.Problem(lipschitz=1.0), steps=5, lr=0.1, **FILTER),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.optim.row_free_runs import BATCH, BUDGET, DIM, EPOCH, LOSS, PROBLEM, N, Run, make, records, refused
-from torch_dpsco.optim.bolt_on import BoltOnPSGD
 
 LOGISTIC = dp.losses.Logistic()
 
@@ -28,15 +27,9 @@ class BoltOn(Run):
 
 def bolt_on(average: str = "uniform") -> Run:
     model = nn.Linear(DIM, 1, bias=False).double()
-    opt = BoltOnPSGD.calibrated(
-        model.parameters(),
-        problem=LOGISTIC.problem(bound_x=1.0, radius=1.0),
-        n=N,
-        budget=BUDGET,
-        batch_size=BATCH,
-        average=average,
-    )
-    return BoltOn(model, opt)
+    problem = LOGISTIC.problem(bound_x=1.0, radius=1.0)
+    plan = dp.BoltOnPSGD.plan(problem=problem, n=N, dim=DIM, budget=BUDGET, batch_size=BATCH, average=average)
+    return BoltOn(model, dp.BoltOnPSGD(model.parameters(), plan))
 
 
 def by_100(gradient: Tensor) -> Tensor:
@@ -232,7 +225,7 @@ def test_the_largest_gradient_that_is_promised_is_admitted(reduction: str) -> No
     model = nn.Linear(DIM, 1, bias=False).double()
     run = {"batch_size": BATCH, "epochs": 40, "lr": 0.1}
     plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(30.0, 1e-3), dim=DIM, **run)
-    opt = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=PROBLEM, loss_reduction=reduction)
+    opt = dp.HolderOutputSGD(model.parameters(), plan, loss_reduction=reduction)
     for x, y in opt.loader(data):
         LOSS(model(x), y, reduction=reduction).backward()
         opt.step()

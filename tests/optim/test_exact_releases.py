@@ -22,7 +22,6 @@ from torch_dpsco.erm.output import markov_plan, plan_output
 from torch_dpsco.erm.records import make_records
 from torch_dpsco.mechanisms.exact_noise import on_grid
 from torch_dpsco.optim import row_free
-from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.theory.exact_noise import exact_grid
 
 N, DIM = 60, 3
@@ -45,15 +44,17 @@ def output(secure: str | None, **changes: object) -> dp.OutputPerturbation:
     return dp.OutputPerturbation(layer.parameters(), plan, accountant=ledger)
 
 
-def bolt_on(secure: str | None, **changes: object) -> BoltOnPSGD:
+def bolt_on(secure: str | None, **changes: object) -> dp.BoltOnPSGD:
     given = {"problem": LOGISTIC.problem(bound_x=2.0), "n": N, "budget": BUDGET, "batch_size": 10, "reg": 0.1}
-    return BoltOnPSGD.calibrated(nn.Linear(DIM, 1).double().parameters(), **(given | {"secure": secure} | changes))
+    plan = dp.BoltOnPSGD.plan(dim=DIM + 1, **(given | {"secure": secure} | changes))
+    return dp.BoltOnPSGD(nn.Linear(DIM, 1).double().parameters(), plan)
 
 
 def holder(secure: str | None, **changes: object) -> dp.HolderOutputSGD:
     problem = dp.losses.Hinge(power=1.5).problem(bound_x=2.0, radius=1e6)
     given = {"problem": problem, "n": N, "budget": BUDGET, "batch_size": 10, "lr": 0.01, "secure": secure}
-    return dp.HolderOutputSGD.calibrated(nn.Linear(DIM, 1).double().parameters(), **(given | changes))
+    plan = dp.HolderOutputSGD.plan(dim=DIM + 1, **(given | changes))
+    return dp.HolderOutputSGD(nn.Linear(DIM, 1).double().parameters(), plan)
 
 
 def finished(optimizer: object, loss: object = LOGISTIC) -> torch.Tensor:
@@ -308,8 +309,8 @@ def test_what_has_no_exact_form_refuses_by_name():
         (lambda: plan_linear(task(), "noisy_gd", secure="exact"), "mechanism='output'"),
         (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),
         (lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")), "K-norm"),
-        (lambda: holder("exact", sampling="uniform"), "sampling='shuffle'"),
-        (lambda: dp.HolderOutputSGD.plan(**paper), "sampling='shuffle'"),
+        (lambda: holder("exact", sampling="fixed"), "sampling='shuffled'"),
+        (lambda: dp.HolderOutputSGD.plan(**paper), "sampling='shuffled'"),
         (lambda: plan_adassp(squares(), "paper", "exact"), "mode='tight'"),
     ]
     for refused, words in refusals:
@@ -324,7 +325,7 @@ def test_releases_without_an_exact_form_name_the_assumption():
     for optimizer in (
         dp.ObjectivePerturbation(linear.parameters(), dp.ObjectivePerturbation.plan(**given)),
         dp.NoisyGD(linear.parameters(), dp.NoisyGD.plan(**given)),
-        holder(None, sampling="uniform"),
+        holder(None, sampling="fixed"),
         output(None, budget=dp.Budget(1.0, 0.0)),
     ):
         assert said(optimizer.report()).count(IDEAL) == 1

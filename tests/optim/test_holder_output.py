@@ -24,15 +24,16 @@ from torch_dpsco.prox import Ball
 def delivered(problem: dp.Problem, data: TensorDataset, bias: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns all records as the loader delivers them, in the order of the data set."""
     model = nn.Linear(data.tensors[0].shape[1], 1, bias=bias).double()
-    opt = dp.HolderOutputSGD.calibrated(
-        model.parameters(),
+    plan = dp.HolderOutputSGD.plan(
         problem=problem,
         n=len(data),
+        dim=model,
         budget=dp.Budget(100.0, 1e-4),
         batch_size=len(data),
         epochs=2,
         lr=0.01,
     )
+    opt = dp.HolderOutputSGD(model.parameters(), plan)
     loader = opt.loader(data)
     loader._loader.batch_sampler.rng = Order()
     x, y = next(iter(loader))
@@ -84,10 +85,9 @@ def test_the_ones_of_a_bias_are_part_of_the_bound(bound: float) -> None:
 def test_a_bound_that_leaves_no_room_for_the_ones_of_a_bias_is_refused() -> None:
     for bound in (0.5, 1.0):
         problem = HINGE.problem(bound_x=bound, radius=1.0)
-        kind = {"problem": problem, "n": 20, "budget": dp.Budget(1.0, DELTA)}
         with pytest.raises(ValueError, match=rf"bound_x must be > 1 with a bias.*\(got {bound:g}\).*bias=False"):
-            dp.HolderOutputSGD.calibrated(nn.Linear(3, 1).double().parameters(), **kind)
-        dp.HolderOutputSGD.calibrated(nn.Linear(3, 1, bias=False).double().parameters(), **kind)
+            made(nn.Linear(3, 1).double().parameters(), problem=problem)
+        made(nn.Linear(3, 1, bias=False).double().parameters(), problem=problem)
 
 
 OTHER_MODELS: list[Callable[[], nn.Module]] = [
@@ -105,61 +105,39 @@ OTHER_MODELS: list[Callable[[], nn.Module]] = [
 def test_other_models_need_a_certificate(build: Callable[[], nn.Module], certificate: Any) -> None:
     model = build().double()
     kept = [p.detach().clone() for p in model.parameters()]
-    kind = {"problem": PROBLEM, "n": 20, "budget": dp.Budget(1.0, DELTA)}
-    accountant = dp.Accountant(kind["budget"])
+    plan = planned(n=20, dim=model)
+    accountant = dp.Accountant(plan.budget)
     kinds = (dp.NotCertifiedError, r"weight and bias of one Linear layer \(got shapes .*certify_convex")
     if certificate is not False:
         kinds = (ValueError, "certify_convex must be True or False")
     with pytest.raises(kinds[0], match=kinds[1]):
-        dp.HolderOutputSGD.calibrated(model.parameters(), **kind, accountant=accountant, certify_convex=certificate)
+        dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant, certify_convex=certificate)
     assert all(map(torch.equal, model.parameters(), kept))
     assert not len(accountant)
-    dp.HolderOutputSGD.calibrated(model.parameters(), **kind, certify_convex=True)
+    dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True)
 
 
 def test_a_scalar_score_needs_a_layer_with_one_output() -> None:
-    kind = {"problem": PROBLEM, "n": 20, "budget": dp.Budget(1.0, DELTA)}
     with pytest.raises(dp.NotCertifiedError, match=r"one output"):
-        dp.HolderOutputSGD.calibrated(nn.Linear(3, 2, bias=False).double().parameters(), **kind)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        HINGE.problem(bound_x=10.0, radius=1.0),
-        HINGE.problem(bound_x=1.0, radius=2.0),
-        HINGE.problem(bound_x=1.0),
-        Hinge(power=1.6).problem(bound_x=1.0, radius=1.0),
-        Hinge().problem(bound_x=1.0, radius=1.0),
-        PowerLoss(power=1.5).problem(bound_x=1.0, bound_y=5.0, radius=1.0),
-    ],
-    ids=["bound_x", "radius", "unbounded", "power", "exponent", "loss"],
-)
-def test_a_problem_that_the_plan_was_not_made_from_is_refused(other: dp.Problem) -> None:
-    model = nn.Linear(3, 1, bias=False).double()
-    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=20, budget=dp.Budget(1.0, DELTA), dim=3, lr=0.02)
-    dp.HolderOutputSGD(model.parameters(), plan=plan, problem=HINGE.problem(bound_x=1.0, radius=1.0))
-    with pytest.raises(dp.NotCertifiedError, match="problem must be the plan's"):
-        dp.HolderOutputSGD(model.parameters(), plan=plan, problem=other)
+        made(nn.Linear(3, 2, bias=False).double().parameters())
 
 
 def test_a_model_of_another_size_than_planned_is_refused() -> None:
-    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=20, budget=dp.Budget(1.0, DELTA), dim=3, lr=0.02)
     with pytest.raises(ValueError, match=r"dim must be 5, .*\(got 3\)"):
-        dp.HolderOutputSGD(nn.Linear(5, 1, bias=False).double().parameters(), plan=plan, problem=PROBLEM)
+        made(nn.Linear(5, 1, bias=False).double().parameters(), dim=3)
 
 
 def test_several_parameter_groups_are_refused_and_one_group_or_named_parameters_are_not() -> None:
     model = nn.Linear(3, 1).double()
-    kind = {"problem": HINGE.problem(bound_x=2.0, radius=1.0), "n": 20, "budget": dp.Budget(1.0, DELTA)}
+    problem = HINGE.problem(bound_x=2.0, radius=1.0)
     for second in ({"params": [model.bias], "lr": 0.5}, {"params": [model.bias]}):
         with pytest.raises(ValueError, match="params must be one group"):
-            dp.HolderOutputSGD.calibrated([{"params": [model.weight]}, second], **kind)
+            made([{"params": [model.weight]}, second], dim=4, problem=problem)
     with pytest.raises(ValueError, match="step size of the plan"):
-        dp.HolderOutputSGD.calibrated([{"params": model.parameters(), "lr": 0.5}], **kind)
-    plain = dp.HolderOutputSGD.calibrated(model.parameters(), **kind)
-    for params in ([{"params": model.parameters()}], model.named_parameters()):
-        opt = dp.HolderOutputSGD.calibrated(params, **kind)
+        made([{"params": model.parameters(), "lr": 0.5}], dim=4, problem=problem)
+    plain = made(model.parameters(), problem=problem)
+    for params in ([{"params": list(model.parameters())}], list(model.named_parameters())):
+        opt = made(params, problem=problem)
         assert opt.param_groups[0]["params"] == list(model.parameters())
         assert (opt.lrs, opt.noise_std) == (plain.lrs, plain.noise_std)
 
@@ -172,6 +150,11 @@ def planned(**changes: Any) -> Any:
     return dp.HolderOutputSGD.plan(**arguments)
 
 
+def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
+    params = list(params)
+    return dp.HolderOutputSGD(params, planned(**{"n": 20, "dim": params, **changes}))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
@@ -182,7 +165,15 @@ def planned(**changes: Any) -> Any:
         ({"epochs": 0}, ValueError, "epochs must be an integer >= 1"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),
         ({"lr": [0.1] * 7}, ValueError, "lr must be a number or 100 numbers, one per step"),
-        ({"sampling": "poisson"}, ValueError, r"sampl\w+ must be one of shuffle, uniform.*\(got 'poisson'\)"),
+        ({"sampling": "poisson"}, ValueError, r"sampling must be one of shuffled, fixed \(got 'poisson'\)"),
+        ({"sampling": dp.Poisson(5, 100)}, ValueError, r"sampling must be one of shuffled, fixed \(got 'poisson'\)"),
+        ({"sampling": dp.Shuffled(5, 90)}, ValueError, "n must be 90, that of the design"),
+        ({"n": None}, ValueError, "n must be given: the public number of records"),
+        ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
+        ({"steps": 150}, ValueError, r"steps must be a multiple of 100, the steps of a pass \(got 150\)"),
+        ({"steps": 100, "epochs": 1}, ValueError, "steps and epochs must not be given both"),
+        ({"noise_multiplier": 2.0, "sampling": "fixed"}, dp.ConditionError, "noise_multiplier must not be given for"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"mode": "loose"}, ValueError, "mode must be one of tight, paper"),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
         ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, dp.AdjacencyError, r"replace_one, zero_out \(got add_remove"),
@@ -265,10 +256,10 @@ def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
 
 def test_paper_mode_refuses_what_its_theorem_does_not_cover() -> None:
     kind = {"mode": "paper", "lr": 0.02}
-    assert (planned(**kind).sampler, planned(**kind).batch_size) == ("uniform", 1)
-    assert planned(**kind).sigma > 10 * planned(lr=0.02, sampling="uniform", epochs=1).sigma
+    assert planned(**kind).design == dp.Fixed(1, 100)
+    assert planned(**kind).noise_scale > 10 * planned(lr=0.02, sampling="fixed", epochs=1).noise_scale
     for changes, error, match in (
-        ({"sampling": "shuffle"}, dp.ConditionError, "sampler='uniform' and batch_size=1"),
+        ({"sampling": "shuffled"}, dp.ConditionError, "sampling='fixed' and batch_size=1"),
         ({"batch_size": 2}, dp.ConditionError, "batch_size=1"),
         ({"budget": dp.Budget(1.0, DELTA, "zero_out")}, dp.AdjacencyError, "replace_one only"),
         ({"lr": 0.7}, dp.ConditionError, r"lr must be < min\(1, 1/holder_constant\)"),
@@ -281,17 +272,17 @@ def test_paper_mode_refuses_what_its_theorem_does_not_cover() -> None:
 
 def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_elsewhere() -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    for kind in ({"sampling": "shuffle"}, {"sampling": "uniform"}, {"mode": "paper"}):
+    for kind in ({"sampling": "shuffled"}, {"sampling": "fixed"}, {"mode": "paper"}):
         for adjacency in ("replace_one", "zero_out"):
             if kind == {"mode": "paper"} and adjacency == "zero_out":
                 continue
             plan = planned(budget=dp.Budget(1.0, DELTA, adjacency), lr=0.02, **kind)
-            opt = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=PROBLEM)
-            assert opt.noise_std == plan.sigma > 0
-            if kind == {"sampling": "shuffle"}:
-                assert opt.event == Gaussian(plan.sigma, {adjacency: plan.sensitivity})
+            opt = dp.HolderOutputSGD(model.parameters(), plan)
+            assert opt.noise_std == plan.noise_scale > 0
+            if kind == {"sampling": "shuffled"}:
+                assert opt.event == Gaussian(plan.noise_scale, {adjacency: plan.sensitivity})
             else:
-                assert opt.event == ApproxDP(1.0, plan.delta, (adjacency,))
+                assert opt.event == ApproxDP(1.0, DELTA * (1 - 1e-9), (adjacency,))
             assert opt.accountant.adjacency == adjacency
 
 
@@ -299,48 +290,64 @@ def test_zero_out_needs_half_of_the_hits_and_noise_between_half_and_all() -> Non
     replaced = planned(lr=0.02)
     zeroed = planned(lr=0.02, budget=dp.Budget(1.0, DELTA, "zero_out"))
     assert 0.5 < zeroed.sensitivity / replaced.sensitivity < 1.0
-    assert zeroed.sigma / zeroed.sensitivity == pytest.approx(replaced.sigma / replaced.sensitivity)
+    assert zeroed.noise_scale / zeroed.sensitivity == pytest.approx(replaced.noise_scale / replaced.sensitivity)
 
 
-def test_calibrated_is_plan_and_construction() -> None:
+def test_the_optimizer_does_what_the_plan_says() -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    kind = {"problem": PROBLEM, "n": 100, "budget": dp.Budget(1.0, DELTA), "batch_size": 7, "epochs": 2}
-    opt = dp.HolderOutputSGD.calibrated(model.parameters(), **kind)
-    plan = dp.HolderOutputSGD.plan(**kind, dim=3)
-    assert (opt.lrs, opt.noise_std, opt.planned_steps) == ((plan.lr,), plan.sigma, 30)
-    assert opt.accountant.budget == kind["budget"]
-    assert opt.prox == Ball(1.0)
-    assert opt.design == dp.Shuffled(7, 100)
-    assert dp.HolderOutputSGD.calibrated(model.parameters(), **kind, sampling="uniform").design == dp.Fixed(7, 100)
+    plan = planned(batch_size=7, epochs=2)
+    opt = dp.HolderOutputSGD(model.parameters(), plan)
+    assert (opt.lrs, opt.noise_std, opt.planned_steps) == ((plan.lr,), plan.noise_scale, 30)
+    assert (opt.event, opt.accountant.budget) == (plan.event(), plan.budget)
+    assert (opt.prox, opt.design) == (Ball(1.0), dp.Shuffled(7, 100))
+    for same in ({"steps": 30}, {"sampling": dp.Shuffled(7, 100), "n": None, "batch_size": None, "epochs": 2}):
+        assert planned(**{"batch_size": 7, **same}) == plan
+    fixed = planned(sampling=dp.Fixed(7, 100), n=None, epochs=2)
+    assert fixed == planned(sampling="fixed", batch_size=7, epochs=2)
+    assert made(model.parameters(), n=100, batch_size=7, sampling="fixed").design == dp.Fixed(7, 100)
 
 
-def test_calibrated_takes_an_accountant_of_its_budget_or_of_none() -> None:
-    model, budget = nn.Linear(3, 1, bias=False).double(), dp.Budget(1.0, DELTA)
-    kind = {"problem": PROBLEM, "n": 100, "budget": budget, "lr": 0.02}
-    for accountant in (dp.Accountant(), dp.Accountant(budget)):
-        opt = dp.HolderOutputSGD.calibrated(model.parameters(), **kind, accountant=accountant)
-        assert opt.accountant is accountant
+def test_noise_that_is_given_is_drawn_and_charged() -> None:
+    kind = {"batch_size": 10, "epochs": 2, "lr": 0.02}
+    chosen = planned(**kind)
+    given = planned(**kind, budget=None, noise_multiplier=3.0)
+    assert (given.sensitivity, given.noise_scale) == (chosen.sensitivity, 3.0 * chosen.sensitivity)
+    assert given.event() == Gaussian(given.noise_scale, {"replace_one": given.sensitivity})
+    assert planned(budget=None, noise_multiplier=3.0, adjacency="zero_out").event().sens[0][0] == "zero_out"
+    ratio = chosen.noise_scale / chosen.sensitivity
+    same = planned(batch_size=10, epochs=2, budget=None, noise_multiplier=ratio)
+    assert same.lr == planned(batch_size=10, epochs=2).lr  # the balanced step knows the noise
+    with pytest.raises(dp.InfeasibleError, match="epsilon must be >= "):
+        dp.HolderOutputSGD(
+            nn.Linear(3, 1, bias=False).double().parameters(), planned(noise_multiplier=ratio / 2)
+        )  # the budget limits the run
+
+
+def test_what_plain_sgd_does_not_admit_is_refused() -> None:
+    params = nn.Linear(3, 1, bias=False).double().parameters()
+    for word, value in (("rule", dp.rules.SGD()), ("prox", Ball(1.0)), ("reg", 0.1)):
+        with pytest.raises(ValueError, match=f"{word} must not be given to HolderOutputSGD, whose noise is calibrated"):
+            dp.HolderOutputSGD(params, planned(), **{word: value})
+
+
+def test_an_optimizer_takes_an_accountant_of_its_budget_or_of_none() -> None:
+    model, plan = nn.Linear(3, 1, bias=False).double(), planned(lr=0.02)
+    for accountant in (dp.Accountant(), dp.Accountant(plan.budget)):
+        assert dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant).accountant is accountant
     for other in (dp.Budget(2.0, DELTA), dp.Budget(1.0, DELTA, "add_remove"), dp.Budget(1.0, DELTA, unit="user")):
         accountant = dp.Accountant(other)
         with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
-            dp.HolderOutputSGD.calibrated(model.parameters(), **kind, accountant=accountant)
+            dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant)
         assert not len(accountant)
 
 
 # -- what the report says ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", ["shuffle", "uniform"])
+@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 def test_the_statement_of_output_perturbation_covers_the_final_model_only(sampling: str) -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    opt = dp.HolderOutputSGD.calibrated(
-        model.parameters(),
-        problem=PROBLEM,
-        n=12,
-        budget=dp.Budget(1.0, DELTA),
-        batch_size=5,
-        sampling=sampling,
-    )
+    opt = made(model.parameters(), n=12, batch_size=5, sampling=sampling)
     texts = [" ".join(str(opt.report()).split())]
     assert opt.report().report.planned_epsilon == pytest.approx(1.0, rel=1e-6)
     with opt:

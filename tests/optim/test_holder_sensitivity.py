@@ -17,7 +17,6 @@ import torch_dpsco as dp
 from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Order, Vector, answer
 from tests.streams import picks
 from torch_dpsco.losses import PowerLoss
-from torch_dpsco.optim import holder_output
 from torch_dpsco.theory import holder_plan, holder_stability
 from torch_dpsco.theory.holder_promises import output_path
 
@@ -65,7 +64,7 @@ def attack(rng: np.random.Generator, loss: dp.losses.TableLoss, adjacency: str, 
     seed = int(rng.integers(2**32))
     sources = [Order() if harsh else picks(seed) for _ in range(2)]
     pair = neighbors(rng, n, dim, adjacency, harsh)
-    one, other = (answer(loss, problem, plan, *run, bias=bias) for run in zip(pair, sources, strict=True))
+    one, other = (answer(loss, plan, *run, bias=bias) for run in zip(pair, sources, strict=True))
     return float(np.linalg.norm(one - other)) / plan.sensitivity
 
 
@@ -117,7 +116,7 @@ def check_that_400_kinks_stay_within_the_sensitivity() -> float:
     plan = dp.HolderOutputSGD.plan(
         problem=problem, n=dim + 1, budget=dp.Budget(LARGE, DELTA), dim=dim, lr=lr, epochs=1, batch_size=1
     )
-    one, other = (answer(loss, problem, plan, (x, labels), Order()) for labels in (y, y * -1.0))
+    one, other = (answer(loss, plan, (x, labels), Order()) for labels in (y, y * -1.0))
     share = float(np.linalg.norm(one - other)) / plan.sensitivity
     assert share <= 1.0
     return share
@@ -142,7 +141,7 @@ def check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name: str) -> 
     plan = dp.HolderOutputSGD.plan(
         problem=problem, n=n, budget=dp.Budget(LARGE, DELTA, "zero_out"), dim=1, lr=1.001 * radius / push, epochs=1
     )
-    one, other = (answer(loss, problem, plan, (features, y), Order()) for features in (x, zeroed))
+    one, other = (answer(loss, plan, (features, y), Order()) for features in (x, zeroed))
     share = float(np.linalg.norm(one - other)) / plan.sensitivity
     assert share <= 1.0
     return share
@@ -186,11 +185,11 @@ def test_independent_batches_move_the_answer_by_no_more_than_their_hits_allow(na
             batch_size=batch,
             epochs=2,
             lr=(0.02, 0.9)[k % 2] / problem.holder_constant,
-            sampling="uniform",
+            sampling="fixed",
         )
         assert plan.sensitivity is None
         path = output_path(
-            holder_output._promises(problem, "tight", None),
+            plan.promises,
             np.full(plan.steps, plan.lr),
             batch_size=batch,
             hit_constant=2.0,
@@ -198,7 +197,7 @@ def test_independent_batches_move_the_answer_by_no_more_than_their_hits_allow(na
         )
         seed = int(rng.integers(2**32))
         pair = neighbors(rng, n, 2, "replace_one", harsh=k % 2 == 0)
-        one, other = (answer(loss, problem, plan, data, picks(seed)) for data in pair)
+        one, other = (answer(loss, plan, data, picks(seed)) for data in pair)
         drawn = picks(seed)
         batches = [drawn.subset(n, batch) for _ in range(plan.steps)]
         hit = [s for s in range(plan.steps - 1) if 0 in batches[s]]
@@ -231,7 +230,7 @@ SLOPES: dict[str, Callable[[float, float], float]] = {
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("sampling", ["shuffle", "uniform"])
+@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", SLOPES)
 def test_every_step_and_the_answer_are_those_of_algorithm_1(
@@ -255,7 +254,7 @@ def test_every_step_and_the_answer_are_those_of_algorithm_1(
         sampling=sampling,
     )
     opt = dp.HolderOutputSGD(
-        model.parameters(), plan=replace(plan, sigma=0.0), problem=problem, loss_reduction=reduction
+        model.parameters(), replace(plan, noise_scale=0.0), loss_reduction=reduction, accountant=dp.Accountant()
     )
     data, w, total, outside = Spy(x, y), np.zeros(dim + 1), np.zeros(dim + 1), 0
     for features, labels in opt.loader(data):
@@ -278,20 +277,13 @@ def test_every_step_and_the_answer_are_those_of_algorithm_1(
 
 def test_the_answer_is_projected_after_its_noise() -> None:
     radius, inside = 0.05, 0
+    problem = HINGE.problem(bound_x=1.0, radius=radius)
+    with pytest.warns(dp.UtilityWarning, match="noise buries the signal: the answer"):
+        plan = dp.HolderOutputSGD.plan(problem=problem, n=4, dim=3, budget=dp.Budget(0.5, DELTA), batch_size=2)
     for seed in range(20):
         model = nn.Linear(3, 1, bias=False).double()
-        with (
-            pytest.warns(dp.UtilityWarning, match="repeatable"),
-            pytest.warns(dp.UtilityWarning, match="noise buries the signal: the answer"),
-        ):
-            opt = dp.HolderOutputSGD.calibrated(
-                model.parameters(),
-                problem=HINGE.problem(bound_x=1.0, radius=radius),
-                n=4,
-                budget=dp.Budget(0.5, DELTA),
-                batch_size=2,
-                generator=torch.Generator().manual_seed(seed),
-            )
+        with pytest.warns(dp.UtilityWarning, match="repeatable"):
+            opt = dp.HolderOutputSGD(model.parameters(), plan, generator=torch.Generator().manual_seed(seed))
         with opt:
             for x, y in opt.loader(TensorDataset(torch.ones(4, 3), torch.ones(4, 1))):
                 HINGE(model(x), y).backward()

@@ -150,7 +150,7 @@ def test_runs_that_share_an_accountant_add_up_as_one_gaussian() -> None:
 
 
 def test_the_release_spends_the_whole_budget_and_no_more() -> None:
-    for sampling in ("shuffle", "uniform"):
+    for sampling in ("shuffled", "fixed"):
         run = make(sampling=sampling)
         with run.opt:
             run.train()
@@ -256,14 +256,14 @@ def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
 
 def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
     for steps in (1, EPOCH, 3 * EPOCH):
-        state, _ = saved(make(epochs=3, sampling="uniform").train(steps=steps))
-        again = make(epochs=3, sampling="uniform")
-        with refused(again, dp.SequenceError, "independent batches must be made in one go.*use sampling='shuffle'"):
+        state, _ = saved(make(epochs=3, sampling="fixed").train(steps=steps))
+        again = make(epochs=3, sampling="fixed")
+        with refused(again, dp.SequenceError, "independent batches must be made in one go.*use sampling='shuffled'"):
             again.opt.load_state_dict(state)
-    resumed(make(epochs=3, sampling="uniform"), sampling="uniform").train()  # nothing was drawn yet
-    run = make(epochs=3, sampling="uniform").train()
+    resumed(make(epochs=3, sampling="fixed"), sampling="fixed").train()  # nothing was drawn yet
+    run = make(epochs=3, sampling="fixed").train()
     run.opt.finalize()
-    assert resumed(run, sampling="uniform").opt.finalized
+    assert resumed(run, sampling="fixed").opt.finalized
 
 
 def test_a_checkpoint_within_an_epoch_cannot_be_resumed() -> None:
@@ -297,7 +297,7 @@ def test_a_checkpoint_holds_no_noise() -> None:
         ({"epochs": 2}, "steps"),
         ({"batch_size": 4}, "design"),
         ({"budget": dp.Budget(2.0, 1e-3)}, "noise_std"),
-        ({"sampling": "uniform"}, "event"),
+        ({"sampling": "fixed"}, "event"),
         ({"problem": LOSS.problem(bound_x=1.0, radius=0.5)}, "prox"),
         ({"problem": LOSS.problem(bound_x=0.5, radius=1.0)}, "bounds"),
         ({"budget": dp.Budget(1.0, 1e-3, "zero_out")}, "adjacency"),

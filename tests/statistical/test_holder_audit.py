@@ -46,14 +46,9 @@ def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) 
     model = nn.ParameterList([torch.zeros(1, 3000), torch.zeros(1, 2000)]).double()
     problem = LOSS.problem(bound_x=1.0)
     kind = {"problem": problem, "n": 4, "budget": dp.Budget(1.0, 1e-3), "batch_size": 2, "epochs": 2, "lr": 0.05}
-    opt = dp.HolderOutputSGD.calibrated(
-        model.parameters(),
-        **kind,
-        sampling=sampling,
-        certify_convex=True,
-        generator=torch.Generator().manual_seed(3),
-    )
-    plan = dp.HolderOutputSGD.plan(**kind, sampling=sampling, dim=5000)
+    plan = dp.HolderOutputSGD.plan(**kind, sampling=sampling, dim=model)
+    noise = torch.Generator().manual_seed(3)
+    opt = dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, generator=noise)
     opt.__dict__["noise_std"] *= share
     data = TensorDataset(torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)), torch.ones(4, 1))
     for x, y in opt.loader(data):
@@ -63,14 +58,14 @@ def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) 
     assert all(average.any() for average in secret)
     opt.finalize()
     first, second = (p.detach().flatten() - a.flatten() for p, a in zip(model, secret, strict=True))
-    assert_std(first, plan.sigma)
-    assert_std(second, plan.sigma)
-    alike = float(first[:2000] @ second) / (2000**0.5 * plan.sigma**2)
+    assert_std(first, plan.noise_scale)
+    assert_std(second, plan.noise_scale)
+    alike = float(first[:2000] @ second) / (2000**0.5 * plan.noise_scale**2)
     assert abs(alike) < stats.norm.isf(FALSE_ALARM / 2)
-    assert stats.kstest(torch.cat([first, second]).numpy() / plan.sigma, "norm").pvalue > FALSE_ALARM
+    assert stats.kstest(torch.cat([first, second]).numpy() / plan.noise_scale, "norm").pvalue > FALSE_ALARM
 
 
-@pytest.mark.parametrize("sampling", ["shuffle", "uniform"])
+@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 def test_the_noise_of_the_answer_is_that_of_the_plan(sampling: str) -> None:
     check_that_the_noise_is_that_of_the_plan(sampling)
 
@@ -78,7 +73,7 @@ def test_the_noise_of_the_answer_is_that_of_the_plan(sampling: str) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.1])
 def test_a_wrong_amount_of_noise_is_caught(share: float) -> None:
     with pytest.raises(AssertionError):
-        check_that_the_noise_is_that_of_the_plan("shuffle", share)
+        check_that_the_noise_is_that_of_the_plan("shuffled", share)
 
 
 # -- output perturbation ----------------------------------------------------------------------------------------------
@@ -92,8 +87,8 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
         n=N,
         budget=budget,
         dim=1,
-        batch_size={"shuffle": N, "uniform": N - 1}[sampling],
-        epochs={"shuffle": 2, "uniform": 1}[sampling],
+        batch_size={"shuffled": N, "fixed": N - 1}[sampling],
+        epochs={"shuffled": 2, "fixed": 1}[sampling],
         lr=0.01,
         sampling=sampling,
     )
@@ -102,7 +97,7 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
 
     def train(data: TensorDataset) -> float:
         model = nn.Linear(1, 1, bias=False).double()
-        opt = dp.HolderOutputSGD(model.parameters(), plan=plan, problem=PROBLEM, generator=noise)
+        opt = dp.HolderOutputSGD(model.parameters(), plan, generator=noise)
         opt.__dict__["noise_std"] *= share
         loader = opt.loader(data)
         loader._loader.batch_sampler.rng = draws  # the test must not depend on luck
@@ -135,10 +130,10 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
 @pytest.mark.parametrize(
     ("sampling", "adjacency"),
     [
-        ("shuffle", "replace_one"),
-        ("shuffle", "zero_out"),
-        ("uniform", "replace_one"),
-        pytest.param("uniform", "zero_out", marks=pytest.mark.slow),
+        ("shuffled", "replace_one"),
+        ("shuffled", "zero_out"),
+        ("fixed", "replace_one"),
+        pytest.param("fixed", "zero_out", marks=pytest.mark.slow),
     ],
 )
 def test_no_audit_of_output_perturbation_beats_its_claim_and_halved_noise_is_refuted(
@@ -152,7 +147,7 @@ def test_no_audit_of_output_perturbation_beats_its_claim_and_halved_noise_is_ref
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["shuffle", pytest.param("uniform", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sampling", ["shuffled", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
     sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr
 
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
 from torch_dpsco.theory.holder import (
     LossPromises,
@@ -47,7 +47,7 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
 
 
 @pytest.mark.parametrize(
-    ("q", "n", "power", "paper", "uniform", "shuffle"),
+    ("q", "n", "power", "paper", "fixed", "shuffled"),
     [
         (1.5, 1000, -0.5, 55.8, 0.655, 0.293),
         (1.5, 10_000, -0.5, 19.5, 0.207, 0.0927),
@@ -55,11 +55,11 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
         (2.0, 1000, -0.5, 74.4, 1.22, 0.534),
     ],
 )
-def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, paper, uniform, shuffle):
-    wanted = {("paper", "uniform"): paper, ("tight", "uniform"): uniform, ("tight", "shuffle"): shuffle}
-    for (mode, sampler), sigma in wanted.items():
-        plan = plan_output(hinge(q), n=n, mode=mode, sampler=sampler, lr=0.5 * n**power, epochs=1, **TASK)
-        assert plan.sigma == pytest.approx(sigma, rel=0.01)
+def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, paper, fixed, shuffled):
+    wanted = {("paper", "fixed"): paper, ("tight", "fixed"): fixed, ("tight", "shuffled"): shuffled}
+    for (mode, sampling), sigma in wanted.items():
+        plan = plan_output(hinge(q), n=n, mode=mode, sampling=sampling, lr=0.5 * n**power, epochs=1, **TASK)
+        assert plan.noise_scale == pytest.approx(sigma, rel=0.01)
         assert plan.steps == n
         assert 0 <= plan.rounding_share < 1e-5
 
@@ -70,8 +70,8 @@ def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, pape
 def test_a_plan_pays_for_its_path_as_it_is_computed(q, radius, adjacency):
     n, task = 300, TASK | {"batch_size": 7}
     promises = hinge(q, radius)
-    for sampler in ("shuffle", "uniform"):
-        plan = plan_output(promises, n=n, sampler=sampler, adjacency=adjacency, distance=1.0, **task)
+    for sampling in ("shuffled", "fixed"):
+        plan = plan_output(promises, n=n, sampling=sampling, adjacency=adjacency, distance=1.0, **task)
         path = output_path(
             promises,
             np.full(plan.steps, plan.lr),
@@ -79,13 +79,13 @@ def test_a_plan_pays_for_its_path_as_it_is_computed(q, radius, adjacency):
             hit_constant=2 if adjacency == "replace_one" else 1,
             dim=20,
         )
-        if sampler == "shuffle":
+        if sampling == "shuffled":
             assert plan.sensitivity == path_sensitivity(path, 43)
-            assert gaussian_delta(plan.sensitivity / plan.sigma, 1.0) <= 1e-6
+            assert gaussian_delta(plan.sensitivity / plan.noise_scale, 1.0) <= 1e-6
         else:
             assert plan.sensitivity is None
-            assert uniform_delta(plan.sigma, path, 7 / n, 1.0) <= 1e-6
-        assert plan.steps == plan.epochs * 43
+            assert uniform_delta(plan.noise_scale, path, 7 / n, 1.0) <= 1e-6
+        assert plan.steps % 43 == 0
         assert plan.risk_bound is None  # 7 does not divide 300
 
 
@@ -94,24 +94,26 @@ def test_zero_out_needs_half_the_noise_where_nothing_expands():
         plan_output(hinge(2.0), n=100, adjacency=adjacency, lr=0.01, **TASK)
         for adjacency in ("replace_one", "zero_out")
     ]
-    assert plans[0].sigma == pytest.approx(2 * plans[1].sigma, rel=1e-6)
+    assert plans[0].noise_scale == pytest.approx(2 * plans[1].noise_scale, rel=1e-6)
 
 
 @pytest.mark.parametrize("q", [1.0, 1.25, 1.5, 2.0])
 def test_the_balanced_step_has_the_least_risk_bound(q):
     promises, task = hinge(q), TASK | {"n": 2000}
     best = plan_output(promises, **task)
-    lr = balanced_output_lr(promises, epochs=int(best.epochs), **task)
-    assert best.lr == lr
+    epochs = best.steps // 2000
+    assert best.lr == balanced_output_lr(
+        promises, epochs=epochs, n=2000, batch_size=1, dim=20, mu=gaussian_mu(1.0, 1e-6)
+    )
     for factor in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0):
-        if q == 2.0 and lr * factor > 1.0:
+        if q == 2.0 and best.lr * factor > 1.0:
             continue
-        other = plan_output(promises, lr=lr * factor, epochs=int(best.epochs), **task)
+        other = plan_output(promises, lr=best.lr * factor, epochs=epochs, **task)
         assert other.risk_bound >= best.risk_bound * (1 - 1e-3)
 
 
 def test_rough_losses_get_more_epochs_and_smooth_ones_one():
-    epochs = [plan_output(hinge(q), n=1000, **TASK).epochs for q in (1.0, 1.25, 1.5, 2.0)]
+    epochs = [plan_output(hinge(q), n=1000, **TASK).steps / 1000 for q in (1.0, 1.25, 1.5, 2.0)]
     assert epochs == [20, math.ceil(1000**0.4), 1, 1]
 
 
@@ -120,26 +122,26 @@ def test_step_sizes_may_change_and_must_be_one_per_step():
     plan = plan_output(hinge(1.5), n=100, epochs=2, lr=lr.tolist(), **TASK)
     assert plan.lr == tuple(lr.tolist())
     assert plan.risk_bound is None
-    assert plan.sigma < plan_output(hinge(1.5), n=100, epochs=2, lr=0.01, **TASK).sigma
+    assert plan.noise_scale < plan_output(hinge(1.5), n=100, epochs=2, lr=0.01, **TASK).noise_scale
     with pytest.raises(ValueError, match="one per step"):
         plan_output(hinge(1.5), n=100, epochs=1, lr=lr.tolist(), **TASK)
 
 
-@pytest.mark.parametrize("kind", [{}, {"sampler": "uniform"}, {"n": 1, "batch_size": 1, "mode": "paper", "delta": 0.1}])
+@pytest.mark.parametrize("kind", [{}, {"sampling": "fixed"}, {"n": 1, "batch_size": 1, "mode": "paper", "delta": 0.1}])
 def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind):
     with pytest.raises(ConditionError, match="steps must be >= 2"):
         plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 1} | kind))
-    assert plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 2})).sigma > 0
+    assert plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 2})).noise_scale > 0
 
 
 REFUSED = [
     ({"adjacency": "add_remove"}, AdjacencyError, "replace_one, zero_out"),
     ({"mode": "paper", "adjacency": "zero_out"}, AdjacencyError, "replace_one only"),
-    ({"mode": "paper", "sampler": "shuffle"}, ConditionError, "sampler='uniform'"),
+    ({"mode": "paper", "sampling": "shuffled"}, ConditionError, "sampling='fixed'"),
     ({"mode": "paper", "batch_size": 2}, ConditionError, "batch_size=1"),
     ({"mode": "paper", "lr": [0.01] * 50 + [0.02] * 50, "epochs": 1}, ConditionError, "one step size"),
     ({"mode": "paper", "lr": 0.9}, ConditionError, "lr must be < min"),
-    ({"sampler": "poisson"}, ValueError, "sampler must be one of"),
+    ({"sampling": "poisson"}, ValueError, "sampling must be one of"),
     ({"batch_size": 101}, ValueError, "batch_size must be at most n"),
     ({"epsilon": 0.0}, ValueError, "epsilon must be > 0"),
     ({"delta": 1.0}, ValueError, "delta must be in"),
@@ -175,7 +177,7 @@ def test_a_large_delta_warns_and_so_does_a_step_size_of_the_theorem_that_is_too_
 
 def test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack():
     numbers = TASK | {"n": 1000, "mode": "paper", "lr": 1e-4}
-    assert plan_output(hinge(2.0), **numbers).sigma > 0
+    assert plan_output(hinge(2.0), **numbers).noise_scale > 0
     with pytest.raises(ConditionError, match="no room for rounding"):
         plan_output(hinge(2.0), unit_roundoff=2.0**-11, **(numbers | {"dim": 1}))
 

@@ -16,33 +16,50 @@ Source: docs/proofs/holder.md#distance-of-two-runs, docs/errata.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-import torch
+from dataclasses import dataclass
+from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
-from torch_dpsco.accounting.events import ApproxDP, Gaussian, SimpleEvent
+from torch_dpsco.accounting.events import Adjacency, ApproxDP, SimpleEvent
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.linear_layer import loss_promises, parameters_of, reach, record_bounds, require_linear
+from torch_dpsco.optim.linear_layer import loss_promises
+from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
 from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.row_free_plan import RowFreePlan, target_of, whole_epochs
 from torch_dpsco.problem import Problem
-from torch_dpsco.prox import Ball, Identity
-from torch_dpsco.theory.exact_noise import asks_exact
-from torch_dpsco.theory.holder_plan import HolderOutputPlan, plan_output
+from torch_dpsco.theory.holder_plan import plan_output
 from torch_dpsco.theory.holder_promises import LossPromises
 
-__all__ = ["HolderOutputSGD"]
+__all__ = ["HolderOutputPlan", "HolderOutputSGD"]
 
-_SELF = TypeVar("_SELF", bound="HolderOutputSGD")
-_DESIGNS: dict[str, type[Shuffled] | type[Fixed]] = {"shuffle": Shuffled, "uniform": Fixed}
-_HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta needs to be met
+_SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderOutputPlan(RowFreePlan):
+    """Public numbers of a run of HolderOutputSGD.
+
+    Args:
+        mode: "tight" or "paper".
+    """
+
+    mode: str = "tight"
+
+    @property
+    def promises(self) -> LossPromises:
+        """What the sensitivity rests on."""
+        return _promises(self.problem, self.gradient_error, self.mode)
+
+    def event(self) -> SimpleEvent:
+        """Returns the only release."""
+        if self.sensitivity is not None and self.mode == "tight":
+            return super().event()
+        # the number of hits is random: the calibrated pair is what is proved
+        target = target_of(self.budget, None)
+        return ApproxDP(target["epsilon"], target["delta"], (self.adjacency,))
 
 
 class HolderOutputSGD(RowFreeOptimizer):
@@ -55,109 +72,71 @@ class HolderOutputSGD(RowFreeOptimizer):
 
     Args:
         params: weight (and bias) of one Linear layer in double precision; others need `certify_convex`.
-        plan: what `HolderOutputSGD.plan` returned.
-        problem: the promises that the plan was made from.
-        loss_reduction: "mean" or "sum": how the loss adds up its batch.
-        certify_convex: the caller's word that the loss is convex in these parameters, with the constants of the problem
-            (fixed features before the layer, for instance).
-        accountant: ledger (and budget) to charge; default a new one.
-        generator: noise generator of your own; repeatable, so for tests only (warns).
-
-    Raises:
-        NotCertifiedError: the parameters are not those of one Linear layer, or the problem is not the plan's.
-        InfeasibleError: the release does not fit the accountant's budget.
+        plan: from `HolderOutputSGD.plan`.
+        loss_reduction, certify_convex, accountant, generator: see `RowFreeOptimizer`.
 
     Guarantee:
-        (plan.epsilon, plan.delta)-DP of the final parameters under plan.adjacency ("replace_one", or "zero_out"), unit
-        example. Shuffled batches: one Gaussian release, which composes exactly; independent batches: ApproxDP at that
-        pair. Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#independent-batches.
+        That of plan.event() for the final parameters, under plan.adjacency ("replace_one", or "zero_out"), unit
+        example. Shuffled batches: one Gaussian release, which composes exactly; independent batches: ApproxDP at the
+        budget. Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#independent-batches.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = torch.nn.Linear(3, 1, bias=False).double()
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.sign(torch.randn(100, 1)))
         >>> loss = dp.losses.Hinge(power=1.5)
-        >>> optimizer = HolderOutputSGD.calibrated(
-        ...     model.parameters(), problem=loss.problem(bound_x=1.0, radius=1.0), n=100, budget=dp.Budget(1.0, 1e-3),
+        >>> plan = dp.HolderOutputSGD.plan(
+        ...     problem=loss.problem(bound_x=1.0, radius=1.0), n=100, dim=model, budget=dp.Budget(1.0, 1e-3),
         ...     batch_size=10)
-        >>> with optimizer:
+        >>> with dp.HolderOutputSGD(model.parameters(), plan) as optimizer:
         ...     for x, y in optimizer.loader(data):
         ...         loss(model(x), y).backward()
         ...         optimizer.step()
-        >>> optimizer.steps, optimizer.finalized
+        >>> optimizer.steps, optimizer.report().report.epsilon == plan.epsilon() <= 1.0
         (10, True)
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        plan: HolderOutputPlan,
-        problem: Problem,
-        loss_reduction: str = "mean",
-        certify_convex: bool = False,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        tensors = parameters_of(params, plan.lr)
-        if _promises(problem, plan.mode, plan.promises.gradient_error) != plan.promises:
-            # PRIVACY: records would be mapped into bounds that the noise does not cover
-            # (test_a_problem_that_the_plan_was_not_made_from_is_refused)
-            raise NotCertifiedError(f"problem must be the plan's: {plan.promises} (got {problem})")
-        dim = sum(p.numel() for p in tensors)
-        if dim != plan.dim:
-            raise ValueError(f"dim must be {dim}, the number of parameters, in the plan (got {plan.dim})")
-        bias = require_linear(tensors, problem.is_glm, certify_convex)
-        self._plan = plan
-        super().__init__(
-            tensors,
-            plan.lr,
-            design=_design(plan),
-            steps=plan.steps,
-            event=_event(plan),
-            noise_std=plan.sigma,
-            prox=Ball(plan.radius) if math.isfinite(plan.radius) else Identity(),
-            bounds=record_bounds(problem, bias),
-            promises=plan.promises,
-            loss_reduction=loss_reduction,
-            accountant=accountant,
-            adjacency=_adjacency(plan),
-            generator=generator,
-        )
+    plans = HolderOutputPlan
 
     @classmethod
     def plan(
         cls,
         *,
         problem: Problem,
-        n: int,
-        budget: Budget,
-        dim: int,
-        batch_size: int = 1,
+        dim: Any,
+        n: int | None = None,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        steps: int | None = None,
         epochs: int | None = None,
+        batch_size: int | None = None,
         lr: float | Sequence[float] | None = None,
-        sampling: str | None = None,
+        sampling: str | Design | None = None,
+        adjacency: Adjacency | None = None,
         mode: str = "tight",
         distance: float | None = None,
         gradient_error: float | None = None,
         secure: str | None = None,
     ) -> HolderOutputPlan:
-        """Returns the public numbers of a run, before anything is spent.
+        """Returns noise, steps, epsilon and risk bound of a run, before anything is spent.
 
         Args:
             problem: needs holder_exponent, holder_constant and a gradient bound; loss_at_zero without a radius.
+            dim: number of parameters, or the model.
             n: public number of records.
-            budget: target; adjacency "replace_one" or "zero_out".
-            dim: number of parameters.
-            batch_size: nominal batch size, and divisor.
-            epochs: passes over the data; default 1 for exponents >= 1/2, else more (see `theory.plan_output`).
+            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
+            noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled", mode "tight").
+            steps: number of steps, in place of epochs: a multiple of those of one pass.
+            epochs: passes over the data; default 1 for exponents >= 1/2, else more (see `theory.holder.plan_output`).
+            batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
-            sampling: "shuffle" (default) or "uniform" (that of mode "paper").
+            sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).
+            adjacency: "replace_one" or "zero_out"; default the budget's, or "replace_one".
             mode: "tight" or "paper".
             distance: guess of |w*|; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
                 computed mean gradient.
-            secure: "exact" for noise drawn in integers on a public grid (sampling "shuffle"): 0.03 % more of it.
+            secure: "exact" for noise drawn in integers on a public grid (sampling "shuffled"): 0.03 % more of it.
 
         Raises:
             AdjacencyError: add_remove: batches of a public n are assumed.
@@ -167,95 +146,49 @@ class HolderOutputSGD(RowFreeOptimizer):
         Example:
             >>> import torch_dpsco as dp
             >>> problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
-            >>> round(HolderOutputSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6), dim=20,
-            ...                            lr=0.005).sigma, 3)
+            >>> plan = HolderOutputSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6), dim=20, lr=0.005)
+            >>> round(plan.noise_scale, 3)
             0.093
         """
-        check.choice(("shuffle", "uniform", None), sampling=sampling)
-        plan = plan_output(
-            _promises(problem, mode, gradient_error),
+        adjacency, dim = agreed_adjacency(adjacency, budget), check.positive_count(dim=dimension(dim))
+        if isinstance(sampling, Design):
+            sampled(sampling, batch_size, n, adjacency)  # raises for other numbers
+            n, batch_size, sampling = sampling.n, sampling.batch_size, type(sampling).__name__.lower()
+        sampling = check.choice(_SAMPLING, sampling=sampling or ("fixed" if mode == "paper" else "shuffled"))
+        if n is None:
+            raise ValueError("n must be given: the public number of records")
+        batch_size = 1 if batch_size is None else batch_size
+        run = plan_output(
+            _promises(problem, gradient_error, mode),
             n=n,
             batch_size=batch_size,
             dim=dim,
-            epsilon=budget.epsilon,
-            delta=budget.delta * _HAIR,
-            adjacency=budget.adjacency,
-            sampler=sampling,
+            **target_of(budget, noise_multiplier),
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            sampling=sampling,
             mode=mode,
-            epochs=epochs,
+            epochs=whole_epochs(n, batch_size, steps, epochs),
             lr=lr,
             distance=distance,
             secure=secure,
         )
-        if mode != "paper":
-            far = reach(plan.promises, plan.lr, plan.steps)
-            checks.warn_if_buried(plan.sigma, far, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
-        return plan
-
-    @classmethod
-    def calibrated(
-        cls: type[_SELF],
-        params: Any,
-        *,
-        problem: Problem,
-        n: int,
-        budget: Budget,
-        batch_size: int = 1,
-        epochs: int | None = None,
-        lr: float | Sequence[float] | None = None,
-        sampling: str | None = None,
-        mode: str = "tight",
-        distance: float | None = None,
-        gradient_error: float | None = None,
-        secure: str | None = None,
-        loss_reduction: str = "mean",
-        certify_convex: bool = False,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-    ) -> _SELF:
-        """Returns an optimizer whose answer meets the budget; see `plan` and the class for the arguments."""
-        tensors = parameters_of(params, lr)
-        plan = cls.plan(
-            problem=problem,
-            n=n,
+        plan = HolderOutputPlan(
+            **vars(run),
             budget=budget,
-            dim=max(1, sum(p.numel() for p in tensors)),
-            batch_size=batch_size,
-            epochs=epochs,
-            lr=lr,
-            sampling=sampling,
-            mode=mode,
+            adjacency=adjacency,
+            problem=problem,
+            dim=dim,
+            design=_SAMPLING[sampling](batch_size, n),
             distance=distance,
             gradient_error=gradient_error,
             secure=secure,
+            mode=mode,
         )
-        if accountant is not None:
-            checks.require_budget(accountant, budget)
-        return cls(
-            tensors,
-            plan=plan,
-            problem=problem,
-            loss_reduction=loss_reduction,
-            certify_convex=certify_convex,
-            accountant=Accountant(budget) if accountant is None else accountant,
-            generator=generator,
-        )
+        if mode != "paper" and budget is not None:
+            checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+        return plan
 
 
-def _promises(problem: Problem, mode: str, gradient_error: float | None) -> LossPromises:
+def _promises(problem: Problem, gradient_error: float | None, mode: str) -> LossPromises:
     return loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error, paper=mode == "paper")
-
-
-def _adjacency(plan: HolderOutputPlan) -> Adjacency:
-    return REPLACE_ONE if plan.adjacency == REPLACE_ONE else ZERO_OUT
-
-
-def _design(plan: HolderOutputPlan) -> Design:
-    return _DESIGNS[plan.sampler](plan.batch_size, plan.n)
-
-
-def _event(plan: HolderOutputPlan) -> SimpleEvent:
-    if plan.sensitivity is None or plan.mode == "paper":
-        # the number of hits is random: the calibrated pair is what is proved
-        return ApproxDP(plan.epsilon, plan.delta, (_adjacency(plan),))
-    return Gaussian(plan.sigma, {_adjacency(plan): plan.sensitivity}, exact=asks_exact(plan.secure))

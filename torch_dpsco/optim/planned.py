@@ -34,6 +34,7 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
 __all__ = [
+    "ANSWERS",
     "SAMPLING",
     "FromPlan",
     "PlannedOptimizer",
@@ -41,6 +42,7 @@ __all__ = [
     "agreed_adjacency",
     "costs",
     "dimension",
+    "drawing",
     "sampled",
     "steps_of",
 ]
@@ -120,17 +122,17 @@ class StepPlan(Plan):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
-        yield "batches", _words(self.design, self.unit)
+        yield "batches", drawing(self.design, self.unit)
         often = "steps until the budget is spent"
         if self.steps is not None:
             declared = not isinstance(self.design, Undeclared)
             passes = f", {_rows(self.design, self.steps) / self.design.n:.3g} passes" if declared else ""
             often = f"{self.steps} steps{passes}"
-        yield "steps", f"{often}, step size {self.lr:g}, answer: {_ANSWERS[self.average]}"
+        yield "steps", f"{often}, step size {self.lr:g}, answer: {ANSWERS[self.average]}"
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
 
 
-_ANSWERS = {"last": "the last iterate", "uniform": "the average of all iterates", "weighted": "later iterates more"}
+ANSWERS = {"last": "the last iterate", "uniform": "the average of all iterates", "weighted": "later iterates more"}
 
 
 def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None) -> Iterator[tuple[str, str]]:
@@ -150,11 +152,12 @@ def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None
         yield exact_cost(secure)
 
 
-def _words(design: Design, unit: str) -> str:
+def drawing(design: Design, unit: str) -> str:
+    """Returns in words how batches of a unit are drawn."""
     if isinstance(design, Undeclared):
         return f"{design.batch_size} {unit}s each; how they are drawn is not declared, so that nothing is gained by it"
     if isinstance(design, Parts):
-        parts = "; then ".join(_words(part, unit) for part, _ in design.parts)
+        parts = "; then ".join(drawing(part, unit) for part, _ in design.parts)
         return f"{parts}; no {unit} is in two of these parts"
     if isinstance(design, Full):
         return f"all {design.n} {unit}s"

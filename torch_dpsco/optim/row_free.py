@@ -9,22 +9,20 @@ number of steps are those of the plan; arithmetic is double precision.
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
-from torch_dpsco.accounting.events import KNorm, SimpleEvent
+from torch_dpsco.accounting.designs import Shuffled, is_exact
+from torch_dpsco.accounting.events import KNorm
 from torch_dpsco.accounting.report import OneRelease
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.errors import PrivacyError, SequenceError
@@ -33,12 +31,13 @@ from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import check_call, in_turn, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
+from torch_dpsco.optim.linear_layer import parameters_of, record_bounds, require_linear
+from torch_dpsco.optim.planned import FromPlan
+from torch_dpsco.optim.row_free_plan import RowFreePlan
 from torch_dpsco.optim.saved_row_free import SavedRowFree
-from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rules.base import AVERAGES, absorb, averaged
+from torch_dpsco.rules.base import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
-from torch_dpsco.theory.holder_promises import LossPromises
 
 __all__ = ["RowFreeOptimizer"]
 
@@ -46,34 +45,29 @@ _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
 
 
-class RowFreeOptimizer(SavedRowFree):
+class RowFreeOptimizer(FromPlan, SavedRowFree):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
     Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
 
     Args:
-        params: parameters in double precision; they are set to 0, the planned start.
-        lrs: one step size, or one per step.
-        design: how batches are drawn.
-        steps: planned number of steps.
-        event: of the only release.
-        noise_std: of Gaussian noise on each coordinate of the answer; the scale of the noise for a `KNorm` event.
-        prox: projection onto the feasible set.
-        bounds: largest norm of a record's features (without the ones of a bias) and largest absolute target, each None
-            if there is none to enforce.
-        promises: about the loss, of which the bound on gradients is checked at each step.
+        params: weight (and bias) of one Linear layer in double precision; others need `certify_convex`. They are set to
+            0, the planned start.
+        plan: from the class's own `plan`.
         loss_reduction: "mean" or "sum": how the loss adds up its batch.
-        average: what is released: "uniform" or "weighted" (by step) average of w_1..w_T, or "last", w_{T+1}.
-        accountant: ledger (and budget) to charge; default a new one.
-        adjacency: neighboring relation; default that of the accountant, or "replace_one".
+        certify_convex: the caller's word that the loss is convex in these parameters, with the constants of the problem
+            (fixed features before the layer, for instance).
+        accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
     Raises:
+        NotCertifiedError: the parameters are not those of one Linear layer.
         InfeasibleError: the release does not fit the budget.
-        AdjacencyError: the event has no guarantee under the adjacency.
-        ValueError: parameters that are not in double precision, or frozen.
+        AdjacencyError: the accountant has another budget or adjacency.
+        ValueError: parameters that are not in double precision, frozen, or not as many as planned.
     """
 
+    plans: ClassVar[type[RowFreePlan]]
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
     _fixed = frozenset(
         {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
@@ -83,45 +77,46 @@ class RowFreeOptimizer(SavedRowFree):
     def __init__(
         self,
         params: Any,
-        lrs: float | Sequence[float],
+        plan: Any = None,
         *,
-        design: Design,
-        steps: int,
-        event: SimpleEvent,
-        noise_std: float,
-        prox: Prox,
-        bounds: tuple[float | None, float | None],
-        promises: LossPromises,
         loss_reduction: str = "mean",
-        average: str = "uniform",
+        certify_convex: bool = False,
         accountant: Accountant | None = None,
-        adjacency: Adjacency | None = None,
         generator: torch.Generator | None = None,
+        **moved: Any,
     ) -> None:
-        self.lrs = (check.positive(lr=lrs),) if isinstance(lrs, (int, float)) else tuple(lrs)
-        super().__init__(params, {"lr": self.lrs[0]})
-        if len(self.param_groups) != 1 or self.param_groups[0]["lr"] != self.lrs[0]:
-            raise ValueError("params must be one group with the step size of the plan, as its noise is calibrated for")
+        if own := [name for name in ("rule", "prox", "reg") if name in moved]:
+            raise ValueError(
+                f"{', '.join(own)} must not be given to {type(self).__name__}, whose noise is calibrated for plain SGD "
+                f"on the ball of problem.radius; a regularizer is reg= of BoltOnPSGD.plan(...)"
+            )
+        accountant = self._ledger(plan, moved, accountant)
+        tensors = parameters_of(params, plan.lr)
+        if (dim := sum(p.numel() for p in tensors)) != plan.dim:
+            raise ValueError(f"dim must be {dim}, the number of parameters, in the plan (got {plan.dim})")
+        bias = require_linear(tensors, plan.problem.is_glm, certify_convex)
+        self.lrs = plan.lr if isinstance(plan.lr, tuple) else (plan.lr,)
+        super().__init__(tensors, {"lr": self.lrs[0]})
         require_one_process()
-        self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
+        self._plan, self._params = plan, tuple(tensors)
         device = checks.one_device(self._params)
         checks.require_double(self._params)
-        self.design, self.planned_steps = design, check.positive_count(steps=steps)
-        self.event, self.noise_std = event, check.nonnegative(noise_std=noise_std)
-        self.prox, self.bounds, self.average = prox, bounds, check.choice(AVERAGES, average=average)
+        self.design, self.planned_steps, self.average = plan.design, plan.steps, plan.average
+        self.event, self.noise_std = plan.event(), plan.noise_scale
+        self.prox, self.bounds = plan.prox(), record_bounds(plan.problem, bias)
         self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
-        self.adjacency = checks.agreed_adjacency(adjacency, accountant)
-        self.accountant = Accountant(adjacency=self.adjacency) if accountant is None else accountant
+        self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant)
+        self.accountant = accountant
         self.accountant.require_unit("example")
-        checks.require_one_step(self.accountant, self.adjacency, event)
+        checks.require_one_step(self.accountant, self.adjacency, self.event)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._finalized, self._epoch, self._run = 0, False, "", secrets.token_hex(16)
         self._log: DrawLog | None = None
         for p in self._params:
             p.detach().zero_()
-        self._promises, self._given_up, self._backwards = promises, False, Backwards(self._params)
+        self._promises, self._given_up, self._backwards = plan.promises, False, Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
-        self.accountant.expect(event, 1)
+        self.accountant.expect(self.event, 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowFreeOptimizer:
         # PRIVACY: two answers of one secret run would be two releases (test_a_run_cannot_be_copied)
@@ -348,8 +343,7 @@ class RowFreeOptimizer(SavedRowFree):
     @property
     def metrics(self) -> dict[str, float]:
         """Public numbers: steps made, and std of the noise on each coordinate of the answer."""
-        spread = math.sqrt(self.event.dim + 1) if isinstance(self.event, KNorm) else 1.0
-        return {"step": self._steps, "noise_std": self.noise_std * spread}
+        return {"step": self._steps, "noise_std": self._plan.noise_std}
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""

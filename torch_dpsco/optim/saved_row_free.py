@@ -88,7 +88,7 @@ class SavedRowFree(CommonOptimizer):
             # (test_a_run_with_independent_batches_cannot_be_resumed)
             raise SequenceError(
                 "a run with independent batches must be made in one go: its continuations would share who was drawn; "
-                "use sampling='shuffle', which can be continued between epochs"
+                "use sampling='shuffled', which can be continued between epochs"
             )
         self.accountant.load_state_dict(private["ledger"])
         if not private["t"]:  # nothing was drawn: a run of its own

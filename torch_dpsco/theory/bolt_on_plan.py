@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,59 +25,13 @@ from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.theory.bolt_on import bolt_on_sensitivity, decreasing_lr
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder_plan import HIT_CONSTANTS
-from torch_dpsco.theory.holder_promises import LossPromises, distance_bound
+from torch_dpsco.theory.holder_promises import LossPromises, OutputRun, distance_bound
 from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
 from torch_dpsco.theory.output_schedules import noise_norms
 
-__all__ = ["BoltOnPlan", "plan_bolt_on"]
+__all__ = ["plan_bolt_on"]
 
 FloatArray = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class BoltOnPlan:
-    """Public numbers of a planned run.
-
-    Args:
-        n: public number of records.
-        batch_size: b, batch and divisor.
-        epochs: K, passes over the data.
-        steps: T.
-        lr: proximal step size, or one per step.
-        reg: gamma >= 0 of the regularizer (gamma/2)|w|^2.
-        average: what is released: "last" (w_{T+1}), or the "uniform" or "weighted" (by t) average of w_1..w_T.
-        radius: of the feasible set; inf for none.
-        sensitivity: of the answer, rounding included.
-        noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise at delta = 0.
-        epsilon: the guarantee.
-        delta: the guarantee.
-        adjacency: "replace_one" or "zero_out".
-        risk_bound: U, on the expected excess risk over comparators within `distance`, real numbers; None where it is
-            not proved.
-        rounding_share: share of the sensitivity that is due to floating-point rounding.
-        dim: d, number of parameters.
-        promises: constants of the loss.
-        secure: "exact" for noise drawn in integers on a public grid, which is in the sensitivity.
-    """
-
-    n: int
-    batch_size: int
-    epochs: int
-    steps: int
-    lr: float | tuple[float, ...]
-    reg: float
-    average: str
-    radius: float
-    sensitivity: float
-    noise_scale: float
-    epsilon: float
-    delta: float
-    adjacency: str
-    risk_bound: float | None
-    rounding_share: float
-    dim: int
-    promises: LossPromises = field(repr=False)
-    secure: str | None = None
 
 
 def plan_bolt_on(
@@ -86,8 +40,9 @@ def plan_bolt_on(
     n: int,
     batch_size: int,
     dim: int,
-    epsilon: float,
-    delta: float,
+    epsilon: float = math.nan,
+    delta: float = math.nan,
+    noise_multiplier: float | None = None,
     adjacency: str = "replace_one",
     epochs: int = 1,
     lr: float | Sequence[float] | None = None,
@@ -95,16 +50,17 @@ def plan_bolt_on(
     average: str | None = None,
     distance: float | None = None,
     secure: str | None = None,
-) -> BoltOnPlan:
-    """Returns the plan of a run whose noised answer is (epsilon, delta)-DP.
+) -> OutputRun:
+    """Returns the numbers of a run whose noised answer is (epsilon, delta)-DP.
 
     Args:
         promises: constants of the loss, smooth.
         n: public number of records.
         batch_size: b in [1, n].
         dim: d, number of parameters.
-        epsilon: > 0.
-        delta: in [0, 1); 0 takes K-norm noise.
+        epsilon: > 0; not needed where the noise is given.
+        delta: in [0, 1); 0 takes K-norm noise; any other is not needed where the noise is given.
+        noise_multiplier: noise scale over sensitivity, in place of what (epsilon, delta) needs.
         adjacency: "replace_one" or "zero_out"; n is public.
         epochs: K >= 1.
         lr: proximal step size in (0, 2/beta], or T of them, fixed in advance; default `decreasing_lr` if reg > 0, else
@@ -131,37 +87,27 @@ def plan_bolt_on(
         >>> plan.steps, plan.average, round(plan.noise_scale, 9)
         (300, 'last', 0.02)
     """
-    request = _Request(promises, n, batch_size, dim, epsilon, delta, adjacency, epochs, reg, average, distance)
+    request = _Request(
+        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, epochs, reg, average, distance
+    )
     sizes = request.step_sizes(lr)
     if delta == 0:
         require_gaussian(secure)
     # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
     sensitivity = with_grid(request.sensitivity(sizes), asks_exact(secure))
     exact = request.sensitivity(sizes, None)  # in real numbers
-    # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused)
-    scale = scaled_up(sensitivity / epsilon, 8) if delta == 0 else gaussian_sigma(epsilon, delta, sensitivity)
+    scale = request.scale(sensitivity)
     if asks_exact(secure):
         exact_grid(scale, sensitivity, dim)  # raises before anything is spent
     constant = bool(np.all(sizes == sizes[0]))
-    return BoltOnPlan(
-        n=n,
-        batch_size=batch_size,
-        epochs=epochs,
+    return OutputRun(
         steps=sizes.size,
         lr=float(sizes[0]) if constant else tuple(sizes.tolist()),
-        reg=float(reg),
         average=request.answer,
-        radius=promises.radius,
         sensitivity=sensitivity,
         noise_scale=scale,
-        epsilon=float(epsilon),
-        delta=float(delta),
-        adjacency=adjacency,
         risk_bound=request.risk(float(sizes[0])) if constant else None,
         rounding_share=max(0.0, 1 - exact / sensitivity),
-        dim=dim,
-        promises=promises,
-        secure=secure,
     )
 
 
@@ -175,6 +121,7 @@ class _Request:
     dim: int
     epsilon: float
     delta: float
+    noise_multiplier: float | None
     adjacency: str
     epochs: int
     reg: float
@@ -186,10 +133,13 @@ class _Request:
         if check.positive_count(batch_size=self.batch_size) > n:
             raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
         check.positive_count(epochs=self.epochs)
-        check.positive(epsilon=self.epsilon)
         check.nonnegative(reg=self.reg)
-        if self.delta != 0:
-            check.open_interval(0.0, 1.0, delta=self.delta)
+        if self.noise_multiplier is not None:
+            check.nonnegative(noise_multiplier=self.noise_multiplier)
+        else:
+            check.positive(epsilon=self.epsilon)
+            if self.delta != 0:
+                check.open_interval(0.0, 1.0, delta=self.delta)
         if self.adjacency not in HIT_CONSTANTS:
             raise AdjacencyError(f"bolt-on SGD is private under replace_one, zero_out (got {self.adjacency})")
 
@@ -207,6 +157,21 @@ class _Request:
         if self.average is not None:
             return self.average
         return "last" if self.reg > 0 or self.steps == 1 else "uniform"
+
+    def scale(self, sensitivity: float) -> float:
+        """Returns the noise of an answer with this sensitivity."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier * sensitivity
+        if self.delta == 0:
+            # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused)
+            return scaled_up(sensitivity / self.epsilon, 8)
+        return gaussian_sigma(self.epsilon, self.delta, sensitivity)
+
+    def _noise_norm(self) -> float:
+        """Returns a bound on E|z| at sensitivity 1."""
+        if self.noise_multiplier is None:
+            return noise_norms(self.dim, self.epsilon, self.delta)[0]
+        return self.noise_multiplier * (self.dim if self.delta == 0 else math.sqrt(self.dim))
 
     def sensitivity(self, lr: FloatArray, unit_roundoff: float | None = DOUBLE) -> float:
         """Returns `bolt_on_sensitivity`."""
@@ -241,8 +206,9 @@ class _Request:
     def _cost(self) -> float:
         """Returns (U - D^2/(2 eta T)) / eta, in real numbers."""
         bound, unit = self.promises.grad_bound(self.promises.radius), 1 / self.promises.holder_constant
-        moved = self.sensitivity(np.full(self.steps, unit), None) / unit  # per step size
-        noise = noise_norms(self.dim, self.epsilon, self.delta)[0] * moved
+        linear = replace(self.promises, radius=math.inf, grad_bound=lambda _: bound)  # where twice the radius is no cap
+        moved = replace(self, promises=linear).sensitivity(np.full(self.steps, unit), None) / unit  # per step size
+        noise = self._noise_norm() * moved
         return max(bound * (bound / 2 + bound * (self.epochs - 1) / self.batch_size + noise), 1e-300)
 
     def risk(self, lr: float) -> float | None:

@@ -15,8 +15,8 @@ from torch_dpsco.theory.holder_mixture import (
     uniform_rdp,
     uniform_sigma,
 )
-from torch_dpsco.theory.holder_plan import HolderOutputPlan, plan_output
-from torch_dpsco.theory.holder_promises import LossPromises, balanced_output_lr, output_path
+from torch_dpsco.theory.holder_plan import plan_output
+from torch_dpsco.theory.holder_promises import LossPromises, OutputRun, balanced_output_lr, output_path
 from torch_dpsco.theory.holder_radius import iterate_bounds, radius_growth, radius_schedule
 from torch_dpsco.theory.holder_rounding import Arithmetic
 from torch_dpsco.theory.holder_schedules import lr_theorem, steps_exponent, steps_theorem
@@ -30,8 +30,8 @@ from torch_dpsco.theory.holder_stability import (
 
 __all__ = [
     "Arithmetic",
-    "HolderOutputPlan",
     "LossPromises",
+    "OutputRun",
     "RunPath",
     "average_risk_bound",
     "balanced_lr",

@@ -19,75 +19,35 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate
-from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder_mixture import uniform_sigma
 from torch_dpsco.theory.holder_output_paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
-from torch_dpsco.theory.holder_promises import LossPromises, balanced_output_lr, distance_bound, output_path
+from torch_dpsco.theory.holder_promises import (
+    LossPromises,
+    OutputRun,
+    balanced_output_lr,
+    distance_bound,
+    output_path,
+)
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.holder_schedules import lr_theorem, steps_theorem
 from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity
 
-__all__ = ["HIT_CONSTANTS", "HolderOutputPlan", "plan_output"]
+__all__ = ["HIT_CONSTANTS", "plan_output"]
 
 FloatArray = NDArray[np.float64]
 
 HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}
-_SAMPLERS, _MODES = ("shuffle", "uniform"), ("tight", "paper")
+_SAMPLING, _MODES = ("shuffled", "fixed"), ("tight", "paper")
 _MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
-
-
-@dataclass(frozen=True)
-class HolderOutputPlan:
-    """Public numbers of a planned run of output perturbation.
-
-    Args:
-        n: public number of records.
-        batch_size: nominal batch and divisor.
-        epochs: passes over the data, on average for independent batches.
-        steps: T; the answer is the uniform average of w_1..w_T, the T-th update is never used.
-        lr: step size, or one per step.
-        sampler: "shuffle" or "uniform".
-        mode: "tight" or "paper".
-        radius: of the feasible set; inf for none.
-        sensitivity: of the average; None for the sampler "uniform" in mode "tight", where it is random.
-        sigma: noise std per coordinate.
-        epsilon: the guarantee.
-        delta: the guarantee.
-        adjacency: "replace_one" or "zero_out".
-        risk_bound: on the expected excess risk over comparators within `distance`, real numbers; None where no theorem
-            applies (unbounded, independent batches, batch_size does not divide n, several step sizes).
-        rounding_share: share of the drift and hits that is due to floating-point rounding.
-        dim: d, number of parameters.
-        promises: constants of the loss.
-        secure: "exact" for noise drawn in integers on a public grid, which is in the sensitivity.
-    """
-
-    n: int
-    batch_size: int
-    epochs: float
-    steps: int
-    lr: float | tuple[float, ...]
-    sampler: str
-    mode: str
-    radius: float
-    sensitivity: float | None
-    sigma: float
-    epsilon: float
-    delta: float
-    adjacency: str
-    risk_bound: float | None
-    rounding_share: float
-    dim: int
-    promises: LossPromises = field(repr=False)
-    secure: str | None = None
 
 
 def plan_output(
@@ -96,28 +56,33 @@ def plan_output(
     n: int,
     batch_size: int,
     dim: int,
-    epsilon: float,
-    delta: float,
+    epsilon: float = math.nan,
+    delta: float = math.nan,
+    noise_multiplier: float | None = None,
     adjacency: str = "replace_one",
-    sampler: str | None = None,
+    sampling: str | None = None,
     mode: str = "tight",
     epochs: int | None = None,
     lr: float | Sequence[float] | None = None,
     distance: float | None = None,
     unit_roundoff: float = DOUBLE,
     secure: str | None = None,
-) -> HolderOutputPlan:
-    """Returns the plan of a run whose noised average is (epsilon, delta)-DP.
+) -> OutputRun:
+    """Returns the numbers of a run whose noised average is (epsilon, delta)-DP.
+
+    The answer is the uniform average of w_1..w_T; the T-th update is never used.
 
     Args:
         promises: constants of the loss.
         n: public number of records.
         batch_size: b in [1, n]; 1 in mode "paper".
         dim: d, number of parameters.
-        epsilon: > 0.
-        delta: in (0, 1).
+        epsilon: > 0; not needed where the noise is given.
+        delta: in (0, 1), likewise.
+        noise_multiplier: noise std over sensitivity, in place of what (epsilon, delta) needs (shuffled batches, mode
+            "tight").
         adjacency: "replace_one" or "zero_out"; n is public.
-        sampler: "shuffle" (default) or "uniform" (the one of mode "paper").
+        sampling: "shuffled" (default) or "fixed" (the one of mode "paper").
         mode: "tight" or "paper".
         epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20; the theorem's in mode
             "paper".
@@ -138,37 +103,28 @@ def plan_output(
     Example:
         >>> hinge = LossPromises(0.5, 1.5, lambda r: 1.5 * (1 + r) ** 0.5, radius=1.0, glm=True, score_offset=1.0)
         >>> plan = plan_output(hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005)
-        >>> plan.steps, round(plan.sigma, 4)
+        >>> plan.steps, round(plan.noise_scale, 4)
         (10000, 0.0927)
     """
-    sampler = sampler or ("uniform" if mode == "paper" else "shuffle")
-    request = _Request(promises, n, batch_size, dim, epsilon, delta, adjacency, sampler, mode, distance)
-    sizes, epochs_made = _step_sizes(request, epochs, lr)
+    sampling = sampling or ("fixed" if mode == "paper" else "shuffled")
+    request = _Request(
+        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, sampling, mode, distance
+    )
+    sizes = _step_sizes(request, epochs, lr)
     path = request.path(sizes, unit_roundoff)
-    if sampler != "shuffle":
-        require_gaussian(secure, "what one record moves is random here; use sampling='shuffle' and mode='tight'")
+    if sampling != "shuffled":
+        require_gaussian(secure, "what one record moves is random here; use sampling='shuffled' and mode='tight'")
     sensitivity, sigma = _noise(request, path, sizes, asks_exact(secure))
     computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
     constant = bool(np.all(sizes == sizes[0]))
-    return HolderOutputPlan(
-        n=n,
-        batch_size=batch_size,
-        epochs=epochs_made,
+    return OutputRun(
         steps=sizes.size,
         lr=float(sizes[0]) if constant else tuple(sizes.tolist()),
-        sampler=sampler,
-        mode=mode,
-        radius=promises.radius,
+        average="uniform",
         sensitivity=sensitivity,
-        sigma=sigma,
-        epsilon=float(epsilon),
-        delta=float(delta),
-        adjacency=adjacency,
+        noise_scale=sigma,
         risk_bound=_risk(request, sizes, sensitivity, sigma) if constant else None,
         rounding_share=1 - exact / computed if computed > 0 else 0.0,
-        dim=dim,
-        promises=promises,
-        secure=secure,
     )
 
 
@@ -182,15 +138,15 @@ class _Request:
     dim: int
     epsilon: float
     delta: float
+    noise_multiplier: float | None
     adjacency: str
-    sampler: str
+    sampling: str
     mode: str
     distance: float | None
 
     def __post_init__(self) -> None:
         n, _ = _validate.positive_count(n=self.n), _validate.positive_count(dim=self.dim)
-        _validate.positive(epsilon=self.epsilon)
-        _validate.choice(_SAMPLERS, sampler=self.sampler)
+        _validate.choice(_SAMPLING, sampling=self.sampling)
         if _validate.positive_count(batch_size=self.batch_size) > n:
             raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
         if self.adjacency not in HIT_CONSTANTS:
@@ -198,11 +154,20 @@ class _Request:
         if _validate.choice(_MODES, mode=self.mode) == "paper":
             if self.adjacency != "replace_one":
                 raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {self.adjacency})")
-            if self.sampler != "uniform" or self.batch_size != 1:
+            if self.sampling != "fixed" or self.batch_size != 1:
                 raise ConditionError(
-                    "mode='paper' is proved for sampler='uniform' and batch_size=1 "
-                    f"(got {self.sampler!r}, {self.batch_size})"
+                    "mode='paper' is proved for sampling='fixed' and batch_size=1 "
+                    f"(got {self.sampling!r}, {self.batch_size})"
                 )
+        if self.noise_multiplier is not None:
+            _validate.nonnegative(noise_multiplier=self.noise_multiplier)
+            if self.sampling != "shuffled":
+                raise ConditionError(
+                    f"noise_multiplier must not be given for sampling={self.sampling!r}, mode={self.mode!r}: what one "
+                    f"record moves is random there, and noise is calibrated for a budget (got {self.noise_multiplier})"
+                )
+            return
+        _validate.positive(epsilon=self.epsilon)
         if _validate.open_interval(0.0, 1.0, delta=self.delta) >= 1 / n:
             warnings.warn(
                 f"delta={self.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 4
@@ -211,6 +176,12 @@ class _Request:
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.n // self.batch_size)
+
+    @property
+    def mu(self) -> float:
+        if self.noise_multiplier is None:
+            return gaussian_mu(self.epsilon, self.delta)
+        return 1.0 / self.noise_multiplier if self.noise_multiplier else math.inf
 
     @property
     def hit_constant(self) -> float:
@@ -235,8 +206,8 @@ def _size_of(path: RunPath) -> float:
     return path.drift + float(path.hits.max(initial=0.0))
 
 
-def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[float] | None) -> tuple[FloatArray, float]:
-    """Returns the step sizes (T,) and the number of epochs."""
+def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[float] | None) -> FloatArray:
+    """Returns the step sizes (T,)."""
     alpha, per_epoch = request.promises.holder_exponent, request.steps_per_epoch
     if epochs is not None:
         steps = per_epoch * _validate.positive_count(epochs=epochs)
@@ -256,7 +227,7 @@ def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[floa
     sizes = np.asarray(lr, dtype=np.float64)
     if sizes.shape not in ((), (steps,)):
         raise ValueError(f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})")
-    return np.array(np.broadcast_to(sizes, (steps,))), steps / per_epoch
+    return np.array(np.broadcast_to(sizes, (steps,)))
 
 
 def _balanced_lr(request: _Request, epochs: int) -> float:
@@ -266,8 +237,7 @@ def _balanced_lr(request: _Request, epochs: int) -> float:
         batch_size=request.batch_size,
         epochs=epochs,
         dim=request.dim,
-        epsilon=request.epsilon,
-        delta=request.delta,
+        mu=request.mu,
         hit_constant=request.hit_constant,
         distance=request.distance,
     )
@@ -294,11 +264,14 @@ def _noise(request: _Request, path: RunPath, lr: FloatArray, exact: bool) -> tup
     """Returns the sensitivity (None if it is random) and the noise std."""
     if request.mode == "paper":
         return _paper_noise(request, path, lr)
-    if request.sampler == "uniform":
+    if request.sampling == "fixed":
         return None, uniform_sigma(path, request.batch_size / request.n, request.epsilon, request.delta)
     # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
     sensitivity = with_grid(path_sensitivity(path, request.steps_per_epoch), exact)
-    noise = gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+    if request.noise_multiplier is not None:
+        noise = request.noise_multiplier * sensitivity
+    else:
+        noise = gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
     if exact:
         exact_grid(noise, sensitivity, request.dim)  # raises before anything is spent
     return sensitivity, noise
@@ -324,7 +297,7 @@ def _paper_noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[floa
 
 def _risk(request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float) -> float | None:
     """Returns U at one step size; None where it is not proved."""
-    proved = request.mode == "tight" and request.sampler == "shuffle" and request.n % request.batch_size == 0
+    proved = request.mode == "tight" and request.sampling == "shuffled" and request.n % request.batch_size == 0
     if not (proved and request.bounded) or sensitivity is None:
         return None
     distance = distance_bound(request.promises, request.distance)

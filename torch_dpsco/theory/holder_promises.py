@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.theory.holder_radius import iterate_bounds
 from torch_dpsco.theory.holder_rounding import DOUBLE, Arithmetic
 from torch_dpsco.theory.holder_stability import RunPath, expansions, run_path
 
-__all__ = ["LossPromises", "balanced_output_lr", "distance_bound", "output_path"]
+__all__ = ["LossPromises", "OutputRun", "balanced_output_lr", "distance_bound", "output_path"]
 
 _GRID, _DECADES = 97, 6
 
@@ -51,6 +50,30 @@ class LossPromises:
     glm: bool = False
     score_offset: float = 0.0
     gradient_error: float | None = None
+
+
+@dataclass(frozen=True)
+class OutputRun:
+    """Public numbers of a run that releases its answer alone.
+
+    Args:
+        steps: T.
+        lr: step size, or one per step.
+        average: what is released: "last" (w_{T+1}), or the "uniform" or "weighted" (by t) average of w_1..w_T.
+        sensitivity: of the answer, rounding included; None where it is random.
+        noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise.
+        risk_bound: on the expected excess risk over comparators within the distance, real numbers; None where it is not
+            proved.
+        rounding_share: share of what records move that is due to floating-point rounding.
+    """
+
+    steps: int
+    lr: float | tuple[float, ...]
+    average: str
+    sensitivity: float | None
+    noise_scale: float
+    risk_bound: float | None
+    rounding_share: float
 
 
 def output_path(
@@ -121,8 +144,7 @@ def balanced_output_lr(
     batch_size: int,
     epochs: int,
     dim: int,
-    epsilon: float,
-    delta: float,
+    mu: float,
     hit_constant: float = 2.0,
     distance: float | None = None,
 ) -> float:
@@ -136,8 +158,7 @@ def balanced_output_lr(
         batch_size: b.
         epochs: K.
         dim: d.
-        epsilon: > 0.
-        delta: in (0, 1).
+        mu: > 0, sensitivity over noise std; inf for no noise.
         hit_constant: 2 for replace-one, 1 for zero-out.
         distance: D, guess of |w*|; default the radius.
 
@@ -159,7 +180,7 @@ def balanced_output_lr(
     drift = expansions(alpha, constant, grid, promises.glm) * roots
     hit = grid * bound / batch_size * ((epochs + 1) / 2 - 1 / per_epoch)
     delta_stab = drift + 2.0 * hit
-    noise = math.sqrt(dim) / gaussian_mu(epsilon, delta) * (drift + hit_constant * hit)
+    noise = math.sqrt(dim) / mu * (drift + hit_constant * hit)
     risk = reach**2 / (2 * grid * steps) + grid * bound**2 / 2
     risk = risk + bound * (noise + (2 * delta_stab if epochs > 1 else 0.0))
     return float(grid[int(np.argmin(risk))])

@@ -1,0 +1,114 @@
+"""Plans of optimizers that release their answer alone: printed, saved, loaded and run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.row_free_plan import RowFreePlan
+from torch_dpsco.plan import Plan
+
+N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
+HINGE, LOGISTIC = dp.losses.Hinge(power=1.5), dp.losses.Logistic()
+ZEROED, PURE = dp.Budget(2.0, 1e-4, "zero_out"), dp.Budget(2.0, 0.0)
+
+
+def holder(**kind: Any) -> Callable[[], RowFreePlan]:
+    problem = HINGE.problem(bound_x=2.0, radius=50.0)
+    return lambda: dp.HolderOutputSGD.plan(
+        **{"problem": problem, "n": N, "dim": DIM + 1, "batch_size": 16, "lr": 0.01, "epochs": 1} | kind
+    )
+
+
+def bolt_on(**kind: Any) -> Callable[[], RowFreePlan]:
+    problem = LOGISTIC.problem(bound_x=2.0)
+    return lambda: dp.BoltOnPSGD.plan(
+        **{"problem": problem, "n": N, "dim": DIM + 1, "batch_size": 16, "lr": 0.1} | kind
+    )
+
+
+MADE: dict[str, Callable[[], RowFreePlan]] = {
+    "HolderOutputSGD": holder(budget=BUDGET),
+    "HolderOutputSGD, zero_out": holder(budget=ZEROED, epochs=None, steps=8),
+    "HolderOutputSGD, exact": holder(budget=BUDGET, secure="exact"),
+    "HolderOutputSGD, fixed": holder(budget=BUDGET, sampling=dp.Fixed(10, N), batch_size=None),
+    "HolderOutputSGD, paper": holder(budget=BUDGET, mode="paper", batch_size=1, lr=0.001),
+    "HolderOutputSGD, noise": holder(noise_multiplier=3.0, adjacency="zero_out", lr=[0.1, 0.1, 0.05, 0.05]),
+    "HolderOutputSGD, noise within a budget": holder(budget=BUDGET, noise_multiplier=3.0),
+    "BoltOnPSGD": bolt_on(budget=BUDGET),
+    "BoltOnPSGD, zero_out": bolt_on(budget=ZEROED, steps=8, average="weighted"),
+    "BoltOnPSGD, exact": bolt_on(budget=BUDGET, secure="exact", reg=0.1),
+    "BoltOnPSGD, pure": bolt_on(budget=PURE, reg=0.1, lr=None, epochs=3),
+    "BoltOnPSGD, K-norm noise": bolt_on(noise_multiplier=2.0, noise="knorm"),
+    "BoltOnPSGD, noise": bolt_on(noise_multiplier=3.0, average="last"),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:noise buries the signal")
+
+
+def run(plan: RowFreePlan) -> RowFreeOptimizer:
+    cls, loss = (dp.BoltOnPSGD, LOGISTIC) if type(plan) is dp.BoltOnPSGD.plans else (dp.HolderOutputSGD, HINGE)
+    model = nn.Linear(DIM, 1).double()
+    with cls(model.parameters(), plan) as optimizer:
+        for x, y in optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))):
+            loss(model(x), y).backward()
+            optimizer.step()
+    assert optimizer.steps == plan.steps
+    return optimizer
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
+    plan = MADE[name]()
+    loaded = Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False)))
+    assert loaded == plan
+    optimizer = run(loaded)
+    assert optimizer.event == plan.event()
+    for delta in (1e-4, 0.1):
+        assert optimizer.report(delta).report.epsilon == plan.epsilon(delta)
+    if plan.budget is not None:
+        assert plan.epsilon() <= plan.budget.epsilon
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_plan_prints_a_table_in_words(name: str) -> None:
+    plan = MADE[name]()
+    lines = str(plan).splitlines()
+    assert lines[0] == f"{type(plan).__name__} for one example, {plan.adjacency}"
+    assert max(map(len, lines)) <= 110
+    labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
+    assert labels[:6] == ["promise", "epsilon", "batches", "steps", "noise", "assumed"]
+    assert ("expected" in labels) == (plan.risk_bound is not None)
+    gaussian = isinstance(plan.event(), dp.accounting.events.Gaussian)
+    assert ("exact noise" in str(plan)) == gaussian
+    assert "secret steps" in str(plan)
+    assert "add_remove none" in str(plan)
+
+
+@pytest.mark.parametrize("cls", [dp.HolderOutputSGD, dp.BoltOnPSGD])
+def test_the_way_before_plans_says_what_to_write(cls: Any) -> None:
+    params, name = list(nn.Linear(DIM, 1).double().parameters()), cls.__name__
+    with pytest.raises(AttributeError, match=rf"{name}.calibrated is now {name}\(params, {name}.plan\(...\)\)"):
+        cls.calibrated(params, n=N, budget=BUDGET)
+    plan = holder(budget=BUDGET)() if cls is dp.HolderOutputSGD else bolt_on(budget=BUDGET)()
+    with pytest.raises(ValueError, match=rf"problem must be given to {name}.plan\(...\)"):
+        cls(params, plan=plan, problem=LOGISTIC.problem(bound_x=2.0))
+    other = bolt_on(budget=BUDGET)() if cls is dp.HolderOutputSGD else holder(budget=BUDGET)()
+    with pytest.raises(ValueError, match=rf"plan must be given to {name}.plan\(...\)"):
+        cls(params, other)
+
+
+def test_a_saved_plan_that_was_edited_is_checked() -> None:
+    row = bolt_on(budget=BUDGET)().to_dict()
+    for change in ({"noise": "none"}, {"average": "best"}, {"adjacency": "add_remove"}, {"noise_scale": -1.0}):
+        with pytest.raises(ValueError, match="must be"):
+            Plan.from_dict(row | change)
+    with pytest.raises(ValueError, match="sensitivity must be"):
+        Plan.from_dict(row | {"sensitivity": None}).event()

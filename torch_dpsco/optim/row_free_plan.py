@@ -1,0 +1,149 @@
+"""What plans of optimizers that release their answer alone have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Gaussian, SimpleEvent
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.optim.linear_layer import loss_promises, reach
+from torch_dpsco.optim.planned import ANSWERS, drawing
+from torch_dpsco.plan import Plan, exact_cost
+from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.rules.base import AVERAGES
+from torch_dpsco.theory.exact_noise import asks_exact
+from torch_dpsco.theory.holder_promises import LossPromises
+
+__all__ = ["RowFreePlan", "target_of", "whole_epochs"]
+
+_HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta needs to be met
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFreePlan(Plan):
+    """Public numbers of a run of secret steps, whose answer alone is released.
+
+    Args:
+        problem: what is promised about the loss; the loader enforces its bounds on records.
+        dim: number of parameters.
+        design: how batches are drawn.
+        steps: number of steps T.
+        lr: step size, or one per step.
+        average: what is released: "uniform" or "weighted" (by step) average of w_1..w_T, or "last", w_{T+1}.
+        sensitivity: how far one record moves the answer, rounding included; None where that is random.
+        noise_scale: std of Gaussian noise on each coordinate of the answer, or scale of K-norm noise.
+        risk_bound: on the expected excess risk over models within `distance`; None where it is not proved.
+        rounding_share: share of what a record moves that is due to floating-point rounding.
+        distance: guess of |w*|; None for the radius of the problem.
+        gradient_error: certified error of the computed mean gradient, for losses of several scores.
+        secure: "exact" for noise in integers on a public grid; None for floating point.
+    """
+
+    problem: Problem
+    dim: int
+    design: Design
+    steps: int
+    lr: float | tuple[float, ...]
+    average: str
+    sensitivity: float | None
+    noise_scale: float
+    risk_bound: float | None
+    rounding_share: float
+    distance: float | None = None
+    gradient_error: float | None = None
+    secure: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asks_exact(self.secure)  # raises for other words
+        check.choice(AVERAGES, average=self.average)
+        check.choice((REPLACE_ONE, ZERO_OUT), adjacency=self.adjacency)
+        check.positive_count(dim=self.dim), check.positive_count(steps=self.steps)
+        check.nonnegative(noise_scale=self.noise_scale)
+
+    @property
+    def n(self) -> int:
+        """Public number of records."""
+        return self.design.n
+
+    @property
+    def batch_size(self) -> int:
+        """Nominal size of a batch, and divisor of a step."""
+        return self.design.batch_size
+
+    @property
+    def promises(self) -> LossPromises:
+        """What the sensitivity rests on."""
+        return loss_promises(self.problem, by=type(self).__name__, gradient_error=self.gradient_error)
+
+    @property
+    def reach(self) -> float:
+        """Bound on the norm of the answer; inf where there is none."""
+        return reach(self.promises, self.lr, self.steps)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on each coordinate of the answer."""
+        return self.noise_scale
+
+    def prox(self) -> Prox:
+        """Returns the map after each step, and onto the feasible set."""
+        return Ball(self.problem.radius) if math.isfinite(self.problem.radius) else Identity()
+
+    def event(self) -> SimpleEvent:
+        """Returns the only release."""
+        moved = check.nonnegative(sensitivity=self.sensitivity)
+        return Gaussian(self.noise_scale, {self.adjacency: moved}, exact=asks_exact(self.secure))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what all such plans say; see `Plan.lines`."""
+        yield "batches", drawing(self.design, self.unit)
+        passes, lr = self.steps / -(-self.n // self.batch_size), self.lr
+        sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
+        yield (
+            "steps",
+            f"{self.steps} secret steps, {passes:.3g} passes, step size{sizes}, answer: {ANSWERS[self.average]}",
+        )
+        far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
+        moved = "" if self.sensitivity is None else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
+        norm = self.noise_std * math.sqrt(self.dim)
+        yield "noise", f"std {self.noise_std:.3g}, of norm {norm:.3g}, on an answer of norm {far}{moved}"
+        yield (
+            "assumed",
+            "the promises of the problem: nothing is clipped, so that with a loss that breaks them nothing is private; "
+            "the loss is convex in a linear layer, and nothing is published before finalize()",
+        )
+        if self.risk_bound is not None:
+            distance = min(self.distance or math.inf, self.problem.radius)
+            yield (
+                "expected",
+                f"excess risk of the answer at most {self.risk_bound:.3g} over models of norm up to {distance:.3g}",
+            )
+        if isinstance(self.event(), Gaussian) and self.noise_scale > 0:
+            yield exact_cost(self.secure)
+
+
+def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str, float]:
+    """Returns epsilon and delta to calibrate for; none without a budget, which then takes noise of the caller's."""
+    if budget is not None:
+        return {"epsilon": budget.epsilon, "delta": budget.delta * _HAIR}
+    if noise_multiplier is None:
+        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+    return {}
+
+
+def whole_epochs(n: int, batch_size: int, steps: int | None, epochs: int | None) -> int | None:
+    """Returns the number of passes: as given, or those of so many steps; None where neither is given."""
+    if steps is None:
+        return epochs
+    if epochs is not None:
+        raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
+    one = -(-check.positive_count(n=n) // check.positive_count(batch_size=batch_size))
+    if check.positive_count(steps=steps) % one:
+        raise ValueError(f"steps must be a multiple of {one}, the steps of a pass (got {steps})")
+    return steps // one
