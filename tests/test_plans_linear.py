@@ -133,6 +133,15 @@ def test_the_way_before_plans_says_what_to_write(cls: Any) -> None:
         cls(layer.parameters(), plan=made(cls, budget=BUDGET)()[1], solver="auto")
 
 
+def test_an_accountant_of_another_adjacency_or_budget_is_refused() -> None:
+    plan = made(dp.NoisyGD, noise_multiplier=4.0, adjacency="zero_out", steps=5)()[1]
+    with pytest.raises(dp.AdjacencyError, match="replace_one"):
+        dp.NoisyGD(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant())
+    limited = made(dp.NoisyGD, noise_multiplier=0.1, budget=BUDGET, steps=5)()[1]
+    with pytest.raises(dp.InfeasibleError, match="epsilon must be >="):  # of noise of your own a budget is the limit
+        dp.NoisyGD(nn.Linear(DIM, 1).parameters(), limited)
+
+
 def test_a_curve_costs_more_than_the_budget_of_its_noise_and_asks_for_room() -> None:
     cls, plan = MADE["objective, curve"]()
     assert plan.budget is None
@@ -166,7 +175,7 @@ def test_an_estimator_runs_the_plan_of_the_optimizer(mechanism: str) -> None:
     model = estimators.LogisticRegression(mechanism=mechanism, **settings).fit(ROWS, SIGNS > 0)
     cls = {"output": dp.OutputPerturbation, "objective": dp.ObjectivePerturbation, "noisy_gd": dp.NoisyGD}[mechanism]
     assert model.plan_ == made(cls, budget=ADDED)()[1]
-    assert model.plan_ == plan_linear(model.plan_.task, mechanism)
+    assert model.plan_ == plan_linear(model.plan_.task, mechanism) == model.plan(DIM)
     assert model.privacy_.epsilon == model.plan_.epsilon()
 
 

@@ -266,7 +266,7 @@ def test_a_shared_ledger_is_charged_by_every_fit_and_refuses_the_one_too_many():
 
 
 def test_a_ledger_of_another_adjacency_is_refused():
-    with pytest.raises(AdjacencyError, match="the accountant's"):
+    with pytest.raises(AdjacencyError, match="accountant must have the adjacency"):
         fitted("Ridge", accountant=dp.Accountant(adjacency="replace_one"))
     with pytest.raises(UnitError):
         fitted("Ridge", accountant=dp.Accountant(adjacency="add_remove", unit="user"))

@@ -37,7 +37,6 @@ from torch_dpsco.accounting.report import OneRelease, PrivacyReport
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.erm import LinearTask, Preparation, fit_linear, plan_linear
 from torch_dpsco.erm.plan import LinearPlan
-from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.data import as_column, as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
 from torch_dpsco.losses.base import TableLoss
@@ -84,7 +83,7 @@ class LinearModel(BaseEstimator):
         coef_: weights for raw rows, float64; (1, d), (K, d), or (d,) of a regressor.
         intercept_: (1,), (K,), or a float. Scores of rows within bound_x are rows @ coef_.T + intercept_.
         mechanism_: that was used.
-        plan_: public numbers of the release; `print(model.plan_)`.
+        plan_: that was carried out, from `plan`.
         privacy_: `PrivacyReport` of the ledger after the fit.
         n_features_in_: d.
         feature_names_in_: names of the columns of a data frame (with scikit-learn only).
@@ -155,10 +154,11 @@ class LinearModel(BaseEstimator):
         features = as_features(X)
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        plan = plan_linear(self._task(width), self.mechanism, secure=self.secure, solver=self.solver)
+        plan = self.plan(width)
         targets, factors = self._read(y, count, features.device)
         weights = _weights(sample_weight, factors, count, features.device)
-        ledger, columns = self._ledger(plan), read_columns(X, width)
+        ledger = plan.ledger() if self.accountant is None else self.accountant
+        columns = read_columns(X, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
         answer = fit_linear(plan, features, targets, weights, accountant=ledger)
         self.privacy_ = self._report_of(ledger)
@@ -168,7 +168,19 @@ class LinearModel(BaseEstimator):
         vars(self).update(columns)
         return self
 
-    def _task(self, width: int) -> LinearTask:
+    def plan(self, dim: int) -> LinearPlan:
+        """Returns the public numbers of a fit, before anything is spent: `print(model.plan(d))`.
+
+        Args:
+            dim: d, number of features.
+
+        Raises:
+            CalibrationError: the settings do not go together.
+            ValueError: a setting.
+        """
+        return plan_linear(self._task(dim), self.mechanism, secure=self.secure, solver=self.solver)
+
+    def _task(self, dim: int) -> LinearTask:
         check_fields(self, largest=1e100)
         if self.bound_x is None:
             raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND} (got None)")
@@ -184,7 +196,7 @@ class LinearModel(BaseEstimator):
         return LinearTask(
             loss=self._loss(),
             preparation=preparation,
-            dim=width,
+            dim=dim,
             n=check.positive_count(n=self.n),
             budget=budget,
             reg=None if self.reg is None else check.positive(reg=self.reg),
@@ -192,15 +204,6 @@ class LinearModel(BaseEstimator):
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
             **self._options(),
         )
-
-    def _ledger(self, plan: LinearPlan) -> Accountant:
-        if self.accountant is None:
-            return plan.ledger()
-        if self.accountant.adjacency != plan.adjacency:
-            raise AdjacencyError(
-                f"adjacency must be {self.accountant.adjacency!r}, the accountant's (got {plan.adjacency!r})"
-            )
-        return self.accountant
 
     def _report_of(self, ledger: Accountant) -> PrivacyReport:
         return ledger.report(self.delta if ledger.budget is None else None)

@@ -30,7 +30,7 @@ class NoisyGD(SolvedOptimizer):
         Source: docs/proofs/output.md#noisy-gradient-descent; Bok, Su and Altschuler 2024.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = torch.nn.Linear(3, 1)
         >>> data = torch.utils.data.TensorDataset(torch.randn(500, 3), torch.sign(torch.randn(500)))
         >>> plan = dp.NoisyGD.plan(

@@ -30,7 +30,7 @@ class ObjectivePerturbation(SolvedOptimizer):
         Source: docs/proofs/objective.md
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = torch.nn.Linear(3, 1)
         >>> data = torch.utils.data.TensorDataset(torch.randn(500, 3), torch.sign(torch.randn(500)))
         >>> plan = dp.ObjectivePerturbation.plan(

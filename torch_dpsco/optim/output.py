@@ -33,7 +33,7 @@ class OutputPerturbation(SolvedOptimizer):
         Source: docs/proofs/output.md; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their mended forms.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = torch.nn.Linear(3, 1)
         >>> data = torch.utils.data.TensorDataset(torch.randn(500, 3), torch.sign(torch.randn(500)))
         >>> plan = dp.OutputPerturbation.plan(
