@@ -118,8 +118,9 @@ def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Ten
     for radius, lr in itertools.product(RADII, FILTER_LRS):
         model = _model()
         tau = radius / math.sqrt(m)
-        plan = user_level.calibrate_filter(n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau)
-        optimizer = dp.UserFilteredSGD(model.parameters(), lr, plan=plan, average="weighted")
+        kept = user_level.calibrate_filter(n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau)
+        plan = dp.UserFilteredSGD.plan(filter=kept, lr=lr, average="weighted")
+        optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
 
 
@@ -194,8 +195,8 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
     shared, clip = {"n_users": n, "budget": budget, "lr": 1.0}, away + 1
     optimizer: dp.PrivateOptimizer
     if name == "filtered":
-        plan = user_level.calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
-        optimizer = dp.UserFilteredSGD(model.parameters(), 1.0, plan=plan, average="last")
+        kept = user_level.calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
+        optimizer = dp.UserFilteredSGD(model.parameters(), dp.UserFilteredSGD.plan(filter=kept, lr=1.0, average="last"))
     elif name == "clipped":
         optimizer = dp.UserClippedSGD(model.parameters(), dp.UserClippedSGD.plan(clip=clip, steps=1, **shared))
     else:

@@ -156,8 +156,7 @@ def searched(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 def _filtered(
     model: nn.Module, setting: Setting, pair_radius: float | user_level.PairRadiusSearch
 ) -> dp.PrivateOptimizer:
-    return dp.UserFilteredSGD.calibrated(
-        model.parameters(),
+    plan = dp.UserFilteredSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
         pair_radius=pair_radius,
@@ -165,12 +164,12 @@ def _filtered(
         steps=min(FILTER_STEPS, setting.most_steps),
         average="weighted",
     )
+    return dp.UserFilteredSGD(model.parameters(), plan)
 
 
 def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """As many phases as are proved private; raises if not even one is."""
-    return dp.LocalizedUserSGD.calibrated(
-        model.parameters(),
+    plan = dp.LocalizedUserSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
         problem=dp.Problem(lipschitz=LIPSCHITZ[setting.loss], radius=RADIUS),
@@ -179,7 +178,9 @@ def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
         pair_radius=setting.pair_radius,
         max_steps=min(FILTER_STEPS, setting.most_steps),
         distance=RADIUS,  # the start is 0
+        dim=model,
     )
+    return dp.LocalizedUserSGD(model.parameters(), plan)
 
 
 METHODS: dict[str, Callable[[nn.Module, Setting], dp.PrivateOptimizer]] = {

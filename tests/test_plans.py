@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.optim.planned import StepPlan
 from torch_dpsco.plan import Plan
+from torch_dpsco.theory import user_level
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
@@ -30,6 +31,17 @@ def holder(**kind: Any) -> Callable[[], StepPlan]:
 
 def clipped_users(**kind: Any) -> Callable[[], StepPlan]:
     return lambda: dp.UserClippedSGD.plan(**{"n_users": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind})
+
+
+def filtered_users(**kind: Any) -> Callable[[], StepPlan]:
+    own = {"n_users": 600, "budget": PEOPLE, "pair_radius": 1.0, "steps": 3, "lr": 0.1}
+    return lambda: dp.UserFilteredSGD.plan(**{**own, **kind})
+
+
+def localized_users(**kind: Any) -> Callable[[], StepPlan]:
+    problem = dp.Problem(lipschitz=1.0, radius=2.0)
+    own = {"n_users": 2400, "budget": PEOPLE, "problem": problem, "reg": 0.5, "pair_radius": 1.0, "max_steps": 2}
+    return lambda: dp.LocalizedUserSGD.plan(**{**own, "dim": DIM + 1, **kind})
 
 
 MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
@@ -57,6 +69,38 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "UserClippedSGD, noise": (
         dp.UserClippedSGD,
         clipped_users(noise_multiplier=3.0, steps=3, adjacency="zero_out", center_decay=0.5, min_items=2),
+    ),
+    "UserFilteredSGD": (dp.UserFilteredSGD, filtered_users()),
+    "UserFilteredSGD, promises": (
+        dp.UserFilteredSGD,
+        filtered_users(
+            problem=dp.Problem(lipschitz=1.0, radius=2.0), lr=None, steps=None, max_steps=5, dim=DIM + 1, smoothing=0.1
+        ),
+    ),
+    "UserFilteredSGD, searched": (
+        dp.UserFilteredSGD,
+        filtered_users(pair_radius=user_level.pair_radius_search(600, 1.0, 0.01), on_halt="initial"),
+    ),
+    "UserFilteredSGD, add_remove": (
+        dp.UserFilteredSGD,
+        filtered_users(
+            n_users=2000,
+            batch_size=800,
+            budget=dp.Budget(2.0, 1e-4, "add_remove", unit="user"),
+            adapt=dp.oracles.AdaptiveRadius(target=0.05, low=0.4, high=2.0),
+        ),
+    ),
+    "UserFilteredSGD, noise": (
+        dp.UserFilteredSGD,
+        lambda: dp.UserFilteredSGD.plan(filter=filtered_users()().filter, lr=0.1, average="last", reach=50.0),
+    ),
+    "LocalizedUserSGD": (dp.LocalizedUserSGD, localized_users()),
+    "LocalizedUserSGD, paper": (dp.LocalizedUserSGD, localized_users(schedule="theorem_4_1", phases=2)),
+    "LocalizedUserSGD, noise": (
+        dp.LocalizedUserSGD,
+        lambda: dp.LocalizedUserSGD.plan(
+            phases=user_level.LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)
+        ),
     ),
 }
 

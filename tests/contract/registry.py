@@ -247,15 +247,16 @@ def _filter_plan() -> UserFilterPlan:
 
 
 def _user_filtered(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    return dp.UserFilteredSGD(params, s.lr, plan=_filter_plan(), accountant=s.accountant, generator=s.generator)
+    plan = dp.UserFilteredSGD.plan(filter=_filter_plan(), lr=s.lr)
+    return dp.UserFilteredSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
 def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
     phase = UserPhase(
         index=1, plan=_filter_plan(), lr=s.lr, start_radius=1.0, smoothing_radius=0.0, uncapped_steps=STEPS, bound=None
     )
-    schedule = LocalizedUserPlan(phases=(phase,), n_users=200)
-    return dp.LocalizedUserSGD(params, schedule=schedule, accountant=s.accountant, generator=s.generator)
+    plan = dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=(phase,), n_users=200))
+    return dp.LocalizedUserSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
 def _momentum(params: Any) -> torch.optim.Optimizer:

@@ -89,19 +89,19 @@ def _user_clipped(params: Any, accountant: dp.Accountant) -> Any:
 
 
 def _filtered(params: Any, accountant: dp.Accountant) -> Any:
-    return dp.UserFilteredSGD(params, 0.1, plan=runs.plan(200, 5), accountant=accountant)
+    plan = dp.UserFilteredSGD.plan(filter=runs.plan(200, 5), lr=0.1)
+    return dp.UserFilteredSGD(params, plan, accountant=accountant)
 
 
 def _searched(params: Any, accountant: dp.Accountant) -> Any:
     search = pair_radius_search(2000, epsilon=1.0, smallest=0.1)
-    return dp.UserFilteredSGD.calibrated(
-        params, n_users=2000, budget=accountant.budget, lr=0.1, steps=4, pair_radius=search, accountant=accountant
-    )
+    plan = dp.UserFilteredSGD.plan(n_users=2000, budget=accountant.budget, lr=0.1, steps=4, pair_radius=search)
+    return dp.UserFilteredSGD(params, plan, accountant=accountant)
 
 
 def _localized_user(params: Any, accountant: dp.Accountant) -> Any:
     own = runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=500)
-    return dp.LocalizedUserSGD(params, schedule=own, accountant=accountant)
+    return dp.LocalizedUserSGD(params, dp.LocalizedUserSGD.plan(phases=own), accountant=accountant)
 
 
 _SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)

@@ -396,10 +396,17 @@ CALLS["dp.UserClippedSGD"] = lambda: (
 )
 simple("dp.UserClippedSGD.plan", dp.UserClippedSGD.plan, budget=lambda: user_budget(), steps=2, **_CLIPPED_USERS)
 simple("dp.UserClippedSGD.plan[noise]", dp.UserClippedSGD.plan, noise_multiplier=2.0, **_CLIPPED_USERS)
-CALLS["dp.UserFilteredSGD"] = lambda: (dp.UserFilteredSGD, {"params": params(), "lr": 0.1, "plan": filter_plan()})
-CALLS["dp.UserFilteredSGD.calibrated"] = lambda: (dp.UserFilteredSGD.calibrated, {"params": params()} | filtered())
+CALLS["dp.UserFilteredSGD"] = lambda: (
+    dp.UserFilteredSGD,
+    {"params": params(), "plan": dp.UserFilteredSGD.plan(filter=filter_plan(), lr=0.1)},
+)
+CALLS["dp.UserFilteredSGD.plan[noise]"] = lambda: (dp.UserFilteredSGD.plan, {"filter": filter_plan(), "lr": 0.1})
 CALLS["dp.UserFilteredSGD.plan"] = lambda: (dp.UserFilteredSGD.plan, {"dim": DIM} | filtered())
-CALLS["dp.LocalizedUserSGD"] = lambda: (dp.LocalizedUserSGD, {"params": params(), "schedule": user_phases()})
+CALLS["dp.LocalizedUserSGD"] = lambda: (
+    dp.LocalizedUserSGD,
+    {"params": params(), "plan": dp.LocalizedUserSGD.plan(phases=user_phases())},
+)
+CALLS["dp.LocalizedUserSGD.plan[noise]"] = lambda: (dp.LocalizedUserSGD.plan, {"phases": user_phases()})
 _LOCALIZED_USERS = {
     "n_users": 5000,
     "reg": 1.0,
@@ -409,7 +416,6 @@ _LOCALIZED_USERS = {
     "max_steps": 4,
     "budget": lambda: dp.Budget(8.0, 1e-4, unit="user"),
 }
-simple("dp.LocalizedUserSGD.calibrated", dp.LocalizedUserSGD.calibrated, params=lambda: params(), **_LOCALIZED_USERS)
 simple("dp.LocalizedUserSGD.plan", dp.LocalizedUserSGD.plan, dim=DIM, **_LOCALIZED_USERS)
 CALLS["dp.BoltOnPSGD"] = lambda: (dp.BoltOnPSGD, {"params": double(), "plan": bolt_plan()})
 _BOLT = {"problem": problem, "n": 24, "budget": lambda: budget(), "batch_size": 6}

@@ -270,7 +270,8 @@ def test_a_run_that_halts_in_all_phases_answers_with_its_start() -> None:
 def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(N, rows=3) if agree else runs.scattered(N)
     layer = runs.Shifts(2)
-    opt = dp.LocalizedUserSGD(layer.parameters(), schedule=schedule(), accountant=dp.Accountant(runs.budget()))
+    plan = dp.LocalizedUserSGD.plan(phases=schedule())
+    opt = dp.LocalizedUserSGD(layer.parameters(), plan, accountant=dp.Accountant(runs.budget()))
     dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False, physical_batch_size=50)
     assert (opt.steps, opt.finalized, opt.halted) == (7, True, not agree)
     assert opt.accountant.get_epsilon(runs.DELTA) <= runs.EPSILON
@@ -362,8 +363,8 @@ def test_the_report_says_what_the_whole_run_will_cost_at_each_point() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "schedule-none": ({"own": None}, "schedule must be"),
-    "schedule-plan": ({"own": runs.plan()}, "schedule must be"),
+    "schedule-none": ({"own": None}, "must be given, or phases="),
+    "schedule-plan": ({"own": runs.plan()}, "phases must be"),
     "reach": ({"reach": 1e9}, "reach must be"),
     "min-items": ({"min_items": 0}, "min_items must be"),
     "center": ({"center": [torch.tensor([float("nan"), 0.0])]}, "center must be finite"),

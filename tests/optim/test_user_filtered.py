@@ -321,7 +321,8 @@ def test_a_run_without_any_rows_halts_and_is_charged() -> None:
 def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(200, rows=3) if agree else runs.scattered(200)
     layer = runs.Shifts(2)
-    opt = dp.UserFilteredSGD(layer.parameters(), 0.5, plan=runs.plan(), accountant=dp.Accountant(runs.budget()))
+    plan = dp.UserFilteredSGD.plan(filter=runs.plan(), lr=0.5)
+    opt = dp.UserFilteredSGD(layer.parameters(), plan, accountant=dp.Accountant(runs.budget()))
     dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
     assert (opt.steps, opt.finalized, opt.halted) == (4, True, not agree)
     assert opt.accountant.get_epsilon(runs.DELTA) <= runs.EPSILON
@@ -551,8 +552,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "average": ({"average": "median"}, "average must be"),
     "center": ({"center": [torch.tensor([math.inf, 0.0])]}, "center must be finite"),
     "prox": ({"prox": "ball"}, "prox must be"),
-    "plan-phases": ({"own": runs.phased(runs.quiet(20))}, "plan must be"),
-    "plan-none": ({"own": None}, "plan must be"),
+    "plan-phases": ({"own": runs.phased(runs.quiet(20))}, "filter must be"),
+    "plan-none": ({"own": None}, "filter must be"),
 }
 
 
@@ -586,7 +587,7 @@ def test_a_mean_loss_is_refused(make: Any) -> None:
     """It rounds 1/B: a user with other numbers of rows would move the means of all users, and pairs across tau."""
     plan = make()
     model = dp.attach(runs.Shifts(2))
-    opt = dp.UserFilteredSGD(model.parameters(), 0.5, plan=plan)
+    opt = dp.UserFilteredSGD(model.parameters(), dp.UserFilteredSGD.plan(filter=plan, lr=0.5))
     data, ids = runs.agreeing(plan.n_users, rows=2)
     x, y, users = next(iter(opt.loader(data, ids)))
     (model(x) - y).square().mean().backward()

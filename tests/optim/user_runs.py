@@ -235,13 +235,19 @@ def clipped(n_users: int, *, dim: int = 2, loss: Loss = linear_loss, start: Any 
 def filtered(
     own: Any, *, dim: int = 2, lr: float = 1.0, loss: Loss = linear_loss, start: Any = None, **more: Any
 ) -> Run:
+    """A run of UserFilteredSGD with these numbers of the filter; `more` of the plan or the optimizer."""
     layer = model(dim, start)
-    return Run(layer, dp.UserFilteredSGD(layer.parameters(), lr, plan=own, **more), loss)
+    others = {name: more.pop(name) for name in _OF_OPTIMIZERS & more.keys()}
+    made = dp.UserFilteredSGD.plan(filter=own, lr=lr, **more)
+    return Run(layer, dp.UserFilteredSGD(layer.parameters(), made, **others), loss)
 
 
 def localized(own: LocalizedUserPlan, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **more: Any) -> Run:
+    """A run of LocalizedUserSGD with these phases; `more` of the plan or the optimizer."""
     layer = model(dim, start)
-    return Run(layer, dp.LocalizedUserSGD(layer.parameters(), schedule=own, **more), loss)
+    others = {name: more.pop(name) for name in _OF_OPTIMIZERS & more.keys()}
+    made = dp.LocalizedUserSGD.plan(phases=own, **more)
+    return Run(layer, dp.LocalizedUserSGD(layer.parameters(), made, **others), loss)
 
 
 def agreeing(n_users: int, rows: int = 1, dim: int = 2) -> tuple[TensorDataset, Tensor]:

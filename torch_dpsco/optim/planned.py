@@ -66,6 +66,7 @@ class StepPlan(Plan):
         radius: of the ball that the iterates stay in; inf for none.
         average: which iterates are the answer, where no rule is given: "last", "uniform" or "weighted".
         secure: "exact" for noise in integers on a public grid; None for floating point.
+        reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
     """
 
     design: Design
@@ -74,12 +75,13 @@ class StepPlan(Plan):
     radius: float = math.inf
     average: str = "last"
     secure: str | None = None
+    reg: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
-        check.positive(lr=self.lr)
+        check.positive(lr=self.lr), check.nonnegative(reg=self.reg)
         if self.steps is not None:
             check.positive_count(steps=self.steps)
 
@@ -215,7 +217,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
         plan: from the class's own `plan`.
         rule: another update rule, e.g. `rules.TorchRule(torch.optim.Adam(...))`; it has averages of its own.
         prox: constraint or penalty, in place of the plan's.
-        reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
+        reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`; default the plan's.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
     """
@@ -229,7 +231,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
         *,
         rule: UpdateRule | None = None,
         prox: Prox | None = None,
-        reg: float = 0.0,
+        reg: float | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
         **moved: Any,
@@ -245,7 +247,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
             design=plan.design,
             schedule=plan.schedule(),
             prox=prox,
-            reg=reg,
+            reg=plan.reg if reg is None else reg,
             accountant=accountant,
             adjacency=plan.adjacency,
             generator=generator,

@@ -69,7 +69,7 @@ class UserOptimizer(PlannedOptimizer):
         center: Sequence[Tensor] | None = None,
         rule: UpdateRule | None = None,
         prox: Prox | None = None,
-        reg: float = 0.0,
+        reg: float | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
         **moved: Any,

@@ -17,56 +17,123 @@ good, and the average of the iterates so far is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Full, Poisson
+from torch_dpsco.accounting.designs import Full, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.heavy_plan import dimension
-from torch_dpsco.optim.user_plan import filtered_oracle, plan_filtered, poisson_oracle, warn_if_users_are_buried
-from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.oracles.user_poisson import AdaptiveRadius
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.optim.heavy_plan import scale_of
+from torch_dpsco.optim.planned import agreed_adjacency, dimension
+from torch_dpsco.optim.user_base import UserOptimizer
+from torch_dpsco.optim.user_plan import FilterPlan, lipschitz_of, warn_if_users_are_buried
+from torch_dpsco.oracles.user_filtered import UserFiltered
+from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.problem import Problem
-from torch_dpsco.prox import Ball, Prox
-from torch_dpsco.rules import SGD
+from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.user_level import FilteredSchedule, PairRadiusSearch, PoissonFilterPlan, UserFilterPlan
+from torch_dpsco.theory.smoothing import smoothing_bias
+from torch_dpsco.theory.user_level import (
+    PairRadiusSearch,
+    PoissonFilterPlan,
+    UserFilterPlan,
+    calibrate_filter,
+    filtered_schedule,
+    pair_radius_iid,
+    poisson_filter_plan,
+    schedule,
+)
 
-__all__ = ["UserFilteredSGD"]
+__all__ = ["UserFilteredPlan", "UserFilteredSGD"]
 
 
-class UserFilteredSGD(PrivateOptimizer):
+@dataclass(frozen=True, kw_only=True)
+class UserFilteredPlan(FilterPlan):
+    """Public numbers of a run of UserFilteredSGD.
+
+    Args:
+        filter: of all users in each step (replace_one), or of Poisson samples of them (add_remove).
+        search: of the pair radius, made by the first step, which moves nothing; the noise scales with what it finds.
+            None: the filter has it. All users only.
+        adapt: how the pair radius follows the noisy tests; Poisson samples only.
+        smoothing: radius of the ball around each iterate from which gradients are taken; 0 for none.
+        on_halt: "keep" the average so far once a test has failed, or go back to the "initial" parameters.
+    """
+
+    filter: UserFilterPlan | PoissonFilterPlan
+    search: PairRadiusSearch | None = None
+    adapt: AdaptiveRadius | None = None
+    smoothing: float = 0.0
+    on_halt: str = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.nonnegative(smoothing=self.smoothing), check.choice(("keep", "initial"), on_halt=self.on_halt)
+        if isinstance(self.filter, PoissonFilterPlan):
+            if self.search is not None:
+                raise AdjacencyError("pair_radius must be a number under add_remove: adapt= follows the tests for free")
+        elif self.adapt is not None:
+            raise ValueError("adapt must be None for all users: their radius is fixed, or found by a search")
+
+    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> UserFiltered | UserPoissonFiltered:
+        """Returns a new oracle with the plan's numbers."""
+        own = self.filter
+        if isinstance(own, UserFilterPlan):
+            return self.of_all_users(own, center, self.search)
+        test = PoissonTest(
+            own.n_users, own.batch_size, own.n_min, own.deficiency, own.threshold, own.score_noise_std, own.ramp_end
+        )
+        return UserPoissonFiltered(
+            test,
+            own.pair_radius,
+            own.noise_std,
+            center=center,
+            reach=self.reach,
+            min_items=self.min_items,
+            adapt=self.adapt,
+        )
+
+    def schedule(self) -> Schedule:
+        """Returns the one phase."""
+        return Schedule((Phase(self.steps, smoothing=self.smoothing),))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        own = self.filter
+        if self.search is not None:
+            yield "search", f"the first step spends epsilon {self.search.epsilon:g} on a pair radius, and moves nothing"
+            ratio = own.noise_std / own.pair_radius
+            yield "noise", f"std {ratio:.3g} times that radius on the mean of users within it of each other"
+        else:
+            yield "noise", f"std {own.noise_std:.3g} on the mean of users within {own.pair_radius:.3g} of each other"
+        if isinstance(own, UserFilterPlan):
+            risk = f"with probability {own.halt_probability():.2g} at most, if they agree as guessed"
+            yield "tests", f"the run ends where users do not agree, {risk}; a step compares all pairs of them"
+        else:
+            yield "tests", "a step whose users do not agree is charged and moves nothing; it compares all pairs of them"
+        yield from self.ending()
+
+
+class UserFilteredSGD(UserOptimizer):
     """SGD on filtered means of users: noise in proportion to how far apart users are, not to how long gradients are.
 
     Args:
         params: parameters or groups; all of them count as one vector.
-        lr: step size, > 0.
-        plan: public numbers of the filter, from `UserFilteredSGD.plan` or `theory.user_level`: all users in each step
-            (replace_one), or a `PoissonFilterPlan` (add_remove).
-        search: a private search for the pair radius, which the first step makes in place of a move; the noise of the
-            plan scales with what it finds. All users only.
-        adapt: how the pair radius follows the noisy tests, free of charge; Poisson samples only.
-        smoothing: radius >= 0 of the ball around each iterate from which its gradients are taken (one point for all
-            users of a step), for losses with kinks; 0 for none.
-        on_halt: "keep" the average of the iterates released so far, or go back to the "initial" parameters, once the
-            test has failed.
-        center: public vector, see `oracles.UserFiltered`.
-        reach: users farther than reach * pair_radius from the center are isolated.
-        min_items: rows that a user must have, public; others are isolated.
-        average: "uniform" (default, as in the theorem), "last" or "weighted".
-        prox: projection on the feasible set.
-        reg: see `PrivateOptimizer`.
-        accountant: ledger and budget, of unit "user".
+        plan: from `UserFilteredSGD.plan`.
+        center: public vector that users' mean gradients are measured from, a tensor per parameter; None for 0.
+        rule: another update rule; it has averages of its own.
+        prox: default the projection on the ball of problem.radius, if that is finite.
+        reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
+        accountant: ledger to charge, of unit "user"; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
-        secure: None; "exact" is refused: use UserClippedSGD.
 
     Guarantee:
         Unit: user. Adjacency: replace_one with n_users public, or add_remove with Poisson batches. Event: one noisy
@@ -79,81 +146,30 @@ class UserFilteredSGD(PrivateOptimizer):
         docs/proofs/user_level.md#poisson-samples-of-users.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = dp.attach(torch.nn.Linear(3, 1), loss_reduction="sum")
         >>> data = torch.utils.data.TensorDataset(torch.randn(4000, 3), torch.ones(4000, 1))
-        >>> optimizer = dp.UserFilteredSGD.calibrated(
-        ...     model.parameters(), n_users=2000, budget=dp.Budget(4.0, 1e-4, unit="user"), pair_radius=3.0, lr=0.1,
-        ...     steps=3)
+        >>> plan = dp.UserFilteredSGD.plan(
+        ...     n_users=2000, budget=dp.Budget(4.0, 1e-4, unit="user"), pair_radius=3.0, lr=0.1, steps=3)
+        >>> optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         >>> for x, y, users in optimizer.loader(data, users=torch.arange(4000) % 2000):
         ...     optimizer.zero_grad()
         ...     dp.losses.Logistic()(model(x), y, reduction="sum").backward()
         ...     optimizer.step(users=users)
         >>> optimizer.finalize()
-        >>> optimizer.steps, optimizer.privacy_spent().unit
-        (3, 'user')
+        >>> optimizer.privacy_spent().epsilon == plan.epsilon() <= 4.0
+        True
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        plan: UserFilterPlan | PoissonFilterPlan,
-        search: PairRadiusSearch | None = None,
-        adapt: AdaptiveRadius | None = None,
-        smoothing: float = 0.0,
-        on_halt: str = "keep",
-        center: Sequence[Tensor] | None = None,
-        reach: float = 1000.0,
-        min_items: int = 1,
-        average: str = "uniform",
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> None:
-        self._on_halt = check.choice(("keep", "initial"), on_halt=on_halt)
-        oracle: MeanOracle
-        if isinstance(plan, PoissonFilterPlan):
-            if search is not None:
-                raise ValueError("search must be None for a PoissonFilterPlan: use adapt=, which is free")
-            oracle = poisson_oracle(plan, adapt, center, reach, min_items)
-            design: Design = Poisson(plan.batch_size, plan.n_users)
-            adjacency, steps = ADD_REMOVE, plan.steps
-        elif isinstance(plan, UserFilterPlan):
-            if adapt is not None:
-                raise ValueError("adapt must be None for a UserFilterPlan: its radius is fixed, or found by search=")
-            oracle = filtered_oracle(plan, search, center, reach, min_items, plan.n_users)
-            design, adjacency = Full(plan.n_users), REPLACE_ONE
-            steps = plan.steps + (search is not None)
-        else:
-            raise ValueError(f"plan must be a UserFilterPlan or PoissonFilterPlan (got {type(plan).__name__})")
-        super().__init__(
-            params,
-            lr,
-            oracle=oracle,
-            rule=SGD(average),
-            design=design,
-            schedule=Schedule((Phase(steps, smoothing=smoothing),)),
-            prox=prox,
-            reg=reg,
-            adjacency=adjacency,
-            accountant=accountant,
-            generator=generator,
-            secure=secure,
-        )
-        for p in self._trained():
-            self.state[p]["initial"] = self.state[p].get("iterate", p).detach().clone()
+    plans = UserFilteredPlan
 
     @classmethod
     def plan(
         cls,
         *,
-        n_users: int,
-        budget: Budget,
-        dim: int,
+        n_users: int | None = None,
+        budget: Budget | None = None,
+        filter: str | UserFilterPlan | PoissonFilterPlan = "best",
         problem: Problem | None = None,
         min_items: int = 1,
         pair_radius: float | PairRadiusSearch | None = None,
@@ -162,135 +178,207 @@ class UserFilteredSGD(PrivateOptimizer):
         max_steps: int = 200,
         distance: float | None = None,
         batch_size: int | None = None,
-        filter: str = "best",
         typical_score: float | None = None,
         halt_probability: float = 0.01,
+        adapt: AdaptiveRadius | None = None,
         smoothing: float = 0.0,
-    ) -> FilteredSchedule:
+        on_halt: str = "keep",
+        reach: float = 1000.0,
+        average: str = "uniform",
+        dim: Any = None,
+    ) -> UserFilteredPlan:
         """Returns the filter's public numbers and the step size, before anything is spent.
 
         Args:
             n_users: public number of users (a lower bound under add_remove).
             budget: of unit "user". replace_one: all users in each step; add_remove: Poisson samples of `batch_size`.
-            dim: number of parameters.
+            filter: see `theory.user_level.calibrate_filter`; or numbers of yours, from there or from
+                `poisson_filter_plan`, in place of n_users, pair_radius, steps, batch_size and typical_score. The budget
+                then only limits the run.
             problem: promises: lipschitz and radius choose what of pair_radius, lr and steps is not given.
-            min_items: rows that a user must have, public: m of the theory.
+            min_items: rows that a user must have, public: m of the theory; others are isolated.
             pair_radius: tau, public; a `theory.user_level.PairRadiusSearch`, whose epsilon is taken from the budget;
                 or None for `pair_radius_iid`.
             lr: step size; None for that of the bound (all users, pair radius known).
-            steps: number of steps; None for as many as help, up to max_steps (all users, pair radius known).
+            steps: number of steps, beside that of a search; None for as many as help, up to max_steps (all users, pair
+                radius known).
             max_steps: see steps; a step costs n_users^2 dim operations.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
             batch_size: expected users of a batch, under add_remove.
-            filter: see `theory.user_level.calibrate_filter`.
-            typical_score: public guess, see there.
+            typical_score: public guess, see `calibrate_filter`.
             halt_probability: see there; under add_remove of a skipped step.
-            smoothing: see the class; it enters the bound.
+            adapt: how the pair radius follows the noisy tests, free of charge; add_remove only.
+            smoothing: radius >= 0 of the ball around each iterate from which its gradients are taken (one point for all
+                users of a step), for losses with kinks; 0 for none. It enters the bound.
+            on_halt: "keep" the average of the iterates released so far, or go back to the "initial" parameters, once
+                the test has failed.
+            reach: users farther than reach * pair_radius from the center are isolated.
+            average: "uniform" (as in the theorem), "last" or "weighted".
+            dim: number of parameters, or the model; needed to choose lr or steps, and for a warning where noise buries
+                the signal.
 
         Raises:
             InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n_users that works.
             MissingConstantError: promises are missing; says which, and how to do without.
             UnitError: the budget is of another unit.
         """
-        made = plan_filtered(
-            n_users=n_users,
+        agreed_adjacency(None, budget, "user")
+        dim, items = dimension(dim), check.positive_count(min_items=min_items)
+        check.positive_count(max_steps=max_steps), check.nonnegative(smoothing=smoothing)
+        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
+        if distance is not None:
+            check.positive(distance=distance)
+        search = pair_radius if isinstance(pair_radius, PairRadiusSearch) else None
+        if not isinstance(filter, str):
+            radius = None if search else pair_radius
+            own = {"n_users": n_users, "pair_radius": radius, "steps": steps, "batch_size": batch_size}
+            for name, value in {**own, "typical_score": typical_score}.items():
+                if value is not None:
+                    raise ValueError(f"{name} must be None beside numbers of the filter, which have it (got {value})")
+        elif n_users is None or budget is None:
+            raise ValueError(
+                f"n_users and budget must be given, or filter=, numbers of theory.user_level (got {n_users} and "
+                f"{budget})"
+            )
+        else:
+            if search is not None and (lr is None or steps is None):
+                raise MissingConstantError("lr and steps must be given beside a search: its bound is not known before")
+            failure = halt_probability / check.positive_count(steps=max_steps if steps is None else steps)
+            tau = _tau(pair_radius, problem, items, n_users, failure)
+            epsilon, delta = _left(budget, search), budget.delta
+            target: dict[str, Any] = {"n_users": n_users, "epsilon": epsilon, "delta": delta, "pair_radius": tau}
+            halting: dict[str, Any] = {
+                "typical_score": typical_score,
+                "halt_probability": halt_probability,
+                "filter": filter,
+            }
+            if budget.adjacency == ADD_REMOVE:
+                filter = _sampled(target, lr, steps, batch_size, typical_score, halt_probability)
+            elif budget.adjacency != REPLACE_ONE:
+                raise AdjacencyError(f"budget must be of replace_one or add_remove (got {budget.adjacency})")
+            elif batch_size is not None:
+                raise ValueError(
+                    f"batch_size must be None under replace_one: all users are in each step (got {batch_size})"
+                )
+            elif steps is None:
+                filter = filtered_schedule(
+                    **target,
+                    **halting,
+                    items_per_user=items,
+                    dim=_needed(dim, "steps"),
+                    lipschitz=lipschitz_of(problem, "steps"),
+                    radius=_distance(problem, distance),
+                    max_steps=max_steps,
+                ).plan
+            else:
+                filter = calibrate_filter(**target, **halting, steps=steps)
+        if search is not None and search.overshoot > 0.05:
+            warnings.warn(
+                f"the search may end above all distances, with probability {search.overshoot:.2g}: give it more "
+                f"epsilon (got {search.epsilon:g} for {search.n_users} users)",
+                UtilityWarning,
+                stacklevel=2,
+            )
+        risk = None
+        if lr is None:
+            bound, sigma_1 = lipschitz_of(problem, "lr"), filter.noise_std / math.sqrt(filter.steps)
+            dim, scale = _needed(dim, "lr"), _distance(problem, distance)
+            best = schedule(bound, scale, filter.n_users * items, filter.steps, dim, sigma_1)
+            lr, risk = best.lr, best.bound + smoothing_bias(bound, dim, smoothing)
+        if search is None:
+            warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
+        adjacency = ADD_REMOVE if isinstance(filter, PoissonFilterPlan) else REPLACE_ONE
+        return UserFilteredPlan(
             budget=budget,
-            dim=dim,
-            problem=problem,
+            adjacency=agreed_adjacency(adjacency, budget, "user"),
+            design=_design(filter),
+            steps=filter.steps + (search is not None),
+            lr=check.positive(lr=lr),
+            radius=math.inf if problem is None else problem.radius,
+            average=average,
             min_items=min_items,
-            pair_radius=pair_radius,
-            lr=lr,
-            steps=steps,
-            max_steps=max_steps,
-            distance=distance,
-            batch_size=batch_size,
+            reach=reach,
+            risk_bound=risk,
             filter=filter,
-            typical_score=typical_score,
-            halt_probability=halt_probability,
-            smoothing=smoothing,
-        )
-        if not isinstance(pair_radius, PairRadiusSearch):
-            warn_if_users_are_buried([made.plan], problem, n_users, dim, budget)
-        return made
-
-    @classmethod
-    def calibrated(
-        cls,
-        params: Any,
-        *,
-        n_users: int,
-        budget: Budget,
-        problem: Problem | None = None,
-        min_items: int = 1,
-        pair_radius: float | PairRadiusSearch | None = None,
-        lr: float | None = None,
-        steps: int | None = None,
-        max_steps: int = 200,
-        distance: float | None = None,
-        batch_size: int | None = None,
-        filter: str = "best",
-        typical_score: float | None = None,
-        halt_probability: float = 0.01,
-        adapt: AdaptiveRadius | None = None,
-        smoothing: float = 0.0,
-        on_halt: str = "keep",
-        center: Sequence[Tensor] | None = None,
-        reach: float = 1000.0,
-        average: str = "uniform",
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> UserFilteredSGD:
-        """Returns an optimizer that spends the budget in the planned steps; see `plan` and the class.
-
-        With a finite radius of the problem the iterates stay in its ball, unless there is another `prox`.
-        """
-        params, dim = dimension(params)
-        made = cls.plan(
-            n_users=n_users,
-            budget=budget,
-            dim=dim,
-            problem=problem,
-            min_items=min_items,
-            pair_radius=pair_radius,
-            lr=lr,
-            steps=steps,
-            max_steps=max_steps,
-            distance=distance,
-            batch_size=batch_size,
-            filter=filter,
-            typical_score=typical_score,
-            halt_probability=halt_probability,
-            smoothing=smoothing,
-        )
-        if accountant is not None:
-            checks.require_budget(accountant, budget)
-        if prox is None and problem is not None and problem.radius < float("inf"):
-            prox = Ball(problem.radius)
-        return cls(
-            params,
-            made.lr,
-            plan=made.plan,
-            search=pair_radius if isinstance(pair_radius, PairRadiusSearch) else None,
+            search=search,
             adapt=adapt,
             smoothing=smoothing,
             on_halt=on_halt,
-            center=center,
-            reach=reach,
-            min_items=min_items,
-            average=average,
-            prox=prox,
-            reg=reg,
-            accountant=Accountant(budget) if accountant is None else accountant,
-            generator=generator,
-            secure=secure,
         )
 
+    def _place(self) -> None:
+        if not self._steps:
+            for p in self._trained():
+                self.state[p].setdefault("initial", p.detach().clone())
+        super()._place()
+
     def _install_answer(self) -> None:
-        if self.halted and self._on_halt == "initial":
+        if self.halted and self._plan.on_halt == "initial":
             for p in self._trained():
                 p.copy_(self.state[p].get("initial", p))  # one unfrozen since has not moved
             return
         super()._install_answer()
+
+
+def _design(filter: UserFilterPlan | PoissonFilterPlan) -> Full | Poisson:
+    if isinstance(filter, PoissonFilterPlan):
+        return Poisson(filter.batch_size, filter.n_users)
+    return Full(filter.n_users)
+
+
+def _tau(
+    pair_radius: float | PairRadiusSearch | None, problem: Problem | None, items: int, n_users: int, failure: float
+) -> float:
+    if isinstance(pair_radius, PairRadiusSearch):
+        return 1.0  # the noise scales with what is found
+    if pair_radius is None:
+        return pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n_users, failure)
+    return pair_radius
+
+
+def _left(budget: Budget, search: PairRadiusSearch | None) -> float:
+    """Returns the epsilon that a search leaves."""
+    if search is None:
+        return budget.epsilon
+    if budget.adjacency == ADD_REMOVE:
+        raise AdjacencyError("pair_radius must be a number under add_remove: adapt= follows the tests for free")
+    if search.epsilon >= budget.epsilon:
+        raise ValueError(
+            f"pair_radius must be a search of less than the budget's epsilon={budget.epsilon:g} (got "
+            f"{search.epsilon:g})"
+        )
+    return budget.epsilon - search.epsilon
+
+
+def _sampled(
+    target: dict[str, Any],
+    lr: float | None,
+    steps: int | None,
+    batch_size: int | None,
+    typical_score: float | None,
+    skip_probability: float,
+) -> PoissonFilterPlan:
+    if lr is None or steps is None or batch_size is None:
+        raise MissingConstantError(
+            f"lr, steps and batch_size must be given under add_remove, where no bound chooses them (got {lr}, {steps} "
+            f"and {batch_size})"
+        )
+    n = target["n_users"]
+    score = n if typical_score is None else check.between(0.0, n, typical_score=typical_score)
+    return poisson_filter_plan(
+        **target,
+        batch_size=batch_size,
+        steps=steps,
+        typical_deficiency=batch_size * (1 - score / n),
+        skip_probability=skip_probability,
+    )
+
+
+def _needed(dim: int | None, wanted: str) -> int:
+    if dim is None:
+        raise MissingConstantError(f"dim (the number of parameters, or the model) is needed to choose {wanted}")
+    return dim
+
+
+def _distance(problem: Problem | None, distance: float | None) -> float:
+    return scale_of(Problem() if problem is None else problem, distance, "UserFilteredSGD")
