@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import configparser
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,14 @@ def test_the_readme_states_the_command_that_ci_runs_as_the_tests():
 def test_the_readme_states_the_command_that_ci_runs_as_the_main_job():
     assert _marked_command("job") == JOB_COMMAND
     assert (ROOT / "examples" / "logistic_regression.py").is_file()
+
+
+def test_the_size_counts_lines_of_code_only(tmp_path):
+    docstrings = '"""Of no\n\nlines."""\n\n# a comment\n'
+    code = 'X = """\n\nthree"""\n\n\ndef f():\n    """None."""\n    return [\n        X,\n    ]\n'
+    (tmp_path / "few.py").write_text(docstrings + code)
+    size = [sys.executable, str(ROOT / ".ci" / "size")]
+    of_few = subprocess.run([*size, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    assert of_few.splitlines() == ["7 lines of code in 1 files", "     7 few.py"]
+    of_package = subprocess.run([*size, "--largest", "3"], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"\d+ lines of code in \d+ files\n( +\d+ [\w/]+\.py\n){3}", of_package)
