@@ -98,6 +98,11 @@ FINE = {
     "dp.HolderSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan.dim": "none Model",
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
+    "dp.UserFilteredSGD.plan.dim": "none Model",
+    "dp.UserFilteredSGD.plan[noise].dim": "none Model",
+    "dp.LocalizedUserSGD.plan.dim": "Model",
+    "dp.LocalizedUserSGD.plan[noise].dim": "none Model",
+    "dp.LocalizedUserSGD.plan[noise].score_share": "zero",
     **{f"dp.{name}.plan.model": "Model" for name in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD")},
     "dp.OutputPerturbation.plan[noise].model": "Model",
     **dict.fromkeys(
