@@ -37,6 +37,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import noise_multiplier
+from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.theory import clipping, heavy_tailed
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
@@ -93,12 +95,13 @@ def trained(build: Callable[[nn.Module, int], dp.PrivateOptimizer], data: Tensor
     return model.weight
 
 
-def one_pass(kind: type, problem: dp.Problem, rule: str, batches: int) -> Fit:
+def one_pass(kind: Any, problem: dp.Problem, rule: str, batches: int) -> Fit:
     """Returns a one-pass method with a pilot."""
 
     def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
         clip = dp.Pilot(rule=rule, c_max=LARGEST_CLIP)
-        return kind.calibrated(model.parameters(), problem=problem, n=n, budget=BUDGET, steps=batches, clip=clip)
+        plan = kind.plan(problem=problem, n=n, budget=BUDGET, dim=DIM, steps=batches, clip=clip)
+        return kind(model.parameters(), plan)
 
     return lambda data: trained(build, data)
 
@@ -107,17 +110,18 @@ def full_batch(rule: str) -> Fit:
     """Returns gradient descent on full batches with a pilot."""
 
     def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
-        return dp.ClippedSGD.calibrated(
-            model.parameters(),
+        plan = dp.ClippedSGD.plan(
             problem=SMOOTH,
             n=n,
             budget=BUDGET,
+            dim=DIM,
             sampling="full",
             steps=FULL_STEPS,
             clip=dp.Pilot(rule=rule, c_max=LARGEST_CLIP),
             lr=0.5,
             average="weighted",
         )
+        return dp.ClippedSGD(model.parameters(), plan)
 
     return lambda data: trained(build, data)
 
@@ -126,16 +130,17 @@ def localized(data: TensorDataset) -> Tensor:
     """Returns the answer of ball-free localized phases, with pilots."""
 
     def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
-        return dp.LocalizedSGD.calibrated(
-            model.parameters(),
+        plan = dp.LocalizedSGD.plan(
             problem=dp.Problem(radius=RADIUS),
             n=n,
             budget=BUDGET,
+            dim=DIM,
             clip=dp.Pilot(c_max=LARGEST_CLIP),
             reg=REG,
             max_steps=PHASE_STEPS,
             min_phase=LEAST_PHASE,
         )
+        return dp.LocalizedSGD(model.parameters(), plan)
 
     return trained(build, data)
 
@@ -310,12 +315,21 @@ def without_budget(build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor],
     made = {}
     for name in OPTIMIZERS:
         model = dp.attach(build())
-        common = {"noise_multiplier": 1.0, "batch_size": len(batch[0]), "adjacency": "replace_one"}
+        size = len(batch[0])
+        common = {"lr": 1e-4, "noise_multiplier": 1.0, "batch_size": size, "adjacency": "replace_one"}
         if name == "HolderSGD":
-            plan = dp.HolderSGD.plan(problem=dp.Problem(lipschitz=1.0), lr=1e-4, **common)
+            plan: Any = dp.HolderSGD.plan(problem=dp.Problem(lipschitz=1.0), **common)
             optimizer: dp.PrivateOptimizer = dp.HolderSGD(model.parameters(), plan)
-        else:
-            optimizer = getattr(dp, name)(model.parameters(), 1e-4, clip=1.0, **common)
+        elif name == "ClippedSGD":
+            optimizer = dp.ClippedSGD(model.parameters(), dp.ClippedSGD.plan(clip=1.0, **common))
+        else:  # its plans are for one pass over so many records
+            optimizer = dp.PrivateOptimizer(
+                model.parameters(),
+                1e-4,
+                oracle=dp.oracles.Clipped(1.0, 1.0, size),
+                rule=dp.rules.Accelerated(),
+                design=Undeclared(size),
+            )
         made[name] = timed(model, optimizer, loss, itertools.repeat(batch))
     return made
 
@@ -329,10 +343,10 @@ def with_budget(dim: int, batch_size: int, steps: int) -> dict[str, Step]:
         model = dp.attach(nn.Linear(dim, 1))
         common = {"problem": problem, "n": n, "budget": BUDGET}
         if name == "HolderSGD":
-            plan = dp.HolderSGD.plan(**common, batch_size=batch_size, epochs=1.0)
-            optimizer: dp.PrivateOptimizer = dp.HolderSGD(model.parameters(), plan)
+            plan: Any = dp.HolderSGD.plan(**common, batch_size=batch_size, epochs=1.0)
         else:
-            optimizer = getattr(dp, name).calibrated(model.parameters(), **common, steps=steps, clip=1.0)
+            plan = getattr(dp, name).plan(**common, steps=steps, clip=1.0)
+        optimizer = getattr(dp, name)(model.parameters(), plan)
         made[name] = timed(model, optimizer, nn.BCEWithLogitsLoss(), iter(optimizer.loader(data)))
     return made
 
@@ -370,15 +384,8 @@ def print_memory(steps: int, batch_size: int = 4) -> None:
     """Prints what the process holds in the course of one pass of many steps, and what the optimizer keeps."""
     data = TensorDataset(torch.randn(steps * batch_size, DIM), torch.randn(steps * batch_size, 1))
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
-    optimizer = dp.AcceleratedSGD(
-        model.parameters(),
-        1e-6,
-        clip=1.0,
-        noise_multiplier=8.0,
-        batch_size=batch_size,
-        n=len(data),
-        adjacency="replace_one",
-    )
+    plan = dp.AcceleratedSGD.plan(n=len(data), lr=1e-6, clip=1.0, noise_multiplier=8.0, batch_size=batch_size)
+    optimizer = dp.AcceleratedSGD(model.parameters(), plan)
     print(f"{'AcceleratedSGD, steps':<22}{'resident, MB':>15}{'Python objects':>16}{'floats in the state':>21}")
     for k, (x, y) in enumerate(optimizer.loader(data), start=1):
         optimizer.zero_grad()

@@ -67,32 +67,32 @@ def load_unclipped() -> Flights:
 
 def planned_steps(setting: dict) -> int:
     """Returns the number of batches of one pass that the theorem chooses for the promised moment."""
-    return dp.AcceleratedSGD.plan(problem=PROBLEM, dim=WIDTH + 1, distance=DISTANCE, **setting).steps
+    return dp.AcceleratedSGD.plan(problem=PROBLEM, distance=DISTANCE, **setting).steps
 
 
 def theorem(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """One pass, all numbers from the promises."""
-    return dp.AcceleratedSGD.calibrated(model.parameters(), problem=PROBLEM, distance=DISTANCE, **setting)
+    plan = dp.AcceleratedSGD.plan(problem=PROBLEM, distance=DISTANCE, **setting)
+    return dp.AcceleratedSGD(model.parameters(), plan)
 
 
 def accelerated(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """One accelerated pass, the clip by the theory's quantile."""
     clip = dp.Pilot(rule="theory", c_max=LARGEST_CLIP)
-    steps = planned_steps(setting)
-    return dp.AcceleratedSGD.calibrated(model.parameters(), problem=PROBLEM, steps=steps, clip=clip, **setting)
+    plan = dp.AcceleratedSGD.plan(problem=PROBLEM, steps=planned_steps(setting), clip=clip, **setting)
+    return dp.AcceleratedSGD(model.parameters(), plan)
 
 
 def plain(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """One pass of plain SGD."""
     clip = dp.Pilot(c_max=LARGEST_CLIP)
-    steps = planned_steps(setting)
-    return dp.ClippedSGD.calibrated(model.parameters(), problem=PROBLEM, steps=steps, clip=clip, **setting)
+    plan = dp.ClippedSGD.plan(problem=PROBLEM, steps=planned_steps(setting), clip=clip, **setting)
+    return dp.ClippedSGD(model.parameters(), plan)
 
 
 def minibatches(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """Many passes over random batches."""
-    return dp.ClippedSGD.calibrated(
-        model.parameters(),
+    plan = dp.ClippedSGD.plan(
         problem=PROBLEM,
         sampling="poisson",
         batch_size=BATCH_SIZE,
@@ -101,19 +101,19 @@ def minibatches(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
         average="weighted",
         **setting,
     )
+    return dp.ClippedSGD(model.parameters(), plan)
 
 
 def localized(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """Phases of subgradient steps; a pilot in each phase."""
-    return dp.LocalizedSGD.calibrated(
-        model.parameters(),
-        problem=dp.Problem(),
+    plan = dp.LocalizedSGD.plan(
         clip=dp.Pilot(c_max=4 * LARGEST_CLIP),  # slopes of the absolute loss are 1, not 0.25
         reg=REG,
         max_steps=MAX_STEPS,
         min_phase=MIN_PHASE,
         **setting,
     )
+    return dp.LocalizedSGD(model.parameters(), plan)
 
 
 METHODS: dict[str, tuple[Build, nn.Module]] = {
@@ -132,7 +132,8 @@ def train(name: str, dataset: TensorDataset, epsilon: float) -> tuple[nn.Module,
     for p in model.parameters():
         nn.init.zeros_(p)
     # n is public under replace_one
-    optimizer = build(model, {"n": len(dataset), "budget": dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)})
+    budget = dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)
+    optimizer = build(model, {"n": len(dataset), "budget": budget, "dim": model})
     return dp.fit(model, optimizer, dataset, loss, progress=False), optimizer
 
 

@@ -67,13 +67,13 @@ def make_optimizer(name: str, model: nn.Module, n: int, epsilon: float, strength
         "n": n,  # public
         "budget": dp.Budget(epsilon, DELTA, adjacency=ADJACENCY),
         "clip": dp.Pilot(rule="median"),
-        "prox": dp.prox.L1(strength) if name.startswith("proximal") else None,
+        "dim": model,
     }
+    prox = dp.prox.L1(strength) if name.startswith("proximal") else None
     if name.endswith("one pass"):
-        return dp.ProximalSGD.calibrated(model.parameters(), steps=STEPS, **setting)
-    return dp.ClippedSGD.calibrated(
-        model.parameters(), sampling="full", steps=FULL_STEPS, lr=0.5 / PROBLEM.smoothness, **setting
-    )
+        return dp.ProximalSGD(model.parameters(), dp.ProximalSGD.plan(steps=STEPS, **setting), prox=prox)
+    plan = dp.ClippedSGD.plan(sampling="full", steps=FULL_STEPS, lr=0.5 / PROBLEM.smoothness, **setting)
+    return dp.ClippedSGD(model.parameters(), plan, prox=prox)
 
 
 def strength_for(n: int, epsilon: float) -> float:

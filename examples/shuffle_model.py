@@ -51,21 +51,23 @@ def make_oracle(n: int, epsilon: float, honest: float) -> ShuffledClipped:
     return ShuffledClipped.calibrated(CLIP, n // STEPS, DIM, epsilon=epsilon, delta=DELTA, honest_fraction=honest)
 
 
-def train(name: str, users: TensorDataset, epsilon: float, honest: float) -> tuple[nn.Module, dp.AcceleratedSGD]:
+def train(name: str, users: TensorDataset, epsilon: float, honest: float) -> tuple[nn.Module, dp.PrivateOptimizer]:
     """Returns a private model, and the optimizer that knows what was spent."""
     model = nn.Linear(DIM, 1, bias=False)
     nn.init.zeros_(model.weight)
     n, budget = len(users), dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)
     if name == "central":
-        optimizer = dp.AcceleratedSGD.calibrated(
-            model.parameters(), problem=dp.Problem(smoothness=SMOOTHNESS), n=n, budget=budget, clip=CLIP, steps=STEPS
-        )
-    else:
-        optimizer = dp.AcceleratedSGD(
+        problem = dp.Problem(smoothness=SMOOTHNESS)
+        plan = dp.AcceleratedSGD.plan(problem=problem, n=n, budget=budget, clip=CLIP, steps=STEPS)
+        optimizer: dp.PrivateOptimizer = dp.AcceleratedSGD(model.parameters(), plan)
+    else:  # an oracle of its own: put together by hand
+        optimizer = dp.PrivateOptimizer(
             model.parameters(),
             lr=1.0 / (4.0 * SMOOTHNESS),
             oracle=make_oracle(n, epsilon, honest),
-            n=n,
+            rule=dp.rules.Accelerated(),
+            design=dp.Disjoint(n // STEPS, n),
+            schedule=dp.Schedule((dp.Phase(STEPS),)),
             accountant=dp.Accountant(budget),
         )
     return dp.fit(model, optimizer, users, LOSS, progress=False), optimizer

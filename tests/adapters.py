@@ -186,12 +186,12 @@ def _run(optimizer: Any, w0: Sequence[float], x: torch.Tensor, y: torch.Tensor) 
 
 
 def _start(
-    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int
+    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float
 ) -> tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Returns the parameter, the data, and the arguments of a run without noise in one pass of `steps` slices."""
+    """Returns the parameter, the data, and the numbers of a run without noise in one pass of `steps` slices."""
     weight = torch.nn.Parameter(torch.tensor([w0], dtype=torch.float64))
     n = len(X)
-    run = {"noise_multiplier": 0.0, "batch_size": n // steps, "n": n, "steps": steps}
+    run = {"noise_multiplier": 0.0, "batch_size": n // steps, "n": n, "steps": steps, "clip": clip}
     return weight, torch.tensor(X, dtype=torch.float64), torch.tensor(y, dtype=torch.float64), run
 
 
@@ -199,9 +199,10 @@ def accelerated_trajectory(
     X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, inverse_lr: float, radius: float
 ) -> list[list[float]]:
     """Returns the answers of AcceleratedSGD after each step, noise off."""
-    weight, x, target, run = _start(X, y, w0, steps)
+    weight, x, target, run = _start(X, y, w0, steps, clip)
     ball = resolve("torch_dpsco.prox", "Ball")(radius)
-    optimizer = resolve("torch_dpsco", "AcceleratedSGD")([weight], 0.5 / inverse_lr, clip=clip, prox=ball, **run)
+    kind = resolve("torch_dpsco", "AcceleratedSGD")
+    optimizer = kind([weight], kind.plan(lr=0.5 / inverse_lr, **run), prox=ball)
     return list(itertools.islice(_run(optimizer, w0, x, target), steps))
 
 
@@ -216,13 +217,14 @@ def strongly_convex_trajectory(
     radius: float,
 ) -> dict[str, list[float]]:
     """Returns average and last iterate of ClippedSGD with the schedule of Algorithm 6, noise off."""
-    weight, x, target, run = _start(X, y, w0, steps)
+    weight, x, target, run = _start(X, y, w0, steps, clip)
     made = resolve("torch_dpsco.theory.heavy_tailed", "averaging_schedule")(
         strong_convexity=strong_convexity, inverse_lr_cap=smoothness, steps=steps
     )
     rule = resolve("torch_dpsco.rules", "ScheduledSGD")([lr / made.lr[0] for lr in made.lr], made.weights)
     ball = resolve("torch_dpsco.prox", "Ball")(radius)
-    optimizer = resolve("torch_dpsco", "ClippedSGD")([weight], made.lr[0], clip=clip, rule=rule, prox=ball, **run)
+    kind = resolve("torch_dpsco", "ClippedSGD")
+    optimizer = kind([weight], kind.plan(lr=made.lr[0], **run), rule=rule, prox=ball)
     *_, average = itertools.islice(_run(optimizer, w0, x, target), steps)
     return {"average": average, "last": weight.detach().flatten().tolist()}
 
@@ -231,9 +233,10 @@ def proximal_trajectory(
     X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, smoothness: float, l1: float
 ) -> list[float]:
     """Returns the last iterate of ProximalSGD, noise off."""
-    weight, x, target, run = _start(X, y, w0, steps)
+    weight, x, target, run = _start(X, y, w0, steps, clip)
     prox = resolve("torch_dpsco.prox", "L1")(l1)
-    optimizer = resolve("torch_dpsco", "ProximalSGD")([weight], 0.5 / smoothness, clip=clip, prox=prox, **run)
+    kind = resolve("torch_dpsco", "ProximalSGD")
+    optimizer = kind([weight], kind.plan(lr=0.5 / smoothness, **run), prox=prox)
     *_, last = itertools.islice(_run(optimizer, w0, x, target), steps)
     return last
 
@@ -242,14 +245,15 @@ def regularized_phase_trajectory(
     X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, reg: float, radius: float
 ) -> list[float]:
     """Returns the last iterate of LocalizedSGD in one phase with a ball around its start, noise off."""
-    weight, x, target, _ = _start(X, y, w0, steps)
+    weight, x, target, _ = _start(X, y, w0, steps, clip)
     n = len(X)
     phase = resolve("torch_dpsco.theory.heavy_tailed", "LocalizedPhase")(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
         uncapped_steps=steps,
     )  # fmt: skip
     schedule = resolve("torch_dpsco.theory.heavy_tailed", "LocalizedSchedule")(phases=(phase,), rho=None)
-    optimizer = resolve("torch_dpsco", "LocalizedSGD")([weight], schedule=schedule, n=n)
+    kind = resolve("torch_dpsco", "LocalizedSGD")
+    optimizer = kind([weight], kind.plan(phases=schedule, n=n))
     *_, last = _run(optimizer, w0, x, target)
     return last
 

@@ -90,9 +90,9 @@ def holder(model: nn.Module, noise: float = 0.0, batch_size: int = 6, n: int = N
 
 
 def full(model: nn.Module, n: int = N, noise: float = 0.0, **options: Any) -> dp.ClippedSGD:
-    return dp.ClippedSGD(
-        model.parameters(), 0.1, clip=0.5, noise_multiplier=noise, batch_size=n, design=dp.Full(n), **options
-    )
+    own = {name: options.pop(name) for name in ("rule", "accountant") if name in options}
+    plan = dp.ClippedSGD.plan(lr=0.1, clip=0.5, noise_multiplier=noise, n=n, sampling="full", **options)
+    return dp.ClippedSGD(model.parameters(), plan, **own)
 
 
 def backward(model: nn.Module, optimizer: dp.PrivateOptimizer, x: Tensor, y: Tensor) -> None:

@@ -223,7 +223,9 @@ def refusals(rank: int) -> dict[str, str]:
         "steps": lambda: full(layer()).loader(data, steps=3 + rank),
         "fixed": own(dp.Fixed(6, N), Clipped(1.0, 1.0, 6)),
         "shuffled": own(dp.Shuffled(6, N), Clipped(1.0, 1.0, 6)),
-        "one pass": lambda: dp.ClippedSGD(layer().parameters(), 0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n=N),
+        "one pass": lambda: dp.ClippedSGD(
+            layer().parameters(), dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n=N)
+        ),
         "adaptive": own(dp.Poisson(6, N), adaptive),
         "smoothing": own(dp.Poisson(6, N), Clipped(1.0, 1.0, 6), smooth),
         "sampler": lambda: poisson.bind(all_positions),
@@ -279,8 +281,8 @@ def others(rank: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dp.UtilityWarning)  # no theorem is left
             if kind == "proximal":
-                oracle, options = Clipped(0.5, 1.0, 6), {"prox": dp.prox.L1(0.01)}
-                optimizer = dp.ProximalSGD(model.parameters(), 0.1, oracle=oracle, design=dp.Poisson(6, N), **options)
+                plan = dp.ClippedSGD.plan(lr=0.1, clip=0.5, noise_multiplier=1.0, sampling=dp.Poisson(6, N))
+                optimizer = dp.ClippedSGD(model.parameters(), plan, prox=dp.prox.L1(0.01))
             else:
                 inner = torch.optim.Adam(model.parameters(), lr=0.1)
                 optimizer = dp.PrivateOptimizer(

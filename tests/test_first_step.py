@@ -213,7 +213,7 @@ def test_a_coupled_model_or_loss_is_refused_again_and_again() -> None:
 def test_a_release_follows_no_coupled_loss() -> None:
     data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
     model = dp.attach(nn.Linear(3, 1))
-    opt = dp.ClippedSGD(model.parameters(), 0.1, clip=1.0, noise_multiplier=2.0, batch_size=40, design=dp.Full(40))
+    opt = optimizer_of(model)
     x, y = next(iter(opt.loader(data, steps=2)))
     with pytest.raises(dp.PrivacyError):
         LOSSES["centered"][1](model(x), y).backward()
@@ -701,7 +701,8 @@ def test_a_reduction_of_ones_own_is_left_alone() -> None:
 
 
 def optimizer_of(model: nn.Module) -> dp.ClippedSGD:
-    return dp.ClippedSGD(model.parameters(), 0.1, clip=1.0, noise_multiplier=2.0, batch_size=40, design=dp.Full(40))
+    plan = dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=2.0, n=40, sampling="full")
+    return dp.ClippedSGD(model.parameters(), plan)
 
 
 def said(opt: Any, part: str) -> str:

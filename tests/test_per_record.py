@@ -151,9 +151,8 @@ def test_what_cannot_be_a_loss_of_one_record_is_refused(make: Any, message: str)
 def test_fit_takes_the_reduction_from_the_loss(reduction: str) -> None:
     data = TensorDataset(torch.randn(60, 3), torch.ones(60, 1))
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    optimizer = dp.ClippedSGD(
-        model.parameters(), 0.1, clip=1.0, noise_multiplier=5.0, batch_size=20, design=dp.Poisson(20, 60), steps=3
-    )
+    plan = dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=5.0, sampling=dp.Poisson(20, 60), steps=3)
+    optimizer = dp.ClippedSGD(model.parameters(), plan)
     loss = dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction)
     with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss_fn"):
         dp.fit(model, optimizer, data, loss, loss_reduction={"mean": "sum", "sum": "mean"}[reduction], progress=False)

@@ -23,6 +23,10 @@ N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
 LOSS = dp.losses.Logistic()
 PROBLEM = LOSS.problem(bound_x=2.0, radius=3.0)
+ADDED = dp.Budget(2.0, 1e-4, "add_remove")
+CURVED = dp.Problem(smoothness=1.0, strong_convexity=0.5, radius=3.0)
+MOMENTS = dp.Problem(smoothness=1.0, strong_convexity=0.5, radius=3.0, moment=1.0, moment_order=4.0)
+PILOT = dp.Pilot(rule="median", size=20)
 
 
 def holder(**kind: Any) -> Callable[[], StepPlan]:
@@ -44,13 +48,21 @@ def localized_users(**kind: Any) -> Callable[[], StepPlan]:
     return lambda: dp.LocalizedUserSGD.plan(**{**own, "dim": DIM + 1, **kind})
 
 
+def heavy(cls: Any, budget: dp.Budget | None = BUDGET, **kind: Any) -> Callable[[], StepPlan]:
+    return lambda: cls.plan(**{"problem": CURVED, "n": N, "budget": budget, "dim": DIM + 1, "clip": 1.0, **kind})
+
+
+def localized(budget: dp.Budget | None = BUDGET, **kind: Any) -> Callable[[], StepPlan]:
+    return heavy(dp.LocalizedSGD, budget, **{"reg": 0.1, "max_steps": 3, "min_phase": 9, **kind})
+
+
 MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "HolderSGD": (dp.HolderSGD, holder(budget=BUDGET, epochs=1)),
-    "HolderSGD, add_remove": (dp.HolderSGD, holder(budget=dp.Budget(2.0, 1e-4, "add_remove"), steps=3)),
+    "HolderSGD, add_remove": (dp.HolderSGD, holder(budget=ADDED, steps=3)),
     "HolderSGD, exact": (dp.HolderSGD, holder(budget=BUDGET, steps=2, secure="exact")),
     "HolderSGD, fixed": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="fixed", noise="constant")),
     "HolderSGD, shuffled": (dp.HolderSGD, holder(budget=BUDGET, epochs=2, sampling="shuffled")),
-    "HolderSGD, assigned": (dp.HolderSGD, holder(budget=dp.Budget(2.0, 1e-4, "add_remove"), sampling="assigned")),
+    "HolderSGD, assigned": (dp.HolderSGD, holder(budget=ADDED, sampling="assigned")),
     "HolderSGD, full": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="full", batch_size=None)),
     "HolderSGD, noise": (dp.HolderSGD, holder(noise_multiplier=3.0, steps=3, lr=0.1)),
     "HolderSGD, losses with kinks": (
@@ -102,6 +114,30 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
             phases=user_level.LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)
         ),
     ),
+    "ClippedSGD": (dp.ClippedSGD, heavy(dp.ClippedSGD, steps=4)),
+    "ClippedSGD, theory": (dp.ClippedSGD, heavy(dp.ClippedSGD, problem=MOMENTS, clip=None)),
+    "ClippedSGD, noise": (
+        dp.ClippedSGD,
+        lambda: dp.ClippedSGD.plan(n=N, clip=1.0, noise_multiplier=5.0, steps=3, lr=0.1, batch_size=16),
+    ),
+    "ClippedSGD, add_remove": (dp.ClippedSGD, heavy(dp.ClippedSGD, ADDED, steps=4)),
+    "ClippedSGD, assigned": (dp.ClippedSGD, heavy(dp.ClippedSGD, sampling="assigned", steps=4, average="uniform")),
+    "ClippedSGD, pilot": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, steps=4)),
+    "ClippedSGD, exact": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, steps=4, secure="exact")),
+    "ClippedSGD, poisson": (dp.ClippedSGD, heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, epochs=1)),
+    "ClippedSGD, shuffled": (dp.ClippedSGD, heavy(dp.ClippedSGD, sampling="shuffled", batch_size=16, epochs=2)),
+    "ClippedSGD, fixed": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, sampling="fixed", batch_size=8, epochs=1)),
+    "ClippedSGD, full": (dp.ClippedSGD, heavy(dp.ClippedSGD, sampling="full", steps=3)),
+    "AcceleratedSGD": (dp.AcceleratedSGD, heavy(dp.AcceleratedSGD, steps=4)),
+    "AcceleratedSGD, zero_out": (
+        dp.AcceleratedSGD,
+        heavy(dp.AcceleratedSGD, dp.Budget(2.0, 1e-4, "zero_out"), clip=PILOT, steps=3),
+    ),
+    "ProximalSGD": (dp.ProximalSGD, heavy(dp.ProximalSGD, steps=4, secure="exact")),
+    "LocalizedSGD": (dp.LocalizedSGD, localized()),
+    "LocalizedSGD, pilots": (dp.LocalizedSGD, localized(clip=PILOT)),
+    "LocalizedSGD, exact": (dp.LocalizedSGD, localized(sampling="poisson", secure="exact")),
+    "LocalizedSGD, phases": (dp.LocalizedSGD, lambda: dp.LocalizedSGD.plan(n=N, phases=localized()().localized)),
 }
 
 
@@ -146,25 +182,20 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
         assert adjacency in str(plan)
 
 
-SMOOTH = dp.Problem(smoothness=1.0)
-ADDED = dp.Budget(2.0, 1e-4, "add_remove")
 FILLED: dict[str, Callable[[nn.Module], tuple[Any, dp.PrivateOptimizer]]] = {
     "HolderSGD": lambda model: planned_and_made(model, dp.HolderSGD, holder(budget=ADDED, steps=3)()),
     "HolderSGD, full": lambda model: planned_and_made(
         model, dp.HolderSGD, holder(budget=ADDED, steps=2, sampling="full", batch_size=None)()
     ),
-    "one pass": lambda model: calibrated(model, dp.AcceleratedSGD, steps=4),
-    "many passes": lambda model: calibrated(model, dp.ClippedSGD, sampling="poisson", batch_size=16, steps=3),
+    "one pass": lambda model: planned_and_made(model, dp.AcceleratedSGD, heavy(dp.AcceleratedSGD, ADDED, steps=4)()),
+    "many passes": lambda model: planned_and_made(
+        model, dp.ClippedSGD, heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, steps=3)()
+    ),
 }
 
 
 def planned_and_made(model: nn.Module, cls: Any, plan: StepPlan) -> tuple[Any, dp.PrivateOptimizer]:
     return plan, cls(model.parameters(), plan)
-
-
-def calibrated(model: nn.Module, cls: Any, **kind: Any) -> tuple[Any, dp.PrivateOptimizer]:
-    settings = {"problem": SMOOTH, "n": N, "budget": ADDED, "clip": 1.0, **kind}
-    return cls.plan(**settings, dim=DIM + 1), cls.calibrated(model.parameters(), **settings)
 
 
 @pytest.mark.parametrize("name", FILLED)
@@ -247,14 +278,21 @@ def test_only_what_a_plan_wrote_is_read() -> None:
         holder(problem=own, budget=BUDGET, lr=0.1)().to_dict()
 
 
-def test_the_way_before_plans_says_what_to_write() -> None:
-    params = nn.Linear(DIM, 1).parameters()
-    with pytest.raises(AttributeError, match=r"HolderSGD.calibrated is now HolderSGD\(params, HolderSGD.plan\(...\)\)"):
-        dp.HolderSGD.calibrated(params, problem=PROBLEM, n=N, budget=BUDGET)
-    with pytest.raises(ValueError, match=r"lr, problem must be given to HolderSGD.plan\(...\)"):
-        dp.HolderSGD(params, lr=0.1, problem=PROBLEM)
-    with pytest.raises(ValueError, match=r"plan must be given to HolderSGD.plan\(...\), .* \(got 0.1\)"):
-        dp.HolderSGD(params, 0.1)
+@pytest.mark.parametrize("name", sorted({cls.__name__ for cls, _ in MADE.values()}))
+def test_the_way_before_plans_says_what_to_write(name: str) -> None:
+    params, cls = nn.Linear(DIM, 1).parameters(), getattr(dp, name)
+    with pytest.raises(AttributeError, match=rf"{name}.calibrated is now {name}\(params, {name}.plan\(...\)\)"):
+        cls.calibrated(params, problem=PROBLEM, n=N, budget=BUDGET)
+    with pytest.raises(ValueError, match=rf"lr, problem must be given to {name}.plan\(...\)"):
+        cls(params, lr=0.1, problem=PROBLEM)
+    with pytest.raises(ValueError, match=rf"plan must be given to {name}.plan\(...\), .* \(got 0.1\)"):
+        cls(params, 0.1)
+
+
+def test_a_plan_is_run_by_its_own_class() -> None:
+    plan = MADE["AcceleratedSGD"][1]()
+    with pytest.raises(ValueError, match=r"plan must be given to ClippedSGD\.plan"):
+        dp.ClippedSGD(nn.Linear(DIM, 1).parameters(), plan)
 
 
 def test_an_accountant_of_another_budget_is_refused_by_the_plan() -> None:

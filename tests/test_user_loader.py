@@ -241,9 +241,8 @@ def test_only_loaders_of_users_are_bound_to_an_optimizer_that_protects_users() -
 
 def test_a_loader_of_users_is_not_bound_to_an_optimizer_that_protects_examples() -> None:
     layer = runs.model()
-    opt = dp.ClippedSGD(
-        layer.parameters(), 1.0, clip=1.0, noise_multiplier=1.0, batch_size=15, design=dp.Poisson(15, 30), steps=3
-    )
+    plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=1.0, sampling=dp.Poisson(15, 30), steps=3)
+    opt = dp.ClippedSGD(layer.parameters(), plan)
     data, ids = runs.agreeing(30, rows=2)
     with pytest.raises(dp.PrivacyError, match="loader must draw examples"):
         opt.bind(UserLoader(data, make_sampler(opt.design, size=30, steps=3), ids))

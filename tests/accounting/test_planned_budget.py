@@ -102,15 +102,10 @@ def test_an_optimizer_of_another_plan_cannot_be_built_on_a_charged_accountant():
     accountant = Accountant(Budget(1.0, DELTA, ADD_REMOVE))
 
     def build(noise: float) -> dp.ClippedSGD:
-        return dp.ClippedSGD(
-            torch.nn.Linear(2, 1).parameters(),
-            lr=0.1,
-            clip=1.0,
-            noise_multiplier=noise,
-            batch_size=8,
-            design=dp.Poisson(8, 800),
-            accountant=accountant,
+        plan = dp.ClippedSGD.plan(
+            lr=0.1, clip=1.0, noise_multiplier=noise, sampling=dp.Poisson(8, 800), adjacency=ADD_REMOVE
         )
+        return dp.ClippedSGD(torch.nn.Linear(2, 1).parameters(), plan, accountant=accountant)
 
     build(2.0)
     accountant.authorize(STEP)

@@ -239,15 +239,8 @@ def _is_whole(accountant: Accountant) -> bool:
 
 def clipped(accountant: Accountant) -> tuple[torch.nn.Linear, dp.ClippedSGD, Iterator[list[torch.Tensor]]]:
     model = dp.attach(torch.nn.Linear(4, 1))
-    ours = dp.ClippedSGD(
-        model.parameters(),
-        lr=0.1,
-        clip=1.0,
-        noise_multiplier=2.0,
-        batch_size=8,
-        design=dp.Poisson(8, 40),
-        accountant=accountant,
-    )
+    plan = dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=2.0, sampling=dp.Poisson(8, 40))
+    ours = dp.ClippedSGD(model.parameters(), plan, accountant=accountant)
     data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
     return model, ours, iter(ours.loader(data, steps=20))
 

@@ -197,22 +197,17 @@ def _clipped(design: Callable[[int], Design], adjacency: str = "replace_one", *,
     return build
 
 
-def _heavy(cls: type[dp.PrivateOptimizer], design: Callable[[int], Design], adjacency: str = "replace_one") -> Build:
+def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = "replace_one") -> Build:
     def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
-        own = design(s.batch)
-        return cls(
-            params,
-            s.lr,
+        plan = cls.plan(
+            lr=s.lr,
             clip=1.5 * s.scale,
             noise_multiplier=s.noise,
-            batch_size=own.batch_size,
-            design=own,
+            sampling=design(s.batch),
             steps=s.steps,
-            schedule=dp.Schedule() if s.steps is None else None,
-            adjacency=adjacency if s.accountant is None else None,
-            accountant=s.accountant,
-            generator=s.generator,
+            adjacency=adjacency if s.accountant is None else s.accountant.adjacency,
         )
+        return cls(params, replace(plan, steps=s.steps), accountant=s.accountant, generator=s.generator)
 
     return build
 
@@ -224,14 +219,12 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
         index=1, n=N, batch_size=N, clip=1.5 * s.scale, steps=steps, reg=1 / s.lr, radius=INF,
         noise_std=s.noise * 1.5 * s.scale / N, error=None, uncapped_steps=steps,
     )  # fmt: skip
-    return dp.LocalizedSGD(
-        params,
-        schedule=LocalizedSchedule(phases=(phase,), rho=None),
+    plan = dp.LocalizedSGD.plan(
+        phases=LocalizedSchedule(phases=(phase,), rho=None),
         n=N,
-        adjacency=REPLACE if s.accountant is None else None,
-        accountant=s.accountant,
-        generator=s.generator,
+        adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
+    return dp.LocalizedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
 def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:

@@ -105,14 +105,15 @@ def _localized_user(params: Any, accountant: dp.Accountant) -> Any:
 
 
 _SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)
+_LOCAL = {"dim": 3, "reg": 0.1}
 CASES = {
     "holder-poisson": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2),
     "holder-fixed": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="fixed"),
     "accelerated": _steps(dp.AcceleratedSGD, _SMOOTH, clip=1.0, steps=7),
     "proximal": _steps(dp.ProximalSGD, _SMOOTH, clip=1.0, steps=7),
     "clipped": _steps(dp.ClippedSGD, _SMOOTH, clip=1.0, steps=7),
-    "localized": _steps(dp.LocalizedSGD, _SMOOTH, clip=1.0, reg=0.1, max_steps=3, min_phase=30),
-    "localized-pilot": _steps(dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), reg=0.1, max_steps=2, min_phase=600),
+    "localized": _steps(dp.LocalizedSGD, _SMOOTH, clip=1.0, **_LOCAL, max_steps=3, min_phase=30),
+    "localized-pilot": _steps(dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), **_LOCAL, max_steps=2, min_phase=600),
     "holder-output": _output(dp.HolderOutputSGD, epochs=2),
     "bolt-on": _output(dp.BoltOnPSGD, epochs=3),
     "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),

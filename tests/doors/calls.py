@@ -294,12 +294,11 @@ simple("dp.oracles.median_of_means", dp.oracles.median_of_means, rows=lambda: to
 # -- optimizers ----------
 
 
-def explicit() -> dict[str, Any]:
-    return {"params": params(), "lr": 0.1, "clip": 1.0, "noise_multiplier": 2.0, "batch_size": 6, "n": 24}
+_EXPLICIT = {"lr": 0.1, "clip": 1.0, "noise_multiplier": 2.0, "batch_size": 6, "n": 24}
 
 
 def heavy() -> dict[str, Any]:
-    return {"problem": moments(), "n": N, "budget": budget()}
+    return {"problem": moments(), "n": N, "budget": budget(), "dim": DIM}
 
 
 @functools.cache
@@ -333,7 +332,7 @@ def holder_output_plan() -> Any:
 
 
 @functools.cache
-def localized_plan() -> LocalizedSchedule:
+def phases() -> LocalizedSchedule:
     phase = LocalizedPhase(
         index=1,
         n=24,
@@ -358,12 +357,15 @@ def user_phases() -> LocalizedUserPlan:
 
 for _cls in (dp.ClippedSGD, dp.AcceleratedSGD, dp.ProximalSGD):
     _own = f"dp.{_cls.__name__}"
-    CALLS[_own] = lambda cls=_cls: (cls, explicit())
-    CALLS[f"{_own}.calibrated"] = lambda cls=_cls: (cls.calibrated, {"params": params()} | heavy())
-    CALLS[f"{_own}.plan"] = lambda cls=_cls: (cls.plan, {"dim": DIM} | heavy())
-CALLS["dp.LocalizedSGD"] = lambda: (dp.LocalizedSGD, {"params": params(), "schedule": localized_plan(), "n": 24})
-CALLS["dp.LocalizedSGD.calibrated"] = lambda: (dp.LocalizedSGD.calibrated, {"params": params()} | heavy())
-CALLS["dp.LocalizedSGD.plan"] = lambda: (dp.LocalizedSGD.plan, {"dim": DIM} | heavy())
+    CALLS[_own] = lambda cls=_cls: (cls, {"params": params(), "plan": cls.plan(**_EXPLICIT)})
+    CALLS[f"{_own}.plan"] = lambda cls=_cls: (cls.plan, heavy())
+    CALLS[f"{_own}.plan[noise]"] = lambda cls=_cls: (cls.plan, {**_EXPLICIT})
+CALLS["dp.LocalizedSGD"] = lambda: (
+    dp.LocalizedSGD,
+    {"params": params(), "plan": dp.LocalizedSGD.plan(phases=phases(), n=24)},
+)
+CALLS["dp.LocalizedSGD.plan"] = lambda: (dp.LocalizedSGD.plan, heavy())
+CALLS["dp.LocalizedSGD.plan[phases]"] = lambda: (dp.LocalizedSGD.plan, {"phases": phases(), "n": 24})
 CALLS["dp.HolderSGD"] = lambda: (
     dp.HolderSGD,
     {

@@ -58,6 +58,13 @@ def joint(layer: nn.Module) -> np.ndarray:
     return np.concatenate([p.detach().double().numpy().ravel() for p in layer.parameters()])
 
 
+def made(cls: Any, params: Iterable[Any], **kind: Any) -> Any:
+    """Returns an optimizer of this plan; what is no number of a plan is given to the class."""
+    names = ("rule", "prox", "reg", "accountant", "generator")
+    own = {name: kind.pop(name) for name in names if name in kind}
+    return cls(params, cls.plan(**kind), **own)
+
+
 @dataclass
 class Run:
     """A model and its optimizer; `batches` notes the numbers of the records of each step."""

@@ -59,10 +59,15 @@ def test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them():
     for design in (dp.Poisson(6, 24), dp.Fixed(6, 24), dp.Assigned(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
         with pytest.raises(dp.AdjacencyError, match="design must keep the places of rows for Coordinatewise"):
-            dp.AcceleratedSGD(torch.nn.Linear(2, 1).parameters(), 0.1, oracle=oracle, design=design)
+            own(oracle, design)
     for design in (dp.Disjoint(6, 24), dp.Shuffled(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
-        assert dp.AcceleratedSGD(torch.nn.Linear(2, 1).parameters(), 0.1, oracle=oracle, design=design).oracle is oracle
+        assert own(oracle, design).oracle is oracle
+
+
+def own(oracle: dp.oracles.MeanOracle, design: dp.Design) -> dp.PrivateOptimizer:
+    params = torch.nn.Linear(2, 1).parameters()
+    return dp.PrivateOptimizer(params, 0.1, oracle=oracle, rule=dp.rules.Accelerated(), design=design)
 
 
 # -- budgets that bury the signal -------------------------------------------------------------------------------------

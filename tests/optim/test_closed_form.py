@@ -441,9 +441,8 @@ def test_the_data_are_not_written_to_and_no_gradient_is_left() -> None:
 def test_a_budget_that_is_used_up_ends_a_run_in_closed_form_as_any_other() -> None:
     model = linear()
     budget = dp.Budget(1.0, 1e-3)
-    optimizer = dp.ClippedSGD.calibrated(
-        model.parameters(), n=N, budget=budget, clip=0.5, problem=dp.Problem(), steps=4, sampling="full", lr=0.1
-    )
+    plan = dp.ClippedSGD.plan(n=N, budget=budget, clip=0.5, steps=4, sampling="full", lr=0.1)
+    optimizer = dp.ClippedSGD(model.parameters(), plan)
     dp.fit(model, optimizer, records(BCE), BCE, progress=False)
     assert optimizer.privacy_spent().epsilon == pytest.approx(1.0, rel=1e-3)
     with pytest.raises(dp.errors.SequenceError, match="finalized"):

@@ -24,6 +24,7 @@ from tests.optim.heavy_runs import (
     check_resumption,
     gradient_of,
     joint,
+    made,
     model,
     records,
     reloaded,
@@ -42,8 +43,8 @@ def build(
     *,
     lr: float = 0.1,
     noise: float = 0.0,
-    n: int = N,
-    batch: int = 6,
+    n: int | None = N,
+    batch: int | None = 6,
     clip: float = 1.5,
     dtype: torch.dtype = torch.float32,
     groups: bool = False,
@@ -55,15 +56,15 @@ def build(
     params = [{"params": [p]} for p in layer.parameters()] if groups else layer.parameters()
     if weights is not None:
         changes["rule"] = dp.rules.ScheduledSGD(factors, weights)
-    changes = {"n": n, **changes}
-    return Run(layer, dp.ClippedSGD(params, lr, clip=clip, noise_multiplier=noise, batch_size=batch, **changes))
+    kind = {"lr": lr, "clip": clip, "noise_multiplier": noise, "batch_size": batch, "n": n, **changes}
+    return Run(layer, made(dp.ClippedSGD, params, **kind))
 
 
 def calibrated(adjacency: str = "replace_one", n: int = 120, **changes: Any) -> Run:
     layer = model()
-    arguments: dict[str, Any] = {"problem": PROBLEM, "clip": 2.0, **changes}
+    arguments: dict[str, Any] = {"problem": PROBLEM, "clip": 2.0, "dim": layer, **changes}
     budget = dp.Budget(1.0, DELTA, adjacency)
-    return Run(layer, dp.ClippedSGD.calibrated(layer.parameters(), n=n, budget=budget, **arguments))
+    return Run(layer, made(dp.ClippedSGD, layer.parameters(), n=n, budget=budget, **arguments))
 
 
 # -- the paper, line by line ------------------------------------------------------------------------------------------
@@ -100,13 +101,13 @@ def test_steps_and_average_are_those_of_algorithm_6(
 def test_the_calibrated_rule_has_the_steps_and_weights_of_the_theorem() -> None:
     for steps in (3, 20):  # without, and with the second half
         run = calibrated(steps=steps)
-        made = averaging_schedule(strong_convexity=0.5, inverse_lr_cap=2.0, steps=steps)
+        expected = averaging_schedule(strong_convexity=0.5, inverse_lr_cap=2.0, steps=steps)
         lr = run.opt.param_groups[0]["lr"]
         settings = run.opt.rule.settings()
-        np.testing.assert_allclose([lr * f for f in settings["factors"]], made.lr, rtol=1e-12)
-        assert settings["weights"] == list(made.weights)
-        assert max(made.lr) <= 1 / 2.0
-    assert made.lr[-1] < made.lr[0]
+        np.testing.assert_allclose([lr * f for f in settings["factors"]], expected.lr, rtol=1e-12)
+        assert settings["weights"] == list(expected.weights)
+        assert max(expected.lr) <= 1 / 2.0
+    assert expected.lr[-1] < expected.lr[0]
 
 
 @pytest.mark.parametrize("average", ["last", "uniform", "weighted"])
@@ -126,10 +127,8 @@ def test_adam_moves_by_private_means() -> None:
     layer, twin = model(torch.float64), torch.nn.Linear(3, 1, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     inner, plain = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (layer, twin))
-    opt = dp.ClippedSGD(
-        inner.param_groups, 0.1, clip=1.5, noise_multiplier=0.0, batch_size=6, n=N, rule=dp.rules.TorchRule(inner)
-    )
-    run = Run(layer, opt)
+    plan = dp.ClippedSGD.plan(n=N, lr=0.1, clip=1.5, noise_multiplier=0.0, batch_size=6)
+    run = Run(layer, dp.ClippedSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner)))
     for batch in run.seeded():
         w = joint(layer)
         run.train([batch])
@@ -151,6 +150,7 @@ def test_adam_moves_by_private_means() -> None:
         {"sampling": "poisson", "batch_size": 12, "epochs": 1},
         {"sampling": "fixed", "batch_size": 12, "epochs": 1},
         {"sampling": "full", "steps": 5},
+        {"sampling": "assigned", "steps": 4},
     ],
 )
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(changes: dict[str, Any], adjacency: str) -> None:
@@ -198,13 +198,13 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
         {"weights": None},
         {"noise": 1.0},
         {"batch": 5, "steps": 4},
-        {"n": None, "design": dp.Shuffled(6, N), "steps": 4},
+        {"n": None, "batch": None, "sampling": dp.Shuffled(6, N), "steps": 4},
     )
 
 
-@pytest.mark.parametrize("sampling", ["one-pass", "poisson", "full"])
+@pytest.mark.parametrize("sampling", ["shuffled", "poisson", "full"])
 def test_an_interrupted_fit_goes_on(sampling: str) -> None:
-    if sampling == "one-pass":
+    if sampling == "shuffled":
         check_interrupted_fit(partial(calibrated, steps=6), at=3)
         return
     changes = {"batch_size": 12, "epochs": 1} if sampling == "poisson" else {"steps": 4}
@@ -241,10 +241,11 @@ def test_a_rule_with_fewer_steps_than_are_planned_is_refused_before_anything_is_
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"average": "uniform"}, "average must be given to the rule"),
         ({"weights": None, "average": "median"}, "average must be"),
         ({"clip": -1.0}, "clip must be > 0"),
-        ({"n": None, "design": dp.Poisson(5, N), "steps": 3}, "batch_size must be 5"),
+        ({"sampling": dp.Poisson(5, N), "steps": 3}, "batch_size must be 5"),
+        ({"noise": None}, "budget or noise_multiplier must be given"),
+        ({"weights": None, "n": None, "batch": None}, "batch_size must be given where n is not"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
@@ -256,8 +257,15 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
     ("changes", "words"),
     [
         ({"sampling": "shuffle"}, "sampling must be"),
-        ({"epochs": 2}, "epochs and batch_size must not be given for one pass"),
-        ({"batch_size": 5}, "epochs and batch_size must not be given for one pass"),
+        ({"sampling": "assigned", "epochs": 2}, "epochs must be 1 for one pass"),
+        ({"batch_size": 121}, "batch_size must be <= n=120"),
+        ({"sampling": dp.Disjoint(20, 120), "clip": dp.Pilot(size=20)}, "sampling must be a word"),
+        (
+            {"sampling": "assigned", "clip": dp.Pilot(rule="median", size=60)},
+            "sampling must be 'shuffled'.*after a pilot",
+        ),
+        ({"clip": dp.Pilot(size=20), "dim": None}, "dim must be given for a pilot"),
+        ({"problem": dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0), "dim": None}, "dim must be given where"),
         ({"sampling": "poisson", "clip": None}, r"clip=dp.Pilot\(\), or a number"),
         ({"sampling": "poisson", "steps": 3, "epochs": 1}, "steps and epochs must not be given both"),
         ({"sampling": "poisson", "batch_size": 121}, "batch_size must be <= n=120"),
@@ -266,12 +274,9 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
         ({"sampling": "full", "batch_size": 7, "steps": 2}, "batch_size"),
         ({"problem": dp.Problem()}, "smoothness"),
         ({"steps": 121}, "steps must be <="),
-        ({"average": "last", "rule": dp.rules.SGD()}, "average"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    if changes.get("rule") is not None:
-        changes = {**changes, "average": "uniform"}
     with pytest.raises((ValueError, dp.MissingConstantError), match=words):
         calibrated(**changes)
 
@@ -280,6 +285,6 @@ def test_no_declared_sampling_warns_and_is_for_replace_one_only() -> None:
     with pytest.warns(dp.UtilityWarning, match="no sampling declared"):
         opt = build(n=None, weights=None).opt
     assert opt.schedule.steps is None
-    with pytest.warns(dp.UtilityWarning), pytest.raises(dp.AdjacencyError):
+    with pytest.raises(dp.AdjacencyError, match="n must be given under add_remove"):
         build(n=None, weights=None, adjacency="add_remove")
     assert LOSS(torch.ones(1, 1), torch.zeros(1, 1)).item() == 0.5

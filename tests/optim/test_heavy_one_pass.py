@@ -27,6 +27,7 @@ from tests.optim.heavy_runs import (
     check_resumption,
     gradient_of,
     joint,
+    made,
     model,
     parts_used,
     records,
@@ -57,16 +58,17 @@ def build(
 ) -> Run:
     layer = model(dtype)
     params = [{"params": [p]} for p in layer.parameters()] if groups else layer.parameters()
-    return Run(layer, cls(params, lr, clip=clip, noise_multiplier=noise, batch_size=batch, n=n, **changes))
+    kind = {"lr": lr, "clip": clip, "noise_multiplier": noise, "batch_size": batch, "n": n, **changes}
+    return Run(layer, made(cls, params, **kind))
 
 
 def calibrated(
     cls: type[dp.PrivateOptimizer] = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = 120, **changes: Any
 ) -> Run:
     layer = model()
-    arguments: dict[str, Any] = {"problem": PROBLEM, "clip": 2.0, "steps": 4, **changes}
+    arguments: dict[str, Any] = {"problem": PROBLEM, "clip": 2.0, "steps": 4, "dim": layer, **changes}
     budget = dp.Budget(1.0, DELTA, adjacency)
-    return Run(layer, cls.calibrated(layer.parameters(), n=n, budget=budget, **arguments))
+    return Run(layer, made(cls, layer.parameters(), n=n, budget=budget, **arguments))
 
 
 # -- the paper, line by line ------------------------------------------------------------------------------------------
@@ -139,6 +141,20 @@ def test_the_planned_step_size_and_steps_are_those_of_the_theorem() -> None:
     assert proximal.lr == 1 / (2 * 2.0)
 
 
+def test_a_risk_bound_is_given_only_where_the_theorem_covers_the_run() -> None:
+    law = dp.Problem(smoothness=2.0, moment=3.0, moment_order=4.0, strong_convexity=0.5, pl_constant=0.5, radius=1.0)
+    kind = {"problem": law, "n": 2000, "dim": 4}
+    for cls in (*CLASSES, dp.ClippedSGD):
+        plan = cls.plan(**kind, budget=dp.Budget(1.0, DELTA))
+        assert plan.risk_bound is not None
+        assert "excess risk of the answer at most" in str(plan)
+        own = cls.plan(**kind, noise_multiplier=plan.noise_multiplier)
+        assert (own.steps, own.clip, own.risk_bound) == (plan.steps, plan.clip, plan.risk_bound)
+        for change in ({"lr": plan.lr}, {"batch_size": 7}, {"sampling": "assigned"}):
+            assert cls.plan(**kind, noise_multiplier=own.noise_multiplier, **change).risk_bound is None
+    assert dp.ClippedSGD.plan(**kind, noise_multiplier=5.0, average="last").risk_bound is None
+
+
 def test_the_noise_is_that_of_one_batch_on_the_clipped_sum() -> None:
     run = calibrated()
     run.train(steps=1)
@@ -191,8 +207,9 @@ def test_each_record_is_used_once(cls: Any, adjacency: str) -> None:
 
 
 def test_add_remove_is_refused_with_batches_that_are_cut_by_position() -> None:
-    with pytest.raises(dp.AdjacencyError, match="add_remove"):
-        build(n=None, design=dp.Disjoint(6, N), adjacency="add_remove")
+    for sampling in ("shuffled", dp.Disjoint(6, N)):
+        with pytest.raises(dp.AdjacencyError, match="add_remove"):
+            build(sampling=sampling, adjacency="add_remove")
 
 
 def test_batches_that_may_repeat_a_record_are_refused() -> None:
@@ -266,9 +283,8 @@ def test_all_of_the_records_train_under_add_remove_too() -> None:
 
 def test_a_true_size_that_is_private_is_in_no_public_checkpoint() -> None:
     layer = model()
-    opt = dp.AcceleratedSGD(
-        layer.parameters(), 0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n=N, adjacency="add_remove"
-    )
+    plan = dp.AcceleratedSGD.plan(n=N, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, adjacency="add_remove")
+    opt = dp.AcceleratedSGD(layer.parameters(), plan)
     for x, y, _ in opt.loader(records(N + 3)):
         LOSS(layer(x), y).backward()
         opt.step()
@@ -438,16 +454,15 @@ def test_frozen_parameters_stay_and_are_no_part_of_the_constraint(cls: Any) -> N
     layer.bias.requires_grad_(False)
     with torch.no_grad():
         layer.bias.fill_(5.0)
-    opt = cls(layer.parameters(), 0.05, clip=1.5, noise_multiplier=0.0, batch_size=6, n=N, prox=dp.prox.Ball(0.3))
+    plan = cls.plan(n=N, lr=0.05, clip=1.5, noise_multiplier=0.0, batch_size=6)
+    opt = cls(layer.parameters(), plan, prox=dp.prox.Ball(0.3))
     run = Run(layer, opt).train()
     assert layer.bias.item() == 5.0
     norm = float(layer.weight.detach().double().norm())
     assert 0.25 < norm <= 0.3
     other = Run(model(), None)  # type: ignore[arg-type]
     other.model.bias.requires_grad_(False)
-    other.opt = cls(
-        other.model.parameters(), 0.05, clip=1.5, noise_multiplier=0.0, batch_size=6, n=N, prox=dp.prox.Ball(0.3)
-    )
+    other.opt = cls(other.model.parameters(), plan, prox=dp.prox.Ball(0.3))
     run = Run(run.model, run.opt)
     state = saved(run)
     other.model.load_state_dict(state["model"])
@@ -465,7 +480,7 @@ def test_the_regularizer_is_added_after_the_clip(cls: Any) -> None:
     nn.init.constant_(layer.weight, 100.0)
     nn.init.constant_(layer.bias, 0.0)
     dp.attach(layer)
-    opt = cls(layer.parameters(), 0.1, clip=1e-3, noise_multiplier=0.0, batch_size=2, n=4, reg=5.0)
+    opt = cls(layer.parameters(), cls.plan(n=4, lr=0.1, clip=1e-3, noise_multiplier=0.0, batch_size=2), reg=5.0)
     for (x,) in opt.loader(TensorDataset(torch.zeros(4, 3, dtype=torch.float64))):
         (0 * layer(x)).mean().backward()
         opt.step()
@@ -499,21 +514,25 @@ def test_weight_decay_in_the_loss_or_in_the_arguments_is_refused(cls: Any) -> No
         ({"clip": 0.0}, "clip must be > 0"),
         ({"clip": math.inf}, "clip must be"),
         ({"clip": math.nan}, "clip must be"),
-        ({"clip": None}, "clip must be given.*calibrated"),
         ({"noise": -1.0}, "noise_multiplier must be >= 0"),
-        ({"noise": None}, "noise_multiplier must be given"),
+        ({"noise": None}, "budget or noise_multiplier must be given"),
+        ({"clip": None}, "clip or pilot must be given"),
         ({"batch": 0}, "batch_size must be"),
         ({"batch": 27}, "batch_size must be <= n=26"),
         ({"n": 0}, "n must be"),
         ({"n": 2.5}, "n must be an integer"),
         ({"steps": 0}, "steps must be"),
         ({"reg": -1.0}, "reg must be >= 0"),
-        ({"oracle": dp.oracles.Clipped(1.0, 1.0, 6)}, "batch_size must not be given beside an oracle"),
-        ({"oracle": "clip", "clip": None, "noise": None, "batch": None}, "oracle must be a MeanOracle"),
         ({"prox": dp.prox.L1(0.1)}, "prox must be a projection.*ProximalSGD"),
-        ({"design": dp.Disjoint(6, 25)}, "n must be 25, that of the design"),
+        ({"sampling": dp.Disjoint(6, 25)}, "n must be 25, that of the design"),
+        ({"sampling": dp.Disjoint(5, N)}, "batch_size must be 5"),
+        ({"sampling": dp.Poisson(6, N)}, "sampling must be one pass"),
+        ({"sampling": "poisson"}, "sampling must be one of shuffled, assigned"),
+        ({"n": None}, "sampling must be one pass over n records"),
+        ({"epochs": 2}, "epochs must be 1 for one pass"),
+        ({"steps": 6}, "steps must be <= 5, one pass"),
         ({"adjacency": "bounded"}, "adjacency must be"),
-        ({"steps": 2, "schedule": dp.Schedule((dp.Phase(4),))}, "steps|schedule"),
+        ({"average": "last"}, "average must be one of weighted"),
         ({"prox": 1}, "prox must be"),
     ],
 )
@@ -576,18 +595,7 @@ def test_a_penalty_over_all_parameters_with_several_rates_is_refused_before_anyt
     layer = model()
     groups = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
     accountant = dp.Accountant()
+    plan = dp.ProximalSGD.plan(n=N, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6)
     with pytest.raises(ValueError, match="lr must be the same"):
-        Run(
-            layer,
-            dp.ProximalSGD(
-                groups,
-                0.1,
-                clip=1.0,
-                noise_multiplier=1.0,
-                batch_size=6,
-                n=N,
-                prox=dp.prox.L2(0.1),
-                accountant=accountant,
-            ),
-        ).train()
+        Run(layer, dp.ProximalSGD(groups, plan, prox=dp.prox.L2(0.1), accountant=accountant)).train()
     assert len(accountant) == 0

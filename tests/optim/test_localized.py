@@ -26,6 +26,7 @@ from tests.optim.heavy_runs import (
     check_resumption,
     gradient_of,
     joint,
+    made,
     model,
     parts_used,
     records,
@@ -68,14 +69,15 @@ def build(
     params = [{"params": [p]} for p in layer.parameters()] if groups else layer.parameters()
     phases = tuple(replace(p, noise_std=noise * p.clip / p.batch_size) for p in phases)
     schedule = LocalizedSchedule(phases=phases, rho=None)
-    return Run(layer, dp.LocalizedSGD(params, schedule=schedule, n=n, **changes))
+    return Run(layer, made(dp.LocalizedSGD, params, phases=schedule, n=n, **changes))
 
 
 def calibrated(adjacency: str = "replace_one", n: int = 120, **changes: Any) -> Run:
     layer = model()
-    arguments: dict[str, Any] = {"problem": dp.Problem(), "clip": 2.0, "reg": 0.1, "max_steps": 4, **changes}
-    budget = dp.Budget(1.0, DELTA, adjacency)
-    return Run(layer, dp.LocalizedSGD.calibrated(layer.parameters(), n=n, budget=budget, **arguments))
+    kind: dict[str, Any] = {"dim": layer, "clip": 2.0, "reg": 0.1, "max_steps": 4, **changes}
+    own = {name: kind.pop(name) for name in ("prox", "accountant") if name in kind}  # reg is the plan's
+    plan = dp.LocalizedSGD.plan(n=n, budget=dp.Budget(1.0, DELTA, adjacency), **kind)
+    return Run(layer, dp.LocalizedSGD(layer.parameters(), plan, **own))
 
 
 def literal_phases(phases: tuple[LocalizedPhase, ...]) -> list[literal.Phase]:
@@ -397,7 +399,8 @@ def test_a_run_that_ends_early_answers_with_what_it_has() -> None:
         ({"n": 20}, "at most n=20 records"),
         ({"sampling": "shuffled"}, "sampling must be"),
         ({"phases": BALLS, "prox": dp.prox.Box(-1, 1)}, "prox must be Ball or Identity"),
-        ({"pilots": (None,)}, "pilots must be"),
+        ({"method": "ball"}, "must not be given beside phases"),
+        ({"clip": 1.0}, "must not be given beside phases"),
         ({"adjacency": "bounded"}, "adjacency must be"),
         ({"prox": 1}, "prox must be"),
     ],
@@ -408,8 +411,13 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
 
 
 def test_a_schedule_of_another_kind_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="schedule must be"):
-        dp.LocalizedSGD(model().parameters(), schedule=dp.Schedule((dp.Phase(3),)), n=30)
+    with pytest.raises(ValueError, match="phases must be a LocalizedSchedule"):
+        dp.LocalizedSGD.plan(phases=dp.Schedule((dp.Phase(3),)), n=30)
+    with pytest.raises(ValueError, match=r"budget and dim .* must be given for phases to be chosen, or phases="):
+        dp.LocalizedSGD.plan(n=30)
+    plan = dp.LocalizedSGD.plan(phases=LocalizedSchedule(phases=PHASES, rho=None), n=30)
+    with pytest.raises(ValueError, match="pilots must be one per phase, 3"):
+        replace(plan, pilots=(None,))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,10 @@ from tests.optim.heavy_runs import (
 )
 from tests.reference import heavy_tailed_literal as literal
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.clip_selection import C_MAX, C_MIN
 from torch_dpsco.mechanisms.exponential import geometric_grid
+from torch_dpsco.optim.localized_plan import parts_of
 from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.oracles.pilot import QuantilePilot
 from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
 
 # Seeds warn in every test here, and pilots that are too small to resolve their quantile.
@@ -56,10 +58,10 @@ CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]
 def calibrated(cls: Any = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = N, **changes: Any) -> Run:
     layer = model()
     localized = cls is dp.LocalizedSGD
-    arguments: dict[str, Any] = {"clip": PILOT, "problem": dp.Problem() if localized else PROBLEM}
+    arguments: dict[str, Any] = {"clip": PILOT, "problem": dp.Problem() if localized else PROBLEM, "dim": layer}
     arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4}
-    budget = dp.Budget(1.0, DELTA, adjacency)
-    return Run(layer, cls.calibrated(layer.parameters(), n=n, budget=budget, **{**arguments, **changes}))
+    plan = cls.plan(n=n, budget=dp.Budget(1.0, DELTA, adjacency), **{**arguments, **changes})
+    return Run(layer, cls(layer.parameters(), plan))
 
 
 def quiet(
@@ -67,7 +69,14 @@ def quiet(
 ) -> Run:
     """Returns a run without noise; the pilot takes the threshold of the exact rank."""
     layer = model(dtype)
-    changes["generator"] = torch.Generator().manual_seed(5)  # several thresholds have one rank
+    generator = torch.Generator().manual_seed(5)  # several thresholds have one rank
+    return Run(layer, cls(layer.parameters(), quiet_plan(cls, epsilon, **changes), generator=generator))
+
+
+def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes: Any) -> Any:
+    def pilot(size: int) -> PilotPlan:
+        return PilotPlan(size, epsilon, quantile, C_MIN, C_MAX)
+
     if cls is dp.LocalizedSGD:
         phases = [
             LocalizedPhase(
@@ -76,12 +85,14 @@ def quiet(
             )
             for i, (n, T, copies) in enumerate([(20, 3, 1), (10, 2, 2), (5, 2, 1)], start=1)
         ]  # fmt: skip
-        pilots = (QuantilePilot(30, epsilon, quantile=0.8), QuantilePilot(20, epsilon, quantile=0.8), None)
-        schedule = LocalizedSchedule(phases=tuple(phases), rho=None)
-        return Run(layer, cls(layer.parameters(), schedule=schedule, n=N, pilots=pilots, **changes))
-    plan = PilotPlan(dp.Pilot(size=SIZE), SIZE, N, epsilon, changes.pop("quantile", 0.8))
-    oracle, design, schedule = plan.before(changes.pop("design", dp.Disjoint(30, 120)), 4, 0.0)
-    return Run(layer, cls(layer.parameters(), 0.05, oracle=oracle, design=design, schedule=schedule, **changes))
+        plan = cls.plan(n=N, phases=LocalizedSchedule(phases=tuple(phases), rho=None), **changes)
+        pilots = (pilot(30), pilot(20), None)
+        design = parts_of(plan.localized, pilots, N, dp.Poisson)
+        return replace(plan, pilots=pilots, design=design, steps=design.steps_per_epoch)
+    kind = {"batch_size": 30, "steps": 4, "average": None if cls is dp.AcceleratedSGD else "last", **changes}
+    plan = cls.plan(n=N - SIZE, lr=0.05, clip=1.0, noise_multiplier=0.0, **kind)
+    parts = dp.Parts(((dp.Full(SIZE), 1), (plan.design, 4)), N)
+    return replace(plan, clip=None, pilot=pilot(SIZE), design=parts, steps=5)
 
 
 # -- ledger -----------------------------------------------------------------------------------------------------------
@@ -130,10 +141,10 @@ def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
     """One coefficient, so that minibatches of a single record are planned."""
     budget = dp.Budget(1.0, DELTA)
     layer = dp.attach(torch.nn.Linear(1, 1, bias=False))
-    opt = dp.LocalizedSGD.calibrated(
-        layer.parameters(), problem=dp.Problem(), n=400, budget=budget, clip=dp.Pilot(size=size), reg=0.1,
-        max_steps=5000, sampling=sampling,
-    )  # fmt: skip
+    plan = dp.LocalizedSGD.plan(
+        n=400, dim=layer, budget=budget, clip=dp.Pilot(size=size), reg=0.1, max_steps=5000, sampling=sampling
+    )
+    opt = dp.LocalizedSGD(layer.parameters(), plan)
     assert Ledger([opt.ahead()]).epsilon(DELTA, "replace_one") <= 1.0
 
 
@@ -225,10 +236,8 @@ def test_metrics_have_the_same_names_at_every_step() -> None:
 def test_schedulers_and_adam_pass_a_still_step() -> None:
     layer = model()
     inner = torch.optim.Adam(layer.parameters(), lr=0.1)
-    oracle, design, schedule = PilotPlan(dp.Pilot(size=30), 30, N, 1e6, 0.8).before(dp.Disjoint(30, 120), 4, 0.0)
-    opt = dp.ClippedSGD(
-        inner.param_groups, 0.1, oracle=oracle, design=design, schedule=schedule, rule=dp.rules.TorchRule(inner)
-    )
+    plan = replace(quiet_plan(dp.ClippedSGD), lr=0.1)
+    opt = dp.ClippedSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner))
     scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
     run, moved = Run(layer, opt), []
     for batch in run.seeded():
@@ -257,7 +266,7 @@ def test_a_pilot_sees_no_later_group() -> None:
 BUILDS = {
     "accelerated": quiet,
     "clipped": partial(quiet, dp.ClippedSGD, average="uniform"),
-    "full": partial(quiet, dp.ClippedSGD, design=dp.Full(120)),
+    "full": partial(quiet, dp.ClippedSGD, sampling="full", batch_size=None),
     "localized": partial(quiet, dp.LocalizedSGD),
 }
 
@@ -291,7 +300,7 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
         quiet,
         {"epsilon": 2.0},
         {"quantile": 0.7},
-        {"design": dp.Full(120)},
+        {"sampling": dp.Full(120), "batch_size": None, "cls": dp.ClippedSGD},
         {"cls": dp.ProximalSGD},
         {"adjacency": "zero_out"},
     )

@@ -235,11 +235,9 @@ def test_figures_of_examples_and_of_users_never_mix() -> None:
     with pytest.raises(dp.UnitError, match="budget must be of unit 'user'"):
         dp.UserClippedSGD.plan(n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
     people = dp.Accountant(unit="user")
+    plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=9.0, sampling=dp.Disjoint(5, 10))
     with pytest.raises(dp.UnitError, match="unit"):
-        dp.ClippedSGD(
-            layer.parameters(), 1.0, clip=1.0, noise_multiplier=9.0, batch_size=5, design=dp.Disjoint(5, 10),
-            accountant=people,
-        )  # fmt: skip
+        dp.ClippedSGD(layer.parameters(), plan, accountant=people)
     assert runs.clipped(10, noise_multiplier=9.0, accountant=people).opt.accountant is people
     assert len(examples) == len(people) == 0
 
@@ -331,9 +329,8 @@ def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
     with pytest.raises(dp.UnitError, match="users must be given for UserClippedSGD"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, progress=False)
     layer = runs.model()
-    opt = dp.ClippedSGD(
-        layer.parameters(), 1.0, clip=1.0, noise_multiplier=9.0, batch_size=40, design=dp.Full(40), steps=1
-    )
+    plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=9.0, sampling="full", n=40, steps=1)
+    opt = dp.ClippedSGD(layer.parameters(), plan)
     with pytest.raises(dp.UnitError, match="users must not be given for ClippedSGD"):
         dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
     with pytest.raises(dp.UnitError, match="one id per record"):

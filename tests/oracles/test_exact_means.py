@@ -180,7 +180,7 @@ OPTIMIZERS = {
         {"problem": dp.Problem(smoothness=2.0), "clip": 1.0, "steps": 3, "sampling": "poisson", "batch_size": 10},
     ),
     "accelerated": (dp.AcceleratedSGD, {"problem": dp.Problem(smoothness=2.0, radius=3.0), "clip": 1.0, "steps": 3}),
-    "localized": (dp.LocalizedSGD, {"problem": dp.Problem(), "clip": 1.0, "reg": 0.1, "max_steps": 3, "min_phase": 9}),
+    "localized": (dp.LocalizedSGD, {"dim": 4, "clip": 1.0, "reg": 0.1, "max_steps": 3, "min_phase": 9}),
 }
 
 
@@ -188,9 +188,7 @@ def made(name: str, secure: str | None, **changes: object):
     kind, arguments = OPTIMIZERS[name]
     model = dp.attach(nn.Linear(3, 1))
     given = {"n": 60, "budget": dp.Budget(2.0, 1e-3)} | arguments | changes
-    if kind is dp.HolderSGD:
-        return model, kind(model.parameters(), kind.plan(**given, secure=secure))
-    return model, kind.calibrated(model.parameters(), **given, secure=secure)
+    return model, kind(model.parameters(), kind.plan(**given, secure=secure))
 
 
 def run(model, optimizer):
@@ -217,10 +215,10 @@ def test_a_run_that_goes_on_in_floating_point_has_the_sentence():
     accountant = dp.Accountant()
     for secure in ("exact", None):
         model = dp.attach(nn.Linear(3, 1))
-        optimizer = dp.ClippedSGD(
-            model.parameters(), 0.1, clip=1.0, noise_multiplier=3.0, batch_size=10, design=Fixed(10, 60), steps=6,
-            accountant=accountant, secure=secure,
-        )  # fmt: skip
+        plan = dp.ClippedSGD.plan(
+            lr=0.1, clip=1.0, noise_multiplier=3.0, sampling=Fixed(10, 60), steps=6, secure=secure
+        )
+        optimizer = dp.ClippedSGD(model.parameters(), plan, accountant=accountant)
         said_before = said(run(model, optimizer).report(1e-3))
         assert (IDEAL in said_before) is (secure is None)
 
@@ -250,7 +248,9 @@ def test_copies_and_checkpoints_stay_exact():
 def test_oracles_that_have_no_exact_form_refuse_by_name():
     for oracle in (oracles.Exact(60), oracles.Coordinatewise(1.0, 1.0, 60, 1)):
         with pytest.raises(dp.ConditionError, match=f"secure must be None for {type(oracle).__name__}"):
-            dp.ClippedSGD(nn.Linear(3, 1).parameters(), 0.1, oracle=oracle, design=Full(60), steps=1, secure="exact")
+            dp.PrivateOptimizer(
+                nn.Linear(3, 1).parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=Full(60), secure="exact"
+            )
 
 
 def test_no_noise_too_much_noise_and_late_calls_are_refused_before_a_charge():

@@ -1,27 +1,40 @@
-"""Public numbers of planned runs on heavy-tailed gradients, and what their planners share."""
+"""Public numbers of planned runs on clipped means, and what their planners share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
+from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson
+from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.optim.checks import listed
 from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.optim.planned import costs
+from torch_dpsco.optim.planned import StepPlan
+from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
+from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.oracles.pilot import PilotClipped
 from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
+from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
+from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["FEW_STEPS", "HeavyTailedPlan", "Theory", "dimension", "one_pass", "release_noise", "scale_of", "zcdp_of"]
-
-FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
+__all__ = [
+    "AcceleratedPlan",
+    "ClippedPlan",
+    "ProximalPlan",
+    "Theory",
+    "after_pilot",
+    "release_noise",
+    "scale_of",
+    "zcdp_of",
+]
 
 
 @dataclass(frozen=True)
@@ -42,71 +55,117 @@ class Theory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeavyTailedPlan:
-    """Public numbers of a planned run, before anything is spent.
+class ClippedPlan(StepPlan):
+    """Public numbers of a run on clipped means.
 
     Args:
-        n: public number of records.
-        dim: number of parameters.
-        design: how batches of the training records are drawn.
-        steps: number of steps, without that of a pilot.
-        lr: step size.
         clip: C; None if a pilot chooses it.
         noise_multiplier: noise std on the sum of rows over C.
-        adjacency: of the guarantee.
-        epsilon: target.
-        delta: target.
-        pilot: group that chooses the clip, or None.
+        pilot: group of records that chooses the clip in a first step, which `steps` counts; None for none.
+        factors: step sizes over `lr`, one per step; empty where all are `lr`.
+        weights: one per factor, of the iterates after their steps in the answer.
         risk_bound: on the expected excess risk, if a theorem chose steps and clip; else None. What it
             takes for granted: docs/proofs/heavy_tailed.md#defaults-without-a-theorem.
     """
 
-    n: int
-    dim: int
-    design: Disjoint | Assigned | Full | Poisson | Fixed
-    steps: int
-    lr: float
     clip: float | None
     noise_multiplier: float
-    adjacency: Adjacency
-    epsilon: float
-    delta: float
     pilot: PilotPlan | None = None
+    factors: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     risk_bound: float | None = None
+
+    values: ClassVar[tuple[type, ...]] = (PilotPlan,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.nonnegative(noise_multiplier=self.noise_multiplier)
+        if (self.clip is None) == (self.pilot is None):
+            raise ValueError(f"clip or pilot must be given, and not both (got {self.clip} and {self.pilot})")
+        if self.clip is not None:
+            check.positive(clip=self.clip)
+
+    @property
+    def training(self) -> Design:
+        """How the batches are drawn that move the iterate."""
+        return self.design.parts[-1][0] if isinstance(self.design, Parts) else self.design
 
     @property
     def batch_size(self) -> int:
-        """Public divisor of a step."""
-        return self.design.batch_size
-
-    def __str__(self) -> str:
-        oracle = self.mechanism().get("oracle") or Clipped(self.clip or 1.0, self.noise_multiplier, self.batch_size)
-        lines = costs(oracle, self.design, self.adjacency, None)
-        return "\n".join([repr(self), *(f"  {label:<12}{text}" for label, text in lines)])
-
-    def mechanism(self) -> dict[str, Any]:
-        """Returns the arguments that give these numbers to an optimizer."""
-        if self.pilot is not None:
-            assert not isinstance(self.design, Assigned)  # a pilot is refused under add_remove
-            oracle, design, schedule = self.pilot.before(self.design, self.steps, self.noise_multiplier)
-            return {"oracle": oracle, "design": design, "schedule": schedule}
-        return {
-            "clip": self.clip,
-            "noise_multiplier": self.noise_multiplier,
-            "batch_size": self.batch_size,
-            "design": self.design,
-            "steps": self.steps,
-        }
+        """Public divisor of the steps that move the iterate."""
+        return self.training.batch_size
 
     @property
     def noise_std(self) -> float | None:
         """Std of the noise on the mean of a step; None if the clip is not known yet."""
         return None if self.clip is None else self.noise_multiplier * self.clip / self.batch_size
 
+    def oracle(self, prox: Prox) -> MeanOracle:
+        """Returns a new oracle with the plan's numbers."""
+        if self.clip is not None:
+            return Clipped(self.clip, self.noise_multiplier, self.batch_size)
+        pilot, steps = self._piloted()
+        first = pilot.oracle()
+        return Phased([(first, 1), (PilotClipped(first, self.noise_multiplier, self.batch_size), steps)])
 
-def one_pass(batch_size: int, n: int, adjacency: Adjacency, steps: int | None = None) -> Disjoint | Assigned:
-    """Returns the design of one pass for an adjacency; of `steps` batches, if these use (nearly) all records."""
-    return Assigned(batch_size, n, steps) if adjacency == ADD_REMOVE else Disjoint(batch_size, n)
+    def rule(self) -> UpdateRule:
+        """Returns the update rule that is taken where none is given."""
+        return ScheduledSGD(self.factors, self.weights) if self.factors else super().rule()
+
+    def schedule(self) -> Schedule:
+        """Returns the phases of the run: the pilot's step is one of its own."""
+        return super().schedule() if self.pilot is None else Schedule((Phase(1), Phase(self._piloted()[1])))
+
+    def _piloted(self) -> tuple[PilotPlan, int]:
+        if self.pilot is None or self.steps is None:
+            raise ValueError(f"steps must be given beside a pilot (got {self.steps} and {self.pilot})")
+        return self.pilot, self.steps - 1
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        clip = "the clip" if self.clip is None else f"the clip, {self.clip:.3g}"
+        yield "noise", f"std {self.noise_multiplier / self.batch_size:.2g} of {clip}, beside a mean of at most the clip"
+        if self.pilot is not None:
+            yield "pilot", str(self.pilot)
+        yield "assumed", "rows do not depend on other records; nothing about moments, since rows are clipped"
+        if self.risk_bound is not None:
+            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratedPlan(ClippedPlan):
+    """Public numbers of a run of AcceleratedSGD."""
+
+    average: str = "weighted"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice(("weighted",), average=self.average)
+
+    def oracle(self, prox: Prox) -> MeanOracle:
+        """Returns a new oracle with the plan's numbers; raises ValueError for penalties."""
+        if not isinstance(prox, (Ball, Box, Identity, Simplex)):
+            raise ValueError(f"prox must be a projection (Ball, Box, Simplex) (got {prox}); ProximalSGD has penalties")
+        return super().oracle(prox)
+
+    def rule(self) -> UpdateRule:
+        """Returns the rule of two iterates."""
+        return Accelerated()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProximalPlan(ClippedPlan):
+    """Public numbers of a run of ProximalSGD."""
+
+
+def after_pilot(size: int, design: Design, steps: int, n: int) -> Parts:
+    """Returns the design of a pilot's step and the others, on records of their own."""
+    if not isinstance(design, (Disjoint, Fixed, Full, Poisson)):
+        raise ValueError(
+            f"sampling must be 'shuffled' (one pass), 'poisson', 'fixed' or 'full' after a pilot (got {design})"
+        )
+    return Parts(((Full(size), 1), (design, steps)), n)
 
 
 def release_noise(budget: Budget) -> float:
@@ -118,13 +177,6 @@ def zcdp_of(noise_multiplier: float, adjacency: Adjacency) -> float:
     """Returns rho of one unsampled clipped mean."""
     ratio = CLIP_UNITS[adjacency] / noise_multiplier
     return ratio * ratio / 2.0
-
-
-def dimension(params: Any) -> tuple[list[Any], int]:
-    """Returns the parameters or groups as a list, and the number of scalars in them."""
-    items = listed(params)
-    tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
-    return items, max(1, sum((p[1] if isinstance(p, tuple) else p).numel() for p in tensors))
 
 
 def scale_of(problem: Problem, distance: float | None, by: str) -> float:

@@ -9,20 +9,11 @@ a batch by itself, since a record more or less would shift the batches of a perm
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-
-from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.optim.heavy_base import HeavyTailed
-from torch_dpsco.optim.heavy_plan import Theory, scale_of
-from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.optim.heavy_plan import AcceleratedPlan, ClippedPlan, ProximalPlan, Theory, scale_of
 from torch_dpsco.problem import Problem
-from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
-from torch_dpsco.rules import SGD, Accelerated
-from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.clipping import exchange_rate_accelerated, exchange_rate_proximal_pl
 from torch_dpsco.theory.heavy_tailed import accelerated_plan, proximal_pl_plan
 
@@ -38,21 +29,12 @@ class AcceleratedSGD(HeavyTailed):
 
     Args:
         params: parameters or groups; all of them count as one vector.
-        lr: factor of t in the step size, 1/(2 eta).
-        clip: C > 0.
-        noise_multiplier: z >= 0, noise std on the sum of rows over C.
-        batch_size: exact size of each batch, and divisor.
-        oracle: another oracle in place of these three.
-        design: default Disjoint(batch_size, n), or Assigned under add_remove.
-        n: public number of records.
-        steps: planned number of steps; default all batches of the pass.
-        schedule: phases, in place of steps.
-        adjacency: default that of the accountant, or "replace_one".
-        prox: a projection: Ball, Box, Simplex; default that of nothing.
+        plan: from `AcceleratedSGD.plan`; its lr is the factor of t in the step size, 1/(2 eta).
+        rule: another update rule, which the theorem does not cover.
+        prox: a projection: Ball, Box, Simplex; default that on the problem's ball.
         reg: lambda of (lambda/2)|w|^2.
-        accountant: ledger and budget.
+        accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
-        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Raises:
         ValueError: a penalty as prox, for which the theorem does not hold (see `ProximalSGD`).
@@ -65,12 +47,12 @@ class AcceleratedSGD(HeavyTailed):
         docs/proofs/heavy_tailed.md#disjoint-parts.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = dp.attach(torch.nn.Linear(3, 1))
         >>> data = torch.utils.data.TensorDataset(torch.randn(600, 3), torch.randn(600, 1))
         >>> problem = dp.losses.Squared().problem(bound_x=2.0, bound_y=5.0)
-        >>> optimizer = dp.AcceleratedSGD.calibrated(
-        ...     model.parameters(), problem=problem, n=600, budget=dp.Budget(1.0, 1e-4), clip=2.0, steps=4)
+        >>> plan = dp.AcceleratedSGD.plan(problem=problem, n=600, budget=dp.Budget(1.0, 1e-4), clip=2.0, steps=4)
+        >>> optimizer = dp.AcceleratedSGD(model.parameters(), plan)
         >>> for x, y in optimizer.loader(data):
         ...     optimizer.zero_grad()
         ...     dp.losses.Squared()(model(x), y).backward()
@@ -80,47 +62,7 @@ class AcceleratedSGD(HeavyTailed):
         (4, True)
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        clip: float | None = None,
-        noise_multiplier: float | None = None,
-        batch_size: int | None = None,
-        oracle: MeanOracle | None = None,
-        design: Design | None = None,
-        n: int | None = None,
-        steps: int | None = None,
-        schedule: Schedule | None = None,
-        adjacency: Adjacency | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> None:
-        if prox is not None and not isinstance(prox, (Ball, Box, Identity, Simplex)):
-            raise ValueError(f"prox must be a projection (Ball, Box, Simplex) (got {prox}); ProximalSGD has penalties")
-        super().__init__(
-            params,
-            lr,
-            rule=Accelerated(),
-            clip=clip,
-            noise_multiplier=noise_multiplier,
-            batch_size=batch_size,
-            oracle=oracle,
-            design=design,
-            n=n,
-            steps=steps,
-            schedule=schedule,
-            adjacency=adjacency,
-            prox=prox,
-            reg=reg,
-            accountant=accountant,
-            generator=generator,
-            secure=secure,
-        )
+    plans: ClassVar[type[ClippedPlan]] = AcceleratedPlan
 
     @classmethod
     def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
@@ -154,73 +96,26 @@ class ProximalSGD(HeavyTailed):
 
     Args:
         params: parameters or groups; all of them count as one vector.
-        lr: step size, 1/(2 smoothness) in the theorem.
-        clip: C > 0.
-        noise_multiplier: z >= 0, noise std on the sum of rows over C.
-        batch_size: exact size of each batch, and divisor.
-        oracle: another oracle in place of these three.
-        design: default Disjoint(batch_size, n), or Assigned under add_remove.
-        n: public number of records.
-        steps: planned number of steps; default all batches of the pass.
-        schedule: phases, in place of steps.
-        adjacency: default that of the accountant, or "replace_one".
+        plan: from `ProximalSGD.plan`; the theorem has lr 1/(2 smoothness).
+        rule: another update rule, which the theorem does not cover.
         prox: f1: L1, ElasticNet, L2, Nuclear, Box, Ball, Simplex; it must not be chosen by looking at the data.
         reg: lambda of (lambda/2)|w|^2.
-        accountant: ledger and budget.
+        accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
-        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Guarantee:
         As `AcceleratedSGD`. Source: Lowy, Razaviyayn 2023, Theorem 20; docs/proofs/heavy_tailed.md#proximal-steps.
 
     Example:
-        >>> import torch_dpsco as dp
+        >>> import torch, torch_dpsco as dp
         >>> model = dp.attach(torch.nn.Linear(3, 1))
-        >>> optimizer = dp.ProximalSGD(
-        ...     model.parameters(), lr=0.2, clip=1.0, noise_multiplier=8.0, batch_size=100, n=600, prox=dp.prox.L1(0.1))
+        >>> plan = dp.ProximalSGD.plan(n=600, lr=0.2, clip=1.0, noise_multiplier=8.0, batch_size=100)
+        >>> optimizer = dp.ProximalSGD(model.parameters(), plan, prox=dp.prox.L1(0.1))
         >>> optimizer.schedule.steps
         6
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        *,
-        clip: float | None = None,
-        noise_multiplier: float | None = None,
-        batch_size: int | None = None,
-        oracle: MeanOracle | None = None,
-        design: Design | None = None,
-        n: int | None = None,
-        steps: int | None = None,
-        schedule: Schedule | None = None,
-        adjacency: Adjacency | None = None,
-        prox: Prox | None = None,
-        reg: float = 0.0,
-        accountant: Accountant | None = None,
-        generator: torch.Generator | None = None,
-        secure: str | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            rule=SGD(),
-            clip=clip,
-            noise_multiplier=noise_multiplier,
-            batch_size=batch_size,
-            oracle=oracle,
-            design=design,
-            n=n,
-            steps=steps,
-            schedule=schedule,
-            adjacency=adjacency,
-            prox=prox,
-            reg=reg,
-            accountant=accountant,
-            generator=generator,
-            secure=secure,
-        )
+    plans: ClassVar[type[ClippedPlan]] = ProximalPlan
 
     @classmethod
     def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:

@@ -1,103 +1,132 @@
-"""Schedules of LocalizedSGD for a budget: which theorem, with which promises."""
+"""Plans of LocalizedSGD: its phases, by which theorem, with which promises."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Fixed, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
-from torch_dpsco.optim.heavy_plan import release_noise, scale_of, zcdp_of
+from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.errors import ConditionError, MissingConstantError
+from torch_dpsco.optim.heavy_plan import scale_of
+from torch_dpsco.optim.pilot import PilotPlan
+from torch_dpsco.optim.planned import StepPlan, costs
+from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.oracles.clipped import Clipped
+from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.rules import Anchored, UpdateRule
+from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.heavy_localized import localized_schedule, localized_schedule_ballfree
-from torch_dpsco.theory.heavy_phases import LocalizedSchedule, halved_sizes
-from torch_dpsco.theory.heavy_tailed import (
-    boosted_localized_schedule,
-    localized_schedule_minibatch,
-    minibatch_size,
-    reduction_schedule,
-)
+from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, halved_sizes
+from torch_dpsco.theory.heavy_tailed import localized_schedule_minibatch, minibatch_size, reduction_schedule
 
-__all__ = ["METHODS", "plan_localized"]
+__all__ = ["METHODS", "LocalizedPlan", "halved", "parts_of", "promises"]
 
 METHODS = ("localized", "ball", "boosted", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
 
 
-def plan_localized(
-    problem: Problem,
-    *,
-    n: int,
-    budget: Budget,
-    dim: int,
-    method: str | None,
-    clip: float | None,
-    reg: float | None,
-    copies: int,
-    max_steps: int | None,
-    min_phase: int,
-    sampling: str,
-    distance: float | None,
-    allow_infinite_variance: bool,
-) -> LocalizedSchedule:
-    """Returns the schedule; see `LocalizedSGD.plan`."""
-    if budget.adjacency == ADD_REMOVE:
-        raise AdjacencyError(
-            "adjacency must be replace_one or zero_out for phases on parts that are cut by position (got add_remove)"
-        )
-    if budget.mode != "planned":
-        raise ValueError(f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})")
-    check.choice(("full", "poisson", "fixed"), sampling=sampling)
-    check.positive_count(copies=copies)
-    if distance is not None:
-        check.positive(distance=distance)
-    promised = _promises(problem, clip, reg, distance)
-    order = promised["moment_order"]
-    if method is None:
-        method = "boosted" if copies > 1 or order < 4 else "localized"
-    check.choice(METHODS, method=method)
-    check.positive_count(min_phase=min_phase)
-    common: dict[str, Any] = {
-        "n": check.positive_count(n=n),
-        "dim": dim,
-        "rho": zcdp_of(release_noise(budget), budget.adjacency),
-        "second_moment": promised["second_moment"],
-        "diameter": promised["diameter"],
-        "max_steps": max_steps,
-        "reg": reg,
-        "adjacency": budget.adjacency,
-        "allow_infinite_variance": allow_infinite_variance,
-    }
-    if copies > 1 and method != "boosted":
-        raise ValueError(f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several")
-    if sampling != "full" and method != "localized":
-        raise ValueError(f"sampling must be 'full' for method {method!r} (got {sampling!r})")
-    if method == "boosted":
-        schedule = boosted_localized_schedule(
-            **common, moment_order=order, moment=promised["moment"], copies=copies, ball=False
-        )
-    else:
-        schedule = _halved(method, problem, promised, common, min_phase, sampling, budget)
-    if clip is None:
-        return schedule
-    # noise in units of the clip: privacy stays as it is
-    phases = tuple(
-        replace(
-            phase,
-            clip=check.positive(clip=clip),
-            noise_std=phase.noise_multiplier * clip / phase.batch_size,
-            error=None,
-        )
-        for phase in schedule.phases
-    )
-    return replace(schedule, phases=phases, bound=None, tail=None, proved=False)
+@dataclass(frozen=True, kw_only=True)
+class LocalizedPlan(StepPlan):
+    """Public numbers of a run of LocalizedSGD.
+
+    Args:
+        localized: the phases, with their clips, noises and regularizers.
+        pilots: group of each phase that chooses its clip, a step of its own before the phase; None for none. Later
+            phases keep the last choice.
+    """
+
+    localized: LocalizedSchedule
+    pilots: tuple[PilotPlan | None, ...]
+
+    values: ClassVar[tuple[type, ...]] = (LocalizedPhase, LocalizedSchedule, PilotPlan)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.pilots) != len(self.localized.phases):
+            raise ValueError(f"pilots must be one per phase, {len(self.localized.phases)} (got {len(self.pilots)})")
+
+    @property
+    def risk_bound(self) -> float | None:
+        """On the expected excess risk; None where clip or reg were chosen by hand."""
+        return self.localized.risk_bound
+
+    def oracle(self, prox: Prox) -> MeanOracle:
+        """Returns a new oracle with the plan's numbers; raises ValueError for a set that balls cannot be in."""
+        balls = any(math.isfinite(phase.radius) for phase in self.localized.phases)
+        if balls and not isinstance(prox, (Ball, Identity)):
+            raise ValueError(f"prox must be Ball or Identity for phases with balls of their own (got {prox})")
+        oracles: list[tuple[MeanOracle, int]] = []
+        newest: QuantilePilot | None = None
+        for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
+            if pilot is not None:
+                newest = pilot.oracle()
+                oracles.append((newest, 1))
+            oracles += [(_clipped(phase, newest), phase.steps) for _ in range(phase.copies)]
+        return Phased(oracles)
+
+    def rule(self) -> UpdateRule:
+        """Returns the steps around a center."""
+        return Anchored()
+
+    def schedule(self) -> Schedule:
+        """Returns the phases of the run, with those of the pilots."""
+        phases: list[Phase] = []
+        for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
+            phases += [] if pilot is None else [Phase(1)]
+            phases += [
+                Phase(phase.steps, phase.lr, phase.reg, phase.radius, copy=copy, copies=phase.copies)
+                for copy in range(phase.copies)
+            ]
+        return Schedule(tuple(phases))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield "batches", f"{len(self.schedule().phases)} phases on records of their own, of {self.n} {self.unit}s"
+        yield "steps", f"{self.steps} steps, answer: the last iterate, which is the center of the next phase"
+        for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
+            if pilot is not None:
+                yield "pilot", str(pilot)
+            copies = "" if phase.copies == 1 else f"{phase.copies} times, the most central answer counts: "
+            clip = f"the clip, {phase.clip:.3g}" if not any(self.pilots) else "the clip"
+            yield (
+                f"phase {phase.index}",
+                f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s, lambda {phase.reg:.3g}, "
+                f"noise of std {phase.noise_multiplier / phase.batch_size:.2g} of {clip}",
+            )
+        yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
+        yield "assumed", "rows do not depend on other records; nothing about moments, since rows are clipped"
+        if self.risk_bound is not None:
+            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
 
 
-def _promises(problem: Problem, clip: float | None, reg: float | None, distance: float | None) -> dict[str, Any]:
+def parts_of(
+    localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int, kind: type[Poisson] | type[Fixed]
+) -> Parts:
+    """Returns the design of the phases, minibatches in them being of a kind."""
+    parts: list[tuple[Full | Poisson | Fixed, int]] = []
+    for phase, pilot in zip(localized.phases, pilots, strict=True):
+        parts += [] if pilot is None else [(Full(pilot.size), 1)]
+        design = Full(phase.n) if phase.batch_size == phase.n else kind(phase.batch_size, phase.n)
+        parts += [(design, phase.steps)] * phase.copies
+    return Parts(tuple(parts), n)
+
+
+def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | PilotClipped:
+    if pilot is not None:
+        return PilotClipped(pilot, phase.noise_multiplier, phase.batch_size)
+    return Clipped(phase.clip, phase.noise_multiplier, phase.batch_size)
+
+
+def promises(problem: Problem, clip: float | None, reg: float | None, distance: float | None) -> dict[str, Any]:
+    """Returns what the theorems take as promised; anything where clip and reg replace it."""
     if clip is not None and reg is not None:
         return {
             "moment_order": _UNPROMISED,
@@ -118,7 +147,7 @@ def _promises(problem: Problem, clip: float | None, reg: float | None, distance:
     }
 
 
-def _halved(
+def halved(
     method: str,
     problem: Problem,
     promised: dict[str, Any],
@@ -127,6 +156,7 @@ def _halved(
     sampling: str,
     budget: Budget,
 ) -> LocalizedSchedule:
+    """Returns phases of halved sizes by one of the methods."""
     order = promised["moment_order"]
     if order < 4 and not common["allow_infinite_variance"]:
         raise ConditionError(

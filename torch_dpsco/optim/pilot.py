@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson
+from torch_dpsco.accounting.designs import Fixed, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
-from torch_dpsco.oracles.phased import Phased
-from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
-from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.oracles.pilot import QuantilePilot
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
 
@@ -75,11 +72,11 @@ class Pilot:
             epsilon=budget.epsilon,
             grid_size=len(geometric_grid(self.c_min, self.c_max)),
         )
-        return PilotPlan(self, size, n, budget.epsilon, quantile)
+        return PilotPlan(size, budget.epsilon, quantile, self.c_min, self.c_max)
 
     def split(
         self, schedule: LocalizedSchedule, budget: Budget, dim: int, sampling: type[Poisson] | type[Fixed]
-    ) -> tuple[LocalizedSchedule, tuple[QuantilePilot | None, ...]]:
+    ) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
         """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
 
         Args:
@@ -92,7 +89,7 @@ class Pilot:
             InfeasibleError: not even the first phase is large enough.
         """
         phases: list[LocalizedPhase] = []
-        pilots: list[QuantilePilot | None] = []
+        pilots: list[PilotPlan | None] = []
         for phase in schedule.phases:
             if pilots and phase.records < 2 * (self.size or LEAST_PILOT):  # the choice of the phase before will do
                 phases.append(phase)
@@ -106,7 +103,7 @@ class Pilot:
                     f"smaller size, or a larger min_phase"
                 )
             rate = exchange_rate_phase(left, dim, schedule.rho, budget.adjacency) if schedule.rho else 0.0
-            pilots.append(self.plan(phase.records, budget, rate).oracle())
+            pilots.append(self.plan(phase.records, budget, rate))
             batch, noise = max(1, phase.batch_size * left // phase.n), phase.noise_multiplier
             if phase.batch_size < phase.n:
                 # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
@@ -130,44 +127,28 @@ class PilotPlan:
     """Public numbers of a pilot.
 
     Args:
-        pilot: its settings.
         size: records of the group.
-        n: records altogether.
         epsilon: of its release.
         quantile: target of the clip among the norms.
+        c_min: least threshold.
+        c_max: largest threshold.
     """
 
-    pilot: Pilot
     size: int
-    n: int
     epsilon: float
     quantile: float
+    c_min: float
+    c_max: float
 
-    @property
-    def left(self) -> int:
-        """Records that train."""
-        return self.n - self.size
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def oracle(self) -> QuantilePilot:
-        """Returns the oracle that chooses."""
-        return QuantilePilot(
-            self.size, self.epsilon, quantile=self.quantile, c_min=self.pilot.c_min, c_max=self.pilot.c_max
-        )
+        """Returns a new oracle that chooses."""
+        return QuantilePilot(self.size, self.epsilon, quantile=self.quantile, c_min=self.c_min, c_max=self.c_max)
 
-    def before(
-        self, design: Disjoint | Full | Poisson | Fixed, steps: int, noise_multiplier: float
-    ) -> tuple[Phased, Parts, Schedule]:
-        """Returns oracle, design and schedule of a run that starts with the pilot.
-
-        Args:
-            design: of the steps after it, on the `left` records.
-            steps: number of these steps.
-            noise_multiplier: of these steps.
-        """
-        pilot = self.oracle()
-        rest = PilotClipped(pilot, noise_multiplier, design.batch_size)
+    def __str__(self) -> str:
         return (
-            Phased([(pilot, 1), (rest, steps)]),
-            Parts(((Full(self.size), 1), (design, steps)), self.n),
-            Schedule((Phase(1), Phase(steps))),
+            f"the clip is a private quantile, {self.quantile:.3g}, of the gradient norms of {self.size} records, in "
+            f"[{self.c_min:g}, {self.c_max:g}]"
         )

@@ -15,7 +15,7 @@ docs/proofs/heavy_tailed.md#phase-in-a-ball, docs/proofs/heavy_tailed.md#phase-w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from torch_dpsco import _validate as check
@@ -171,6 +171,15 @@ class LocalizedSchedule:
     def risk_bound(self) -> float | None:
         """The whole bound on the excess risk, main term and tail; None if there is none."""
         return None if self.bound is None or self.tail is None else self.bound + self.tail
+
+    def clipped_at(self, clip: float) -> LocalizedSchedule:
+        """Returns the phases with another clip and the same noise multipliers: at the same cost, without a bound."""
+        check.positive(clip=clip)
+        phases = tuple(
+            replace(phase, clip=clip, noise_std=phase.noise_multiplier * clip / phase.batch_size, error=None)
+            for phase in self.phases
+        )
+        return replace(self, phases=phases, bound=None, tail=None, proved=False)
 
     ell = property(attrgetter("phases_count"))
     lam1 = property(attrgetter("reg"))
