@@ -56,6 +56,10 @@ def localized(budget: dp.Budget | None = BUDGET, **kind: Any) -> Callable[[], St
     return heavy(dp.LocalizedSGD, budget, **{"reg": 0.1, "max_steps": 3, "min_phase": 9, **kind})
 
 
+def correlated(**kind: Any) -> Callable[[], StepPlan]:
+    return lambda: dp.CorrelatedSGD.plan(**{"n": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind})
+
+
 MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "HolderSGD": (dp.HolderSGD, holder(budget=BUDGET, epochs=1)),
     "HolderSGD, add_remove": (dp.HolderSGD, holder(budget=ADDED, steps=3)),
@@ -68,6 +72,12 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "HolderSGD, losses with kinks": (
         dp.HolderSGD,
         holder(problem=dp.losses.Hinge().problem(bound_x=2.0, radius=1.5), budget=BUDGET, epochs=1, dim=DIM + 1),
+    ),
+    "CorrelatedSGD": (dp.CorrelatedSGD, correlated(budget=BUDGET, epochs=2)),
+    "CorrelatedSGD, zero_out": (dp.CorrelatedSGD, correlated(budget=dp.Budget(2.0, 1e-4, "zero_out"), steps=7)),
+    "CorrelatedSGD, noise": (
+        dp.CorrelatedSGD,
+        correlated(noise_multiplier=3.0, bands=2, radius=1.0),
     ),
     "UserClippedSGD": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, epochs=1)),
     "UserClippedSGD, add_remove": (

@@ -12,7 +12,7 @@ from torch_dpsco import losses, oracles, prox, rules
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.attach import attach, detach
@@ -39,6 +39,7 @@ from torch_dpsco.gradbatch import ghost_backward
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.clipped import ClippedSGD
+from torch_dpsco.optim.correlated import CorrelatedSGD
 from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ProximalSGD
 from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
@@ -77,9 +78,11 @@ __all__ = [
     "BudgetExceeded",
     "CalibrationError",
     "ClippedSGD",
+    "CorrelatedSGD",
     "CompiledRows",
     "ConditionError",
     "Diagnosis",
+    "Cyclic",
     "Disjoint",
     "DisjointSampler",
     "DpscoError",

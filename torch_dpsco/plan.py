@@ -25,7 +25,7 @@ from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Event
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
@@ -167,7 +167,7 @@ def exact_cost(secure: str | None) -> tuple[str, str]:
 
 _VALUES = (
     *(Budget, Problem, Phase, Schedule, TableGradBound),
-    *(Assigned, Disjoint, Fixed, Full, Parts, Poisson, Shuffled, Undeclared),
+    *(Assigned, Cyclic, Disjoint, Fixed, Full, Parts, Poisson, Shuffled, Undeclared),
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 

@@ -212,6 +212,13 @@ def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = "replace_
     return build
 
 
+def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    plan = dp.CorrelatedSGD.plan(
+        n=N, clip=1.5 * s.scale, lr=s.lr, noise_multiplier=s.noise, batch_size=s.batch, steps=s.steps
+    )
+    return dp.CorrelatedSGD(params, plan, accountant=s.accountant, generator=s.generator)
+
+
 def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
     """One phase on all records, whose first step is that of size lr: lambda = 1/lr."""
     steps = STEPS if s.steps is None else s.steps
@@ -297,6 +304,7 @@ ROWS = [
     ),
     Row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N), ADD), ADD, _fixed_clip),
     Row("proximal-disjoint", _heavy(dp.ProximalSGD, lambda b: dp.Disjoint(b, N)), REPLACE, _fixed_clip, poisson=False),
+    Row("correlated", _correlated, REPLACE, _fixed_clip, poisson=False),
     Row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, lambda b: dp.Poisson(b, N), ADD), ADD, _fixed_clip),
     Row("clipped-two-phases", _clipped(lambda b: dp.Poisson(b, N), ADD, first_phase=True), ADD, _fixed_clip),
 ]

@@ -1,4 +1,4 @@
-"""Designs of one pass over disjoint parts: batches that records were assigned to, and phases with parts of their own.
+"""Designs of one partition: batches that records were assigned to, passes over the same batches, phases with own parts.
 
 A differing record lies in one part only, so that all draws together cost what the costliest part costs. Which record is
 in which part is drawn without looking at the data.
@@ -8,6 +8,7 @@ Proof: docs/proofs/heavy_tailed.md#disjoint-parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +28,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential
 
-__all__ = ["Assigned", "Parts"]
+__all__ = ["Assigned", "Cyclic", "Parts"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,61 @@ class Assigned(Design):
         # PRIVACY: the key is drawn per record, whatever the record is, so that a replaced one keeps it
         # (test_assigned_batches_hold_under_every_adjacency)
         return Parallel({draw.part: (base,)}, draw.partition, "keyed", key_public=True)
+
+
+@dataclass(frozen=True)
+class Cyclic(Design):
+    """Several passes over one random permutation cut into batches, in the same order each time.
+
+    Two steps of one record are at least `batches` apart. No amplification is claimed: a pass costs one unsampled
+    Gaussian, and a started pass counts as a whole one.
+
+    Args:
+        batch_size: of all batches but the last of a pass.
+        n: public number of records.
+        passes: number of passes.
+    """
+
+    batch_size: int
+    n: int
+    passes: int
+    positional = one_pass = ordered = True  # of one partition
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        set_sizes(self)
+        object.__setattr__(self, "passes", check.positive_count(passes=self.passes))
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of a pass."""
+        return math.ceil(self.n / self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all passes."""
+        return self.batches * self.passes
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})")
+        return Repeat(positional_event(base), math.ceil(draws / self.batches))
+
+    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+        """Returns the event of the draws start, .., stop - 1, of the batches that come most often."""
+        if stop <= start:
+            return Sequential(())
+        often = {
+            0: math.ceil(stop / self.batches) - math.ceil(start / self.batches),
+            start % self.batches: math.ceil((stop - start) / self.batches),
+        }
+        base = positional_event(bases[0])
+        return Parallel({str(part): (Repeat(base, count),) for part, count in often.items() if count}, partition)
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        return Parallel({draw.part: (positional_event(base),)}, draw.partition)
 
 
 @dataclass(frozen=True)

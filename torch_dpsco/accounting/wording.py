@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared, is_exact
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian, NonPrivate, Sequential
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report import OneRelease, PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 
 __all__ = ["GROUPS", "WORLDS", "Section", "accuracy", "headline", "odds_factor", "sections", "warning_sentences"]
@@ -37,6 +37,8 @@ _SAMPLING: dict[type[Design], str] = {
     "from the random order: each pass that was begun costs one full release.",
     Disjoint: "One pass: {n} {unit}s in a random order, cut into batches of {b}. Each {unit} is used at most once, and "
     "nothing is gained from the random order.",
+    Cyclic: "{passes} passes over {n} {unit}s in one random order, cut into batches of {b}, which come in the same "
+    "order in each pass. Nothing is gained from the random order: each pass that was begun costs one full release.",
     Assigned: "One pass: each {unit} is put into one of {parts} batches of {b} on average, at random and independently "
     "of all others. Each {unit} is used at most once, and nothing is gained from the random assignment. It must stay "
     "secret who was in which batch.",
@@ -347,6 +349,7 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
         unit=report.unit,
         b=design.batch_size,
         n=design.n if declared else "",
+        passes=getattr(design, "passes", ""),
         rate=rounded_up(design.batch_size / design.n, 6) if declared else "",
         parts=len(design.parts) if isinstance(design, Parts) else design.steps_per_epoch if declared else "",
     )

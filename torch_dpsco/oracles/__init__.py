@@ -3,10 +3,11 @@
 from torch_dpsco.oracles.absolute import HolderAbsolute
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.auto import AutoClip
-from torch_dpsco.oracles.base import MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, median_of_means
+from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.oracles.exact import Exact
 from torch_dpsco.oracles.holder import HolderClipped
 from torch_dpsco.oracles.phased import Phased
@@ -22,9 +23,11 @@ __all__ = [
     "AdaptiveRadius",
     "AutoClip",
     "Centered",
+    "Charge",
     "Clipped",
     "ClippedMean",
     "Coordinatewise",
+    "CorrelatedClipped",
     "Exact",
     "Filter",
     "HolderAbsolute",

@@ -201,6 +201,6 @@ def require_places(oracle: MeanOracle, design: Design) -> None:
         # PRIVACY: a record more or less in a batch would move all rows after it to other groups
         # (test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them)
         raise AdjacencyError(
-            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint, Shuffled, Parts or Full "
+            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint, Shuffled, Cyclic or Parts "
             f"(got {design})"
         )

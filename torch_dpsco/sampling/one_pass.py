@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
 __all__ = [
     "AssignedSampler",
+    "CyclicSampler",
     "DisjointSampler",
     "OnePassSampler",
     "Partition",
@@ -141,6 +142,23 @@ class DisjointSampler(OnePassSampler):
             yield str(k), cut[k * size : (k + 1) * size]
 
 
+class CyclicSampler(OnePassSampler):
+    """Passes over one random permutation cut into batches, which come in the same order."""
+
+    kind = Cyclic
+    design: Cyclic
+
+    @staticmethod
+    def cut_name(design: Any, digest: str) -> str:
+        """Returns the name of a partition."""
+        return DisjointSampler.cut_name(design, digest)
+
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        size = self.design.batch_size
+        for _ in range(self.design.passes):
+            yield from ((str(k), cut[k * size : (k + 1) * size]) for k in range(self.design.batches))
+
+
 class AssignedSampler(OnePassSampler):
     """One pass over batches to which each record was assigned independently and uniformly.
 
@@ -196,7 +214,7 @@ class PartsSampler(OnePassSampler):
                 yield str(part), members[positions]
 
 
-_KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, AssignedSampler, PartsSampler)
+_KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, CyclicSampler, AssignedSampler, PartsSampler)
 
 
 def partition_name(design: Design, partition: Partition) -> str:

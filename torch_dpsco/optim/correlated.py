@@ -1,0 +1,152 @@
+"""CorrelatedSGD: passes in one order x clipped oracle x noise that later steps take back in part x SGD.
+
+After "DP-FTRL" and banded matrix factorization (Kairouz et al. 2021; Choquette-Choo et al. 2023). No sampling is
+amplified, so that the order of records need not stay secret; the sum of all updates, which is what SGD moves by, has
+far less noise than that of independent noise at the same cost.
+
+Differs from the published methods in: 1. past noise is forgotten where a run is copied, saved or broken off; 2. the
+sensitivity is enlarged by proved rounding errors; 3. Toeplitz strategies only, of coefficients that never increase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.parts import Cyclic
+from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency
+from torch_dpsco.oracles.correlated import CorrelatedClipped
+from torch_dpsco.prox import Prox
+from torch_dpsco.theory.correlated import Banded, least_error
+
+__all__ = ["CorrelatedPlan", "CorrelatedSGD"]
+
+_BANDS = 32  # of which one vector of noise each is kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrelatedPlan(StepPlan):
+    """Public numbers of a run of CorrelatedSGD.
+
+    Args:
+        clip: C, > 0.
+        noise_multiplier: z, std over C of the ordinary noise that costs as much.
+        coefficients: of the strategy.
+    """
+
+    clip: float
+    noise_multiplier: float
+    coefficients: tuple[float, ...]
+
+    def oracle(self, prox: Prox) -> CorrelatedClipped:
+        """Returns a new oracle with the plan's numbers."""
+        assert self.steps is not None
+        return CorrelatedClipped(
+            self.clip, self.noise_multiplier, self.batch_size, Banded(self.coefficients), self.steps
+        )
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        assert self.steps is not None
+        strategy = Banded(self.coefficients)
+        left = float(strategy.prefix_std(self.steps)[-1]) * strategy.norm / self.steps**0.5
+        std = self.noise_multiplier * strategy.norm * self.clip / self.batch_size
+        yield "noise", f"std {std:.3g} on a mean clipped at {self.clip:g}; {strategy.bands - 1} past ones are kept"
+        yield "expected", f"{left:.2f} of the noise that {self.steps} independent releases at this cost would sum up to"
+
+
+class CorrelatedSGD(PlannedOptimizer):
+    """Private SGD on all records in turn, whose noise is taken back in part by later steps.
+
+    Guarantee:
+        zero_out and replace_one, n public. Unit: one row per record. Event of a pass: one unsampled Gaussian. Assumes
+        batches of the optimizer's own loader, rows that do not depend on other records, equal sums of equal rows.
+        Source: docs/proofs/correlated.md.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> plan = dp.CorrelatedSGD.plan(n=4096, budget=dp.Budget(8.0, 1e-6), clip=1.0, lr=0.1, batch_size=64, epochs=2)
+        >>> optimizer = dp.CorrelatedSGD(dp.attach(torch.nn.Linear(3, 1)).parameters(), plan)
+        >>> plan.steps, len(plan.coefficients)
+        (128, 32)
+    """
+
+    plans = CorrelatedPlan
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        n: int,
+        clip: float,
+        lr: float,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        batch_size: int = 512,
+        bands: int | None = None,
+        average: str = "last",
+        radius: float = float("inf"),
+        adjacency: Adjacency | None = None,
+    ) -> CorrelatedPlan:
+        """Returns the public numbers of a run, before anything is spent.
+
+        Args:
+            n: public number of records.
+            clip: C > 0, chosen without looking at the data.
+            lr: step size, > 0.
+            budget: target; the noise is chosen for it unless it is given.
+            noise_multiplier: z >= 0, std over C of the ordinary noise that costs as much.
+            steps: number of steps, in place of epochs.
+            epochs: number of passes, all in the same order; default 1.
+            batch_size: of all batches but the last of a pass; at most n.
+            bands: b, at most the batches of a pass; b - 1 vectors of past noise are kept. Default 32, or what there is.
+            average: "last", "uniform" or "weighted".
+            radius: of the ball that the iterates stay in.
+            adjacency: "replace_one" (default) or "zero_out".
+
+        Raises:
+            AdjacencyError: nothing is proved under add_remove.
+            InfeasibleError: the target cannot be reached.
+        """
+        adjacency = agreed_adjacency(adjacency, budget)
+        if adjacency == ADD_REMOVE:
+            raise AdjacencyError("adjacency must be zero_out or replace_one for correlated noise, where positions stay")
+        batch_size = min(check.positive_count(batch_size=batch_size), check.positive_count(n=n))
+        batches = math.ceil(n / batch_size)
+        if steps is not None and epochs is not None:
+            raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
+        if steps is None:
+            steps = check.positive_count(epochs=1 if epochs is None else epochs) * batches
+        check.positive_count(steps=steps)
+        design = Cyclic(batch_size, n, math.ceil(steps / batches))
+        most = min(batches, steps)
+        bands = min(_BANDS, most) if bands is None else check.positive_count(bands=bands)
+        if bands > most:
+            raise ValueError(f"bands must be <= {most}, the batches of a pass and the steps (got {bands})")
+        if noise_multiplier is None:
+            if budget is None:
+                raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+            noise_multiplier = calibrate_noise(
+                budget.epsilon, budget.delta, design=design, steps=steps, adjacency=adjacency
+            )
+        return CorrelatedPlan(
+            budget=budget,
+            adjacency=adjacency,
+            design=design,
+            steps=steps,
+            lr=lr,
+            radius=radius,
+            average=average,
+            clip=check.positive(clip=clip),
+            noise_multiplier=check.nonnegative(noise_multiplier=noise_multiplier),
+            coefficients=least_error(steps, bands).coefficients,
+        )
