@@ -20,6 +20,7 @@ from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters
 from torch_dpsco.sampling import make_sampler
+from torch_dpsco.theory.correlated import square_root
 from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.theory.user_level import (
     LocalizedUserPlan,
@@ -152,6 +153,7 @@ def _entered(context: Callable[..., Any]) -> Callable[..., None]:
 
 simple("dp.Poisson", dp.Poisson, batch_size=6, n=24)
 simple("dp.Fixed", dp.Fixed, batch_size=6, n=24)
+simple("dp.Cyclic", dp.Cyclic, batch_size=6, n=24, passes=2)
 simple("dp.Disjoint", dp.Disjoint, batch_size=6, n=24)
 simple("dp.Shuffled", dp.Shuffled, batch_size=6, n=24)
 simple("dp.Full", dp.Full, n=24)
@@ -260,6 +262,15 @@ FILTER = {
     "query_scale": 1.0,
 }
 simple("dp.oracles.Clipped", dp.oracles.Clipped, clip=1.0, noise_multiplier=1.0, batch_size=6)
+simple(
+    "dp.oracles.CorrelatedClipped",
+    dp.oracles.CorrelatedClipped,
+    clip=1.0,
+    noise_multiplier=1.0,
+    batch_size=6,
+    strategy=lambda: square_root(2),
+    steps=4,
+)
 simple("dp.oracles.AdaptiveClipped", dp.oracles.AdaptiveClipped, clip0=1.0, noise_multiplier=2.0, batch_size=6)
 simple("dp.oracles.AutoClip", dp.oracles.AutoClip, bound=1.0, noise_multiplier=1.0, batch_size=6)
 simple("dp.oracles.Centered", dp.oracles.Centered, clipping=lambda: dp.oracles.Clipped(1.0, 1.0, 6), n_users=24)
@@ -391,6 +402,13 @@ CALLS["dp.PrivateOptimizer"] = lambda: (
         "design": dp.Poisson(6, 24),
     },
 )
+_CORRELATED = {"n": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
+CALLS["dp.CorrelatedSGD"] = lambda: (
+    dp.CorrelatedSGD,
+    {"params": params(), "plan": dp.CorrelatedSGD.plan(**_CORRELATED, noise_multiplier=2.0)},
+)
+simple("dp.CorrelatedSGD.plan", dp.CorrelatedSGD.plan, budget=lambda: budget(), epochs=2, **_CORRELATED)
+simple("dp.CorrelatedSGD.plan[noise]", dp.CorrelatedSGD.plan, noise_multiplier=2.0, steps=3, bands=2, **_CORRELATED)
 _CLIPPED_USERS = {"n_users": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
 CALLS["dp.UserClippedSGD"] = lambda: (
     dp.UserClippedSGD,

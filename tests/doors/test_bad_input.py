@@ -56,6 +56,7 @@ EXEMPT = {
     "dp.oracles.joint_norm",
     "dp.oracles.ClippedMean",
     "dp.oracles.PoissonTest",
+    "dp.oracles.Charge",
     "dp.oracles.Release",
     "dp.oracles.ShuffledMedian",
     "dp.oracles.UserFiltered",
