@@ -81,7 +81,7 @@ class StepPlan(Plan):
         super().__post_init__()
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
-        check.positive(lr=self.lr), check.nonnegative(reg=self.reg)
+        check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
         if self.steps is not None:
             check.positive_count(steps=self.steps)
 
