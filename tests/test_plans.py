@@ -227,13 +227,14 @@ def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
     assert optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))).slots is None
 
 
-def test_draws_of_users_are_filled_up_under_every_adjacency() -> None:
-    for adjacency in ("add_remove", "zero_out", "replace_one"):
-        plan = clipped_users(noise_multiplier=2.0, steps=3, adjacency=adjacency)()
-        optimizer = dp.UserClippedSGD(nn.Linear(DIM, 1).parameters(), plan)
-        places = optimizer._slots(None, None, optimizer._new_sampler(N, 3, False)).capacity
-        text = dict(plan.lines())["filled"]
-        assert text == f"a draw, whose size is private, is filled up to {places} places for users"
+@pytest.mark.parametrize("name", [name for name in MADE if "User" in name])
+def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
+    cls, make = MADE[name]
+    plan = make()
+    optimizer = cls(nn.Linear(DIM, 1).parameters(), plan)
+    places = optimizer._slots(None, None, optimizer._new_sampler(plan.n, plan.steps, False)).capacity
+    text = dict(plan.lines())["filled"]
+    assert text == f"a draw, whose size is private, is filled up to {places} places for users"
 
 
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:

@@ -271,3 +271,44 @@ def test_wrong_inputs_of_phases_are_named(changes: dict[str, Any], error: type[E
     numbers = {"n_users": USERS, "budget": BUDGET, "problem": PROBLEM, "reg": 0.5, "pair_radius": 0.5, "dim": DIM}
     with pytest.raises(error, match=message):
         dp.LocalizedUserSGD.plan(**{**numbers, **changes})
+
+
+@pytest.mark.parametrize(
+    ("cls", "old"),
+    [
+        (dp.UserClippedSGD, {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n_users": 10}),
+        (dp.UserFilteredSGD, {"lr": 0.1, "reach": 50.0}),
+        (dp.LocalizedUserSGD, {"schedule": None}),
+    ],
+)
+def test_the_way_before_plans_says_what_to_write(cls: Any, old: dict[str, Any]) -> None:
+    params, name = model().parameters(), cls.__name__
+    with pytest.raises(ValueError, match=rf"{', '.join(old)} must be given to {name}.plan\(...\)"):
+        cls(params, **old)
+    with pytest.raises(AttributeError, match=rf"{name}.calibrated is now {name}\(params, {name}.plan\(...\)\)"):
+        cls.calibrated(params, n_users=10)
+
+
+def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
+    numbers = planned()[1]._plan.filter
+    made = dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=BUDGET)
+    assert made.epsilon() <= EPSILON == made.budget.epsilon
+    with pytest.raises(dp.AdjacencyError, match="adjacency must be 'add_remove', the budget's"):
+        dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=ADDED)
+    with pytest.raises(ValueError, match="steps must be None beside numbers of the filter"):
+        dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, steps=3)
+    phases = user_level.localized_user_plan(
+        n_users=USERS, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, strong_convexity=0.5,
+        pair_radius=0.5, max_steps=3,
+    )  # fmt: skip
+    assert dp.LocalizedUserSGD.plan(phases=phases, budget=BUDGET).epsilon() <= EPSILON
+    with pytest.raises(ValueError, match="n_users must be None beside phases"):
+        dp.LocalizedUserSGD.plan(phases=phases, n_users=USERS)
+    with pytest.raises(ValueError, match="must be given, or phases="):
+        dp.LocalizedUserSGD.plan(n_users=USERS, budget=BUDGET, problem=PROBLEM, reg=0.5)
+
+
+def test_the_step_size_or_steps_are_chosen_for_a_number_of_parameters() -> None:
+    for free in ("lr", "steps"):
+        with pytest.raises(dp.MissingConstantError, match=f"dim .* is needed to choose {free}"):
+            dp.UserFilteredSGD.plan(**{**FIXED, "dim": None, "problem": PROBLEM, free: None})
