@@ -28,7 +28,6 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
 from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.planned import FromPlan
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.theory.user_level import pair_radius_search
 
@@ -64,12 +63,9 @@ def _problem() -> dp.Problem:
 
 def _steps(cls: Any, problem: dp.Problem, n: int = 120, **options: Any) -> Case:
     def build(params: Any, accountant: dp.Accountant) -> Any:
-        given = {"problem": problem, "n": n, "budget": accountant.budget, **options}
-        if issubclass(cls, FromPlan):
-            params = list(params)
-            given |= {"dim": params} if issubclass(cls, RowFreeOptimizer) else {}
-            return cls(params, cls.plan(**given), accountant=accountant)
-        return cls.calibrated(params, **given, accountant=accountant)
+        params = list(params)
+        plan = cls.plan(problem=problem, n=n, budget=accountant.budget, dim=params, **options)
+        return cls(params, plan, accountant=accountant)
 
     return Case(build, data=lambda: records(n))
 
@@ -105,15 +101,14 @@ def _localized_user(params: Any, accountant: dp.Accountant) -> Any:
 
 
 _SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)
-_LOCAL = {"dim": 3, "reg": 0.1}
 CASES = {
     "holder-poisson": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2),
     "holder-fixed": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="fixed"),
     "accelerated": _steps(dp.AcceleratedSGD, _SMOOTH, clip=1.0, steps=7),
     "proximal": _steps(dp.ProximalSGD, _SMOOTH, clip=1.0, steps=7),
     "clipped": _steps(dp.ClippedSGD, _SMOOTH, clip=1.0, steps=7),
-    "localized": _steps(dp.LocalizedSGD, _SMOOTH, clip=1.0, **_LOCAL, max_steps=3, min_phase=30),
-    "localized-pilot": _steps(dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), **_LOCAL, max_steps=2, min_phase=600),
+    "localized": _steps(dp.LocalizedSGD, _SMOOTH, clip=1.0, reg=0.1, max_steps=3, min_phase=30),
+    "localized-pilot": _steps(dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), reg=0.1, max_steps=2, min_phase=600),
     "holder-output": _output(dp.HolderOutputSGD, epochs=2),
     "bolt-on": _output(dp.BoltOnPSGD, epochs=3),
     "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),

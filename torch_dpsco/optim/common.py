@@ -26,7 +26,7 @@ from torch_dpsco.optim.checks import listed
 __all__ = ["CommonOptimizer", "check_call", "in_turn", "require_one_process"]
 
 _LARGEST = 1e100  # of what a plan is computed from
-_TYPED = ("__init__", "accumulate", "ahead", "calibrated", "load_state_dict", "loader", "plan", "privacy_spent")
+_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan", "privacy_spent")
 
 _Self = TypeVar("_Self", bound="CommonOptimizer")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
