@@ -11,8 +11,9 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.accounting import laplace_delta
 from torch_dpsco.accounting.analysis.knorm import rdp_l2_knorm
-from torch_dpsco.accounting.analysis.pure import laplace_delta, pure_delta, rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.curves import METHODS, cost_of, orders_at
 from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import (

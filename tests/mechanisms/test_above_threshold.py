@@ -12,11 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_dpsco.accounting.analysis.svt import (
-    above_threshold_epsilon,
-    bad_pass_probability,
-    sequence_probability,
-)
+from tests.reference.papers.accounting import sequence_probability
+from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon, bad_pass_probability
 from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms import above_threshold

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from tests.reference.papers.accounting import zcdp_epsilon_bs16
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon, zcdp_epsilon_bs16
+from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters, vector_parameters_paper
 from torch_dpsco.theory.clipping import clip_bias, mean_noise_std
 from torch_dpsco.theory.heavy_tailed import (

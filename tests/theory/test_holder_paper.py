@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_classic
+from tests.reference.papers.accounting import rdp_epsilon_classic
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_wor_gaussian, rdp_wor_gaussian_closed_form
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.theory.holder_paper import (

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.reference.papers.accounting import sequence_probability
 from tests.reference.user_level_literal import (
     AboveThreshold,
     LiteralPhase,
@@ -20,7 +21,7 @@ from tests.reference.user_level_literal import (
     published_scales,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.svt import bad_pass_probability, sequence_probability, svt_gaussian_delta
+from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.errors import ConditionError, InfeasibleError, UtilityWarning
 from torch_dpsco.theory.user_level import (
     UserFilterPlan,

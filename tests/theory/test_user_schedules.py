@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import kstest
 
+from tests.reference.papers.user_level import item_level_user_delta, sketch_failure
 from torch_dpsco.accounting.events import Failure, PoissonGaussian, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
@@ -30,7 +31,6 @@ from torch_dpsco.theory.user_level import (
     centered_sensitivity,
     clipping_noise_std,
     filtered_schedule,
-    item_level_user_delta,
     localized_user_plan,
     pair_radius_iid,
     pair_radius_search,
@@ -38,7 +38,6 @@ from torch_dpsco.theory.user_level import (
     poisson_step_mu,
     poisson_underflow,
     schedule,
-    sketch_failure,
     typical_score,
 )
 

@@ -16,10 +16,9 @@ import math
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.poisson_profile import poisson_group_delta
 from torch_dpsco.theory.user_filter import UserFilterPlan
 
-__all__ = ["break_even_clip", "centered_sensitivity", "clipping_noise_std", "item_level_user_delta"]
+__all__ = ["break_even_clip", "centered_sensitivity", "clipping_noise_std"]
 
 
 def centered_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate: float = 1.0) -> float:
@@ -65,27 +64,3 @@ def break_even_clip(plan: UserFilterPlan) -> float:
     Source: docs/proofs/user_level.md#when-the-filter-wins.
     """
     return plan.noise_std / clipping_noise_std(plan.n_users, plan.steps, plan.epsilon, plan.delta, 1.0)
-
-
-def item_level_user_delta(max_items: int, sample_rate: float, noise_multiplier: float, epsilon: float) -> float:
-    """Returns delta for a whole user of one release of clipped, Poisson-sampled ITEMS, at most K of a user.
-
-    The exact mixture over the number of the user's items that are drawn, both directions; for a run use the event
-    `PoissonGaussian(..., k=K)`. Group privacy of the item-level epsilon is a bound, and a poor one.
-
-    Args:
-        max_items: K >= 1, cap on the items of a user.
-        sample_rate: q of an item.
-        noise_multiplier: z = noise std/clip of an item.
-        epsilon: >= 0.
-
-    Guarantee: one user with at most K items added or removed.
-
-    Source: docs/proofs/user_level.md#clipped-means-of-users.
-
-    Example:
-        >>> round(item_level_user_delta(5, 0.1, 0.8, 1.0), 6)
-        0.084877
-    """
-    ways = (poisson_group_delta(max_items, sample_rate, noise_multiplier, epsilon, way) for way in ("remove", "add"))
-    return max(ways)

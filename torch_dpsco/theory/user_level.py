@@ -13,17 +13,7 @@ Source: docs/proofs/user_level.md; Asi and Liu, User-level differentially privat
 
 from __future__ import annotations
 
-import math
-
-from scipy.stats import chi2
-
-from torch_dpsco import _validate as check
-from torch_dpsco.theory.user_baselines import (
-    break_even_clip,
-    centered_sensitivity,
-    clipping_noise_std,
-    item_level_user_delta,
-)
+from torch_dpsco.theory.user_baselines import break_even_clip, centered_sensitivity, clipping_noise_std
 from torch_dpsco.theory.user_calibrate import calibrate_filter, check_user_adjacency, smallest_users
 from torch_dpsco.theory.user_filter import UserFilterPlan
 from torch_dpsco.theory.user_localized import LocalizedUserPlan, UserPhase, localized_user_plan
@@ -88,7 +78,6 @@ __all__ = [
     "filter_coefficient",
     "filter_coefficient_two_radius",
     "filtered_schedule",
-    "item_level_user_delta",
     "localized_user_plan",
     "min_users_paper",
     "pair_radius_iid",
@@ -102,33 +91,7 @@ __all__ = [
     "ramp_start",
     "schedule",
     "schedule_paper",
-    "sketch_failure",
     "smallest_users",
     "typical_score",
     "user_localized_schedule",
 ]
-
-
-def sketch_failure(sketch_dim: int, distortion: float, n_users: int, steps: int) -> float:
-    """Returns min(1, T n(n+1)/2 P[chi2_k < k (1 - eta)^2]): some pair contracts under a fresh Gaussian sketch.
-
-    With a sketch drawn anew for each step, after its point is fixed, distances of at most tau in the sketch are at most
-    tau/(1 - eta) but for this failure, of which both sides have one: (1 + e^epsilon) times it adds to delta.
-
-    Args:
-        sketch_dim: k >= 1.
-        distortion: eta in (0, 1).
-        n_users: n >= 1; the n + 1 rows of a pair of data sets count.
-        steps: T >= 1.
-
-    Source: docs/proofs/user_level.md#fresh-sketches.
-
-    Example:
-        >>> sketch_failure(256, 0.3, 1000, 1000) < 2e-4
-        True
-    """
-    k, eta = check.positive_count(sketch_dim=sketch_dim), check.open_interval(0.0, 1.0, distortion=distortion)
-    n, T = check.positive_count(n_users=n_users), check.positive_count(steps=steps)
-    tail = float(chi2.logcdf(k * (1 - eta) ** 2, k))
-    pairs = math.log(T) + math.log(n) + math.log(n + 1) - math.log(2)
-    return min(1.0, math.exp(min(0.0, tail + pairs)) * (1 + 1e-9))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import mpmath as mp
 import numpy as np
@@ -11,15 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco.accounting.analysis.convert_failures import (
     delta_before_failure,
     delta_with_failure,
     epsilon_with_failures,
     mu_upper,
-    total_coupling_failure,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon, gaussian_log_delta
-from torch_dpsco.accounting.analysis.group import poisson_group_delta
 from torch_dpsco.accounting.analysis.pure import pure_delta
 
 KINDS = ["coupling", "transcript", "per_side"]
@@ -86,14 +84,6 @@ def test_each_rule_is_reached_by_a_mechanism_with_that_failure(strength, failure
     assert delta_with_failure(delta, moved, epsilon, "transcript") - 1e-12 <= hockey_stick(one, other) <= bound + 1e-12
     if epsilon < strength:
         assert hockey_stick(one, other) == pytest.approx(bound, rel=1e-9)
-
-
-@given(st.lists(st.floats(0.0, 1.0), max_size=6))
-def test_couplings_fail_together_with_the_complement_of_the_product(failures):
-    exact = 1 - math.prod((1 - Fraction(value) for value in failures), start=Fraction(1))
-    found = total_coupling_failure(failures)
-    assert exact <= Fraction(found) <= exact * (1 + Fraction(1, 10**13))
-    assert total_coupling_failure([1e-20, 1e-20]) == pytest.approx(2e-20, rel=1e-12)
 
 
 @given(
@@ -181,7 +171,6 @@ def test_a_gaussian_curve_is_summarized_by_its_own_mu():
         (lambda: delta_before_failure(math.nan, 0.1, 1.0, "coupling"), "delta must be in"),
         (lambda: epsilon_with_failures(0.0, lambda d: 0.0), "delta must be in"),
         (lambda: epsilon_with_failures(0.1, lambda d: 0.0, transcript=2.0), "failure must be in"),
-        (lambda: total_coupling_failure([0.1, 1.1]), "failures must be in"),
         (lambda: mu_upper([0.0], [0.1]), "epsilons and deltas must be 1-d"),
         (lambda: mu_upper([0.1, 1.0], [0.1, 0.0]), "epsilons must ascend from 0"),
         (lambda: mu_upper([0.0, 0.0], [0.1, 0.0]), "epsilons must ascend from 0"),

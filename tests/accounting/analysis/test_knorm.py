@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from scipy.integrate import dblquad
 from scipy.stats import gamma
 
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.knorm import (
+from tests.reference.papers.accounting import (
     knorm_delta,
     knorm_logpdf,
     knorm_mean_norm,
     knorm_radius_quantile,
     knorm_scale,
     knorm_second_moment,
-    rdp_l2_knorm,
+    laplace_delta,
 )
-from torch_dpsco.accounting.analysis.pure import laplace_delta, pure_delta, rdp_laplace, rdp_pure
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
+from torch_dpsco.accounting.analysis.knorm import rdp_l2_knorm
+from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pure
 from torch_dpsco.accounting.analysis.rdp import default_orders
 
 epsilons = st.floats(-9.0, 3.0).map(lambda x: 10**x)

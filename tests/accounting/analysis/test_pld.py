@@ -13,6 +13,7 @@ from dp_accounting.pld import privacy_loss_distribution as other_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.accounting import LaplaceLoss
 from torch_dpsco.accounting.analysis import pld
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
@@ -23,7 +24,6 @@ from torch_dpsco.accounting.analysis.pld_loss import (
     ApproxLoss,
     FixedSizeLoss,
     GaussianLoss,
-    LaplaceLoss,
     LossLaw,
     PoissonLoss,
     ReplaceOneLoss,

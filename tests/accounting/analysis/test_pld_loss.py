@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.accounting import LaplaceLoss, laplace_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pld_grid import GridLaw
 from torch_dpsco.accounting.analysis.pld_loss import (
     ApproxLoss,
     FixedSizeLoss,
     GaussianLoss,
-    LaplaceLoss,
     PoissonLoss,
     ReplaceOneLoss,
 )
 from torch_dpsco.accounting.analysis.pld_pairs import LossPair, MixturePair, OppositePair
-from torch_dpsco.accounting.analysis.pure import laplace_delta, pure_delta
+from torch_dpsco.accounting.analysis.pure import pure_delta
 
 REACH = 9.0
 PAIRS = [

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from torch_dpsco.accounting.analysis.pure import laplace_delta, pure_delta, rdp_laplace, rdp_pure, rho_pure
+from tests.reference.papers.accounting import laplace_delta
+from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.rdp import default_orders
 
 epsilons = st.floats(-12.0, 3.0).map(lambda x: 10**x)

@@ -16,18 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import gammaln
 
+from tests.reference.papers.accounting import rdp_gaussian, rdp_poisson_replace_one_profile, rdp_wor_gaussian_wbk
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.mixtures import PoissonMixture
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
     extended_orders,
-    rdp_gaussian,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
-    rdp_poisson_replace_one_profile,
     rdp_wor_gaussian,
-    rdp_wor_gaussian_wbk,
 )
 
 rates = st.one_of(st.floats(1e-9, 1.0), st.floats(-9.0, 0.0).map(lambda x: 10**x))

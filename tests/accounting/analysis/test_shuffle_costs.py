@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.accounting.exact_shuffle import delta_bounds
+from tests.reference.papers.accounting import rdp_shuffle
 from torch_dpsco.accounting.analysis import shuffle
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.shuffle import rdp_shuffle, zcdp_shuffle
+from torch_dpsco.accounting.analysis.shuffle import zcdp_shuffle
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.errors import ConditionError, InfeasibleError
 

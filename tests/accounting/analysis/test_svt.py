@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.reference.papers.accounting import sequence_probability
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.accounting.analysis.pure import pure_delta
 from torch_dpsco.accounting.analysis.svt import (
@@ -21,7 +22,6 @@ from torch_dpsco.accounting.analysis.svt import (
     bad_pass_probability,
     concentration_score_sensitivity,
     laplace_difference_tail,
-    sequence_probability,
     svt_gaussian_delta,
     svt_gaussian_mu,
 )

@@ -13,14 +13,13 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_classic
+from tests.reference.papers.accounting import rdp_epsilon_classic, rdp_poisson_replace_one_profile, rdp_wor_gaussian_wbk
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
     rdp_poisson_gaussian_replace_one,
-    rdp_poisson_replace_one_profile,
     rdp_wor_gaussian,
     rdp_wor_gaussian_closed_form,
-    rdp_wor_gaussian_wbk,
 )
 from torch_dpsco.errors import ConditionError
 

@@ -6,7 +6,7 @@
   integrals behind both in `mixtures` and `quadrature`).
 * `pure`, `knorm`, `svt`: mechanisms of a pure epsilon; `shuffle`: shifts of binomial sums; `contraction`: noisy
   gradient descent whose last iterate alone is released.
-* `group`, `group_rdp`: several records at once; `odometer`: parameters that depend on what was released.
+* `group`: several records at once; `odometer`: parameters that depend on what was released.
 * `pld` (with `pld_pairs`, `pld_loss`, `pld_grid`, `pld_plan`, `pld_compose`): composed privacy loss distributions, and
   `pld_gdp`: a mu that covers them.
 * `convert`, `convert_failures`: Renyi curves and failure probabilities to (epsilon, delta).

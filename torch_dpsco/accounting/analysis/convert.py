@@ -21,14 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis.convert_failures import delta_with_failure
 
-__all__ = [
-    "RDPEpsilon",
-    "delta_with_failure",
-    "rdp_delta",
-    "rdp_epsilon",
-    "rdp_epsilon_at_order",
-    "rdp_epsilon_classic",
-]
+__all__ = ["RDPEpsilon", "delta_with_failure", "rdp_delta", "rdp_epsilon", "rdp_epsilon_at_order"]
 
 FloatArray = NDArray[np.float64]
 
@@ -41,30 +34,6 @@ class RDPEpsilon(NamedTuple):
 
     epsilon: float
     order: float
-
-
-def rdp_epsilon_classic(value: float, order: float, delta: float) -> float:
-    """Returns D + log(1/delta) / (a - 1), the conversion that the papers use; `rdp_epsilon_at_order` is smaller.
-
-    Args:
-        value: Renyi divergence D at the order, >= 0.
-        order: a > 1.
-        delta: in (0, 1).
-
-    Returns:
-        epsilon >= 0.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: Mironov 2017 (Lemma 5 of the Hoelder paper).
-
-    Example:
-        >>> round(rdp_epsilon_classic(value=0.1, order=10, delta=1e-5), 4)
-        1.3792
-    """
-    value, order, log_delta = _checked(value, order, delta)
-    return value - log_delta / (order - 1)
 
 
 def rdp_epsilon_at_order(value: float, order: float, delta: float) -> float:

@@ -20,7 +20,7 @@ docs/proofs/output.md#accuracy-in-expectation (per side).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -29,14 +29,7 @@ from numpy.typing import ArrayLike
 from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
 
-__all__ = [
-    "FailureKind",
-    "delta_before_failure",
-    "delta_with_failure",
-    "epsilon_with_failures",
-    "mu_upper",
-    "total_coupling_failure",
-]
+__all__ = ["FailureKind", "delta_before_failure", "delta_with_failure", "epsilon_with_failures", "mu_upper"]
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
@@ -166,31 +159,6 @@ def epsilon_with_failures(
         if math.isinf(epsilon):
             break
     return math.inf
-
-
-def total_coupling_failure(failures: Iterable[float]) -> float:
-    """Returns 1 - prod(1 - d_i), rounded up: the probability that one of several couplings fails.
-
-    Args:
-        failures: each in [0, 1].
-
-    Returns:
-        The total in [0, 1]; 0 for no failures.
-
-    Raises:
-        ValueError: a failure is out of range.
-
-    Source: docs/proofs/accounting.md#failure-probabilities.
-
-    Example:
-        >>> round(total_coupling_failure([0.1, 0.1]), 12)
-        0.19
-    """
-    values = [_validate.between(0.0, 1.0, failures=value) for value in failures]
-    if any(value == 1 for value in values):
-        return 1.0
-    # PRIVACY: rounded up (test_couplings_fail_together_with_the_complement_of_the_product)
-    return min(1.0, -math.expm1(math.fsum(math.log1p(-value) for value in values)) * (1 + _ROUNDING))
 
 
 def mu_upper(epsilons: ArrayLike, deltas: ArrayLike, delta_min: float = 1e-10) -> float:

@@ -21,26 +21,16 @@ Source: docs/proofs/accounting.md#k-norm-noise, docs/proofs/output.md#k-norm-noi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable
 
 import numpy as np
-from scipy.special import gammaincinv
 
 from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pure
+from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-__all__ = [
-    "knorm_delta",
-    "knorm_logpdf",
-    "knorm_mean_norm",
-    "knorm_radius_quantile",
-    "knorm_scale",
-    "knorm_second_moment",
-    "rdp_l2_knorm",
-]
+__all__ = ["rdp_l2_knorm"]
 
 _DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
 _PANELS = 32
@@ -57,7 +47,7 @@ def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
     below that of other epsilon-DP mechanisms; it tends to epsilon as a grows.
 
     Args:
-        epsilon: >= 0, the pure epsilon of the release: the noise has the scale `knorm_scale(epsilon, sensitivity)`.
+        epsilon: >= 0, the pure epsilon of the release: the noise has the scale sensitivity / epsilon.
         dim: >= 1, coordinates of the release.
         order: Renyi order(s) a > 1.
 
@@ -88,160 +78,6 @@ def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
         return np.minimum(quad.divergence(block, _log_excess(epsilon, dim, block)), worst)
 
     return quad.by_order(curve, order)
-
-
-def knorm_delta(epsilon: float, pure_epsilon: float, dim: int) -> float:
-    """Returns the exact privacy profile of one K-norm release, the hockey stick at e^epsilon, rounded up.
-
-    delta = integral over loss > epsilon of (1 - e^(epsilon - loss)) under the release: both directions are equal.
-
-    Args:
-        epsilon: >= 0.
-        pure_epsilon: >= 0, the epsilon of the mechanism.
-        dim: >= 1.
-
-    Returns:
-        delta in [0, 1], at most `pure_delta`; 0 for epsilon >= pure_epsilon.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: one release is (epsilon, delta)-DP under the adjacency of its sensitivity.
-
-    Source: docs/proofs/accounting.md#k-norm-noise.
-
-    Example:
-        >>> knorm_delta(epsilon=1.61, pure_epsilon=4.0, dim=100) < 1e-5
-        True
-    """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    pure = _validate.nonnegative(pure_epsilon=pure_epsilon)
-    dim = _validate.positive_count(dim=dim)
-    worst = pure_delta(epsilon, pure)
-    if epsilon >= pure or pure < _LEAST_EPSILON:
-        return worst
-    if dim == 1:
-        return min(worst, -math.expm1((epsilon - pure) / 2) * (1 + 1e-15))
-    epsilon = min(epsilon, pure * (1 - 1e-6))  # closer to pure, delta is that of this smaller epsilon: an upper bound
-
-    def kernel(loss: FloatArray) -> FloatArray:
-        return np.log(-np.expm1(np.minimum(epsilon - loss, 0.0)))
-
-    # E_P[1 - e^(epsilon - loss)] with P of exponent + loss/2
-    log_mass = _log_integral(pure, dim, np.array([pure / 2]), kernel, start=math.asin(epsilon / pure))[0]
-    log_delta = float(log_mass) - _log_total(pure, dim)
-    # PRIVACY: 1e-9 exceeds the quadrature error (test_the_profile_is_not_below_its_integral_in_high_precision)
-    return min(worst, math.exp(min(0.0, log_delta)) * (1 + 1e-9))
-
-
-def knorm_scale(epsilon: float, sensitivity: float) -> float:
-    """Returns the scale s of the noise density exp(-|z| / s) that makes a release epsilon-DP, rounded up.
-
-    Args:
-        epsilon: > 0.
-        sensitivity: L2 sensitivity under the adjacency asked for, > 0.
-
-    Returns:
-        sensitivity / epsilon. The radius of the noise is Gamma(dim, s), its direction uniform.
-
-    Raises:
-        ValueError: an argument is not positive and finite, or the scale overflows.
-
-    Guarantee: epsilon-DP (delta = 0) of one release, by the triangle inequality: |log p(z - w) / p(z - w')| <=
-    |w - w'| / s.
-
-    Source: docs/proofs/output.md#k-norm-noise.
-
-    Example:
-        >>> knorm_scale(epsilon=0.5, sensitivity=0.25)
-        0.5
-    """
-    epsilon = _validate.positive(epsilon=epsilon)
-    sensitivity = _validate.positive(sensitivity=sensitivity)
-    scale = _validate.finite(scale=sensitivity / epsilon)
-    # PRIVACY: the division rounds (test_the_scale_never_falls_short_of_the_exact_ratio)
-    short = Fraction(scale) * Fraction(epsilon) < Fraction(sensitivity)
-    return math.nextafter(scale, math.inf) if short else scale
-
-
-def knorm_mean_norm(dim: int, sensitivity: float, epsilon: float) -> float:
-    """Returns the mean norm of the noise, dim sensitivity / epsilon.
-
-    Args:
-        dim: >= 1.
-        sensitivity: > 0.
-        epsilon: > 0.
-
-    Source: docs/proofs/output.md#k-norm-noise
-
-    Example:
-        >>> knorm_mean_norm(dim=50, sensitivity=0.02, epsilon=0.5)
-        2.0
-    """
-    dim = _validate.positive_count(dim=dim)
-    return dim * knorm_scale(epsilon, sensitivity)
-
-
-def knorm_second_moment(dim: int, sensitivity: float, epsilon: float) -> float:
-    """Returns the mean squared norm of the noise, dim (dim + 1) (sensitivity / epsilon)^2.
-
-    Args:
-        dim: >= 1.
-        sensitivity: > 0.
-        epsilon: > 0.
-
-    Source: docs/proofs/output.md#k-norm-noise
-
-    Example:
-        >>> round(knorm_second_moment(dim=50, sensitivity=0.02, epsilon=0.5), 6)
-        4.08
-    """
-    dim = _validate.positive_count(dim=dim)
-    return dim * (dim + 1) * knorm_scale(epsilon, sensitivity) ** 2
-
-
-def knorm_radius_quantile(dim: int, sensitivity: float, epsilon: float, quantile: float) -> float:
-    """Returns the quantile of the norm of the noise, a Gamma variable of shape dim and scale sensitivity / epsilon.
-
-    Args:
-        dim: >= 1.
-        sensitivity: > 0.
-        epsilon: > 0.
-        quantile: in (0, 1).
-
-    Source: docs/proofs/output.md#k-norm-noise
-
-    Example:
-        >>> round(knorm_radius_quantile(dim=1, sensitivity=0.02, epsilon=0.5, quantile=0.5), 6)
-        0.027726
-    """
-    dim = _validate.positive_count(dim=dim)
-    quantile = _validate.open_interval(0.0, 1.0, quantile=quantile)
-    return float(gammaincinv(dim, quantile)) * knorm_scale(epsilon, sensitivity)
-
-
-def knorm_logpdf(value: Sequence[float] | FloatArray, sensitivity: float, epsilon: float) -> float:
-    """Returns the log density of the noise at one point.
-
-    log p(z) = -|z| / s - log(2 pi^(dim/2) Gamma(dim) / Gamma(dim/2)) - dim log(s), s = sensitivity / epsilon.
-
-    Args:
-        value: (dim,) point.
-        sensitivity: > 0.
-        epsilon: > 0.
-
-    Source: docs/proofs/output.md#k-norm-noise
-
-    Example:
-        >>> round(knorm_logpdf([0.0], sensitivity=0.02, epsilon=0.1), 6)
-        0.916291
-    """
-    point = np.asarray(value, dtype=np.float64)
-    if point.ndim != 1 or point.size == 0:
-        raise ValueError(f"value must be a 1-d array of at least one number (got shape {point.shape})")
-    dim, scale = point.size, knorm_scale(epsilon, sensitivity)
-    log_sphere = math.log(2) + dim / 2 * math.log(math.pi) - math.lgamma(dim / 2)
-    return float(-np.linalg.norm(point) / scale) - log_sphere - math.lgamma(dim) - dim * math.log(scale)
 
 
 def _log_excess(epsilon: float, dim: int, order: FloatArray) -> FloatArray:

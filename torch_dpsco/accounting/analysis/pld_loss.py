@@ -4,7 +4,6 @@
     ReplaceOneLoss   the same, one record replaced
     FixedSizeLoss    Gaussian noise on a batch of fixed size, one record replaced or zeroed out
     GaussianLoss     unsampled Gaussian noise
-    LaplaceLoss      Laplace noise
     ApproxLoss       whatever is (epsilon, delta)-DP
 
 Source: docs/proofs/accounting.md#losses-on-a-grid.
@@ -19,18 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torch_dpsco import _validate
-from torch_dpsco.accounting.analysis.pld_grid import GridLaw, atom, connected, cuts, dots, lifted
+from torch_dpsco.accounting.analysis.pld_grid import GridLaw, atom, connected, dots
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair, MixturePair, OppositePair
 
-__all__ = [
-    "ApproxLoss",
-    "FixedSizeLoss",
-    "GaussianLoss",
-    "LaplaceLoss",
-    "LossLaw",
-    "PoissonLoss",
-    "ReplaceOneLoss",
-]
+__all__ = ["ApproxLoss", "FixedSizeLoss", "GaussianLoss", "LossLaw", "PoissonLoss", "ReplaceOneLoss"]
 
 
 @dataclass(frozen=True)
@@ -215,41 +206,6 @@ class FixedSizeLoss(LossLaw):
     @property
     def _pair(self) -> MixturePair:
         return MixturePair(self.rate, self.noise)
-
-
-@dataclass(frozen=True)
-class LaplaceLoss(LossLaw):
-    """Laplace noise: loss 1/b with mass 1/2, -1/b with mass e^(-1/b) / 2, density e^((l - 1/b) / 2) / 4 between.
-
-    Args:
-        epsilon: 1/b = sensitivity / scale, > 0.
-    """
-
-    epsilon: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", _validate.positive(epsilon=self.epsilon))
-
-    def span(self, reach: float) -> tuple[float, float]:
-        """The support."""
-        return -self.epsilon, self.epsilon
-
-    def on_grid(self, grid: float, reach: float) -> GridLaw:
-        """See the base class."""
-        epsilon = self.epsilon
-        first, ends = cuts(-epsilon, epsilon, grid)
-        width = np.diff(ends)
-        density = np.exp((ends[:-1] - epsilon) / 2)
-        mass = density * np.expm1(width / 2) / 2
-        excess = 2 * density * np.sinh(width / 4) ** 2
-        low = atom(-epsilon, math.exp(-epsilon) / 2, first, grid)
-        high = atom(epsilon, 0.5, first + width.size - 1, grid)
-        mass, excess = lifted(mass, excess, ends[0] - first * grid)
-        for index, (atom_mass, atom_excess) in ((0, low), (-1, high)):
-            mass[index] += atom_mass
-            excess[index] += atom_excess
-        accuracy = 16 * UNIT * (4 + epsilon)
-        return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ Source: docs/proofs/accounting.md#pure-mechanisms, docs/proofs/accounting.md#lap
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import overload
 
 import numpy as np
@@ -33,7 +32,7 @@ from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-__all__ = ["laplace_delta", "pure_delta", "rdp_laplace", "rdp_pure", "rho_pure"]
+__all__ = ["pure_delta", "rdp_laplace", "rdp_pure", "rho_pure"]
 
 _LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
 
@@ -139,37 +138,6 @@ def rho_pure(epsilon: float) -> float:
         return 0.0
     # PRIVACY: 2e-15 exceeds the rounding of tanh and product (test_rho_is_not_below_its_high_precision_value)
     return min(epsilon, max(_LEAST, epsilon * math.tanh(epsilon / 2) * (1 + 2e-15)))
-
-
-def laplace_delta(epsilon: float, scale: float) -> float:
-    """Returns the exact privacy profile of Laplace noise on a number of sensitivity 1, the hockey stick at e^epsilon.
-
-    With t = 1/scale the loss is t on one side of both means, -t on the other and linear between, so that
-    P(loss > epsilon) - e^epsilon Q(loss > epsilon) = 1 - e^((epsilon - t) / 2) for |epsilon| < t.
-
-    Args:
-        epsilon: any finite number; a negative one is a threshold e^epsilon < 1, where the profile is >= 1 - e^epsilon.
-        scale: b >= 0.
-
-    Returns:
-        delta in [0, 1], rounded up.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/proofs/accounting.md#laplace-noise.
-
-    Example:
-        >>> round(laplace_delta(epsilon=0.5, scale=1.0), 6)
-        0.221199
-    """
-    epsilon = _validate.finite(epsilon=epsilon)
-    scale = _validate.nonnegative(scale=scale)
-    if scale < _LEAST:
-        return 1.0
-    # exact, since epsilon - 1/scale in floats would lose all digits where delta is small
-    gap = float(Fraction(epsilon) - 1 / Fraction(scale))
-    return _profile(gap / 2 if epsilon > -1 / scale else epsilon)
 
 
 def pure_delta(epsilon: float, pure_epsilon: float) -> float:

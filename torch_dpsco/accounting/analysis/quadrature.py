@@ -11,8 +11,8 @@ give E:
 * two-sided  phi_a(r) + phi_(1-a)(r) = r^a + r^(1-a) - r - 1 = r^a (1 - r^-a) (1 - r^-(a-1)), for loss laws symmetric
   about 0, of which only the half r > 1 is integrated.
 
-Results are logarithms, so that orders up to 2^20 neither overflow nor underflow. `log_excess` is the fast way to
-integrate these kernels for many orders, `log_integral` the plain one for any kernel.
+Results are logarithms, so that orders up to 2^20 neither overflow nor underflow. `log_excess`
+integrates these kernels for many orders at once.
 
 Source: docs/proofs/accounting.md#renyi-integrals.
 """
@@ -33,14 +33,12 @@ __all__ = [
     "MAX_ORDER",
     "REACH",
     "FloatArray",
-    "Kernel",
     "Orders",
     "Pair",
     "by_order",
     "divergence",
     "log_difference",
     "log_excess",
-    "log_integral",
     "panels",
     "rounded_up",
     "two_sided",
@@ -48,7 +46,6 @@ __all__ = [
 
 FloatArray = NDArray[np.float64]
 Orders = TypeVar("Orders", float, NDArray[np.float64])
-Kernel = Callable[[FloatArray, FloatArray], FloatArray]
 Pair = Callable[[FloatArray], tuple[FloatArray, FloatArray]]
 
 REACH = 10.0  # standard deviations kept beyond the outermost mean: the rest has mass below 1e-23
@@ -114,34 +111,6 @@ def panels(low: float, high: float, scale: float, noise: float, branches: FloatA
         around = branches[:, None] + np.concatenate([-offsets, [0.0], offsets])
         edges = np.union1d(edges, around[(around > low) & (around < high)])
     return edges
-
-
-def log_integral(
-    order: FloatArray,
-    edges: FloatArray,
-    log_ratio: Callable[[FloatArray], FloatArray],
-    log_base: Callable[[FloatArray], FloatArray],
-    kernel: Kernel,
-) -> FloatArray:
-    """Returns the log of the integral of exp(log_base(x)) kernel(order, r(x)) dx, for every order on one grid.
-
-    Args:
-        order: (K,) orders.
-        edges: (m + 1,) ascending panel edges.
-        log_ratio: log r at each node.
-        log_base: log density of the base measure at each node.
-        kernel: log of the integrand, of (K, 1) orders and (nodes,) log ratios.
-
-    Returns:
-        (K,) logarithms; -inf where the integral underflows to 0.
-    """
-    with np.errstate(divide="ignore", under="ignore"):
-        x, log_width = _nodes(edges)
-        weight = log_width + log_base(x)
-        ratio = log_ratio(x)
-        step = max(1, CHUNK // x.size)
-        parts = [order[i : i + step, None] for i in range(0, order.size, step)]
-        return np.concatenate([_log_sum(kernel(part, ratio) + weight) for part in parts])
 
 
 def log_excess(order: FloatArray, edges: FloatArray, pair: Pair, two_sided: bool = False) -> FloatArray:
@@ -284,11 +253,3 @@ def _log_falling(order: FloatArray, log_ratio: FloatArray, weight: FloatArray) -
     total = np.einsum("ki,i->k", growth, base * np.exp(log_ratio)) - (order - 1) * np.sum(base * np.expm1(log_ratio))
     falling: FloatArray = top + np.log(total)
     return falling
-
-
-def _log_sum(terms: FloatArray) -> FloatArray:
-    """Returns log(sum(exp(terms))) along the last axis."""
-    top = np.max(terms, axis=-1, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0.0)
-    total: FloatArray = top[..., 0] + np.log(np.sum(np.exp(terms - top), axis=-1))
-    return total

@@ -25,32 +25,19 @@ import numpy as np
 
 from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.mixtures import (
-    PoissonMixture,
-    gaussian_divergence,
-    log_tail,
-    sampled_divergence,
-)
+from torch_dpsco.accounting.analysis.mixtures import PoissonMixture, log_tail, sampled_divergence
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
-from torch_dpsco.accounting.analysis.wor import (
-    rdp_poisson_replace_one_profile,
-    rdp_wor_gaussian,
-    rdp_wor_gaussian_closed_form,
-    rdp_wor_gaussian_wbk,
-)
+from torch_dpsco.accounting.analysis.wor import rdp_wor_gaussian, rdp_wor_gaussian_closed_form
 
 __all__ = [
     "Direction",
     "default_orders",
     "extended_orders",
-    "rdp_gaussian",
     "rdp_poisson_gaussian",
     "rdp_poisson_gaussian_group",
     "rdp_poisson_gaussian_replace_one",
-    "rdp_poisson_replace_one_profile",
     "rdp_wor_gaussian",
     "rdp_wor_gaussian_closed_form",
-    "rdp_wor_gaussian_wbk",
 ]
 
 Direction = Literal["remove", "add"]
@@ -94,35 +81,6 @@ def extended_orders(orders: FloatArray, best: float) -> FloatArray:
         new = np.linspace(1.0101, usable[0], 9)[:-1]
     new = new[new <= quad.MAX_ORDER]
     return np.setdiff1d(new, orders)
-
-
-def rdp_gaussian(order: Orders, noise_ratio: float) -> Orders:
-    """Returns the Renyi divergence order / (2 noise_ratio^2) of an unsampled Gaussian release.
-
-    Args:
-        order: Renyi order(s) a > 1.
-        noise_ratio: noise std over the sensitivity under the adjacency asked for, >= 0.
-
-    Returns:
-        D_a; inf for noise_ratio = 0.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: one release of a vector with that L2 sensitivity, whatever the adjacency of the sensitivity.
-
-    Source: docs/proofs/accounting.md#gaussian-mechanism.
-
-    Example:
-        >>> rdp_gaussian(order=2.0, noise_ratio=1.0)
-        1.0
-    """
-    noise = _validate.nonnegative(noise_ratio=noise_ratio)
-
-    def curve(block: FloatArray) -> FloatArray:
-        return gaussian_divergence(block, noise, 1.0) if noise > 0 else np.full_like(block, np.inf)
-
-    return quad.by_order(curve, order)
 
 
 def rdp_poisson_gaussian(

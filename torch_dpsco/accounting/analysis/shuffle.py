@@ -26,7 +26,6 @@ Proof: docs/proofs/heavy_tailed.md#shuffle-accountant. Source: Cheu, Joseph, Mao
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ from scipy.stats import binom
 from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
-__all__ = ["BinomialShift", "ShuffleCost", "rdp_binomial_shift", "rdp_shuffle", "zcdp_shuffle"]
+__all__ = ["ShuffleCost", "zcdp_shuffle"]
 
 FloatArray = NDArray[np.float64]
 
@@ -48,59 +47,6 @@ _TAIL = 1e-8  # relative: more than the error of the binomial tails for all N wi
 _ROUNDING = 1.0 + 1e-12  # more than that of the few operations on bounds
 # from 1.004, closely enough that the chords between them cost 0.5 %; nothing ever needs the last of them
 _ORDERS = tuple(1 + 0.004 * 1.3**k for k in range(17)) + tuple(1 + 0.3 * 1.15**k for k in range(120))
-
-
-class BinomialShift(NamedTuple):
-    """A Renyi divergence that holds except for a probability.
-
-    Args:
-        rdp: of one coordinate, >= 0; coordinates add up.
-        lost_mass: to be added to delta once per coordinate.
-    """
-
-    rdp: float
-    lost_mass: float
-
-
-def rdp_binomial_shift(
-    trials: int, noise_probability: float, shift: int, order: float, delta_window: float
-) -> BinomialShift:
-    """Returns the divergence of order a between Bin(N, p) on a window and Bin(N, p) +- s, and the mass off the window.
-
-    The window is central, with at most delta_window / 2 cut off at each end, less what only one of the laws can reach.
-    For a s much below sqrt(N p (1 - p)) the divergence is about a s^2 / (2 N p (1 - p)).
-
-    Args:
-        trials: N >= 1, noise bits of a coordinate, from all honest users together.
-        noise_probability: p in (0, 1).
-        shift: s >= 1, the most that one record moves the count.
-        order: a > 1.
-        delta_window: in (0, 1).
-
-    Returns:
-        rdp and lost_mass, both rounded up.
-
-    Raises:
-        ValueError: an argument is out of range.
-        ConditionError: the window is empty, since the shift is too large for N.
-        InfeasibleError: the window has more than 2^22 points.
-
-    Guarantee: replace-one, for a record that moves the count by s in either direction: (epsilon, delta)-DP from the
-        Renyi divergences of all coordinates, with their lost masses added to delta. Smaller shifts have their own
-        divergence, which is not proved to be smaller.
-
-    Source: docs/proofs/heavy_tailed.md#shuffle-accountant.
-
-    Example:
-        >>> bound = rdp_binomial_shift(trials=3000, noise_probability=0.5, shift=6, order=10, delta_window=1e-8)
-        >>> round(bound.rdp, 6), round(bound.lost_mass, 12)
-        (0.240165, 8.601e-09)
-    """
-    trials, shift = _validate.positive_count(trials=trials), _validate.positive_count(shift=shift)
-    p = _validate.open_interval(0.0, 1.0, noise_probability=noise_probability)
-    order = _validate.order(order=order)
-    window = _Window(trials, p, shift, _validate.open_interval(0.0, 1.0, delta_window=delta_window))
-    return BinomialShift(window.pair(shift).divergence(order), window.lost)
 
 
 class ShuffleCost(NamedTuple):
@@ -115,32 +61,21 @@ class ShuffleCost(NamedTuple):
     failure: float
 
 
-def rdp_shuffle(
-    trials: int,
-    noise_probability: float,
-    orders: Iterable[float],
-    *,
-    dim: int,
-    max_shift: int,
-    shift_norm: float,
-    delta_window: float,
-) -> tuple[list[float], float]:
-    """Returns a Renyi curve of d shuffled sums that one record moves by integers s_1..s_d, and its failure probability.
+def zcdp_shuffle(
+    trials: int, noise_probability: float, *, dim: int, max_shift: int, shift_norm: float, delta_window: float
+) -> ShuffleCost:
+    """Returns rho with D_a <= rho a for all orders a > 1, and the failure probability, of d shuffled sums.
 
-    With kappa_a the largest D_a(s) / s^2 over 1 <= s <= max_shift, D_a <= min(kappa_a |s|^2, d max_s D_a(s)).
+    One record moves the sums by integers s_1..s_d; rho is about 1 % above |s|^2 / (2 N p (1 - p)) for many bits.
 
     Args:
         trials: N >= 1, noise bits of a coordinate, from all honest users together. More bits only add noise: N whose
             windows have more than 2^18 points are reduced to what fits.
         noise_probability: p in (0, 1).
-        orders: each > 1.
         dim: d >= 1.
         max_shift: bound of each |s_j|, >= 1.
         shift_norm: bound of sqrt(sum s_j^2), > 0.
         delta_window: mass off the window of one coordinate, in (0, 1); should be much below 1 / (N p (1 - p)).
-
-    Returns:
-        D_a per order and the failure probability (at most dim * delta_window unless max_shift cuts the window).
 
     Raises:
         ValueError: an argument is out of range.
@@ -148,33 +83,6 @@ def rdp_shuffle(
 
     Guarantee: replace-one, if the record moves the sums by at most that for every value of the public and the coupled
         private coins (the divergence is jointly quasi-convex).
-
-    Source: docs/proofs/heavy_tailed.md#shuffle-accountant.
-
-    Example:
-        >>> [value], lost = rdp_shuffle(
-        ...     314_000, 0.5, [16.0], dim=10, max_shift=65, shift_norm=64 + 10**0.5, delta_window=1e-8
-        ... )
-        >>> round(value, 4), lost < 1e-7
-        (0.4619, True)
-    """
-    window, norm = _shuffle_window(trials, noise_probability, dim, max_shift, shift_norm, delta_window)
-    wanted = [_validate.order(orders=order) for order in orders]
-    bounds = []
-    for shift in _shifts(max_shift):
-        pair = window.pair(shift)
-        bounds.append((shift, [pair.divergence(order) for order in wanted]))
-    curve = [_composed([(shift, values[k]) for shift, values in bounds], dim, norm) for k in range(len(wanted))]
-    return curve, window.failure(dim)
-
-
-def zcdp_shuffle(
-    trials: int, noise_probability: float, *, dim: int, max_shift: int, shift_norm: float, delta_window: float
-) -> ShuffleCost:
-    """Returns rho with D_a <= rho a for all orders a > 1, and the failure probability, of d shuffled sums.
-
-    Arguments, errors and guarantee are those of `rdp_shuffle`; rho is about 1 % above |s|^2 / (2 N p (1 - p)) for many
-    bits.
 
     Source: docs/proofs/heavy_tailed.md#shuffle-accountant.
 

@@ -37,7 +37,6 @@ __all__ = [
     "bad_pass_probability",
     "concentration_score_sensitivity",
     "laplace_difference_tail",
-    "sequence_probability",
     "svt_gaussian_delta",
     "svt_gaussian_mu",
 ]
@@ -243,46 +242,6 @@ def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_sc
         fits = steps * laplace_difference_tail(middle, threshold_scale, query_scale) <= failure
         low, high = (low, middle) if fits else (middle, high)
     return high
-
-
-def sequence_probability(
-    gap_first: float, gap_last: float, passes: int, threshold_scale: float, query_scale: float
-) -> float:
-    """Returns the probability that `passes` queries pass and the next one does not.
-
-    A query passes if gap + nu >= rho, gap = score - threshold. Tests of lower bounds on epsilon compare it between two
-    neighboring data sets.
-
-    Args:
-        gap_first: gap of each of the first queries.
-        gap_last: gap of the last one.
-        passes: k >= 0.
-        threshold_scale: b1 > 0.
-        query_scale: b2 > 0.
-
-    Returns:
-        The probability, to a relative 1e-9.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/errata.md, paper 3, E2.
-
-    Example:
-        >>> round(sequence_probability(4.67, -15.47, passes=1, threshold_scale=4.0, query_scale=8.0), 6)
-        0.606678
-    """
-    first, last = _validate.finite(gap_first=gap_first), _validate.finite(gap_last=gap_last)
-    passes = _validate.count(passes=passes)
-    threshold, query = _validate.positive(threshold_scale=threshold_scale), _validate.positive(query_scale=query_scale)
-
-    def sequence(r: FloatArray) -> FloatArray:
-        all_pass = np.exp(passes * _log_cdf((first - r) / query))
-        return all_pass * np.exp(_log_cdf((r - last) / query))
-
-    low = first - query * math.log(max(1, passes))  # about the minimum of gap + noise
-    peak = first - query * math.log(max(1.0, passes * threshold / (2 * query)))  # of the density times all_pass
-    return min(1.0, _mean_over_laplace(threshold, query, [0.0, first, low, peak, last], sequence))
 
 
 def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:

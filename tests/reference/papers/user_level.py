@@ -1,0 +1,59 @@
+"""Formulas of user-level papers that the package does not use, for vectors and comparisons."""
+
+from __future__ import annotations
+
+import math
+
+from scipy.stats import chi2
+
+from tests.reference.papers.accounting import poisson_group_delta
+from torch_dpsco import _validate as check
+
+
+def item_level_user_delta(max_items: int, sample_rate: float, noise_multiplier: float, epsilon: float) -> float:
+    """Returns delta for a whole user of one release of clipped, Poisson-sampled ITEMS, at most K of a user.
+
+    The exact mixture over the number of the user's items that are drawn, both directions; for a run use the event
+    `PoissonGaussian(..., k=K)`. Group privacy of the item-level epsilon is a bound, and a poor one.
+
+    Args:
+        max_items: K >= 1, cap on the items of a user.
+        sample_rate: q of an item.
+        noise_multiplier: z = noise std/clip of an item.
+        epsilon: >= 0.
+
+    Guarantee: one user with at most K items added or removed.
+
+    Source: docs/proofs/user_level.md#clipped-means-of-users.
+
+    Example:
+        >>> round(item_level_user_delta(5, 0.1, 0.8, 1.0), 6)
+        0.084877
+    """
+    ways = (poisson_group_delta(max_items, sample_rate, noise_multiplier, epsilon, way) for way in ("remove", "add"))
+    return max(ways)
+
+
+def sketch_failure(sketch_dim: int, distortion: float, n_users: int, steps: int) -> float:
+    """Returns min(1, T n(n+1)/2 P[chi2_k < k (1 - eta)^2]): some pair contracts under a fresh Gaussian sketch.
+
+    With a sketch drawn anew for each step, after its point is fixed, distances of at most tau in the sketch are at most
+    tau/(1 - eta) but for this failure, of which both sides have one: (1 + e^epsilon) times it adds to delta.
+
+    Args:
+        sketch_dim: k >= 1.
+        distortion: eta in (0, 1).
+        n_users: n >= 1; the n + 1 rows of a pair of data sets count.
+        steps: T >= 1.
+
+    Source: docs/proofs/user_level.md#fresh-sketches.
+
+    Example:
+        >>> sketch_failure(256, 0.3, 1000, 1000) < 2e-4
+        True
+    """
+    k, eta = check.positive_count(sketch_dim=sketch_dim), check.open_interval(0.0, 1.0, distortion=distortion)
+    n, T = check.positive_count(n_users=n_users), check.positive_count(steps=steps)
+    tail = float(chi2.logcdf(k * (1 - eta) ** 2, k))
+    pairs = math.log(T) + math.log(n) + math.log(n + 1) - math.log(2)
+    return min(1.0, math.exp(min(0.0, tail + pairs)) * (1 + 1e-9))
