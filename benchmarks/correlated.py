@@ -29,7 +29,8 @@ from torch_dpsco.accounting.calibrate import noise_multiplier
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from flights import NUM_FEATURES, load_flights
 
-DELTA, EPSILONS, EPOCHS, LRS = 1e-6, (1.0, 4.0, 8.0), (1, 5), (0.03, 0.1, 0.3, 1.0)
+DELTA, EPSILONS, EPOCHS = 1e-6, (1.0, 4.0, 8.0), (1, 5)
+LRS = {"synthetic": (0.003, 0.01, 0.03, 0.1, 0.3), "flights": (0.3, 1.0, 3.0, 10.0)}
 Loss = Callable[..., Tensor]
 
 
@@ -58,11 +59,13 @@ def correlated(params: Sequence[nn.Parameter], n: int, batch: int, epochs: int, 
 METHODS = {"Poisson": poisson, "correlated": correlated}
 
 
-def cell(method: str, data: TensorDataset, loss: Loss, score: Callable[[nn.Linear], float], *run: float) -> float:
+def cell(
+    method: str, data: TensorDataset, loss: Loss, score: Callable[[nn.Linear], float], lrs: Sequence[float], *run: float
+) -> float:
     """Returns the median score at the best step size."""
-    epsilon, epochs, batch, runs, lrs = run
+    epsilon, epochs, batch, runs = run
     found = []
-    for lr in LRS[: int(lrs)]:
+    for lr in lrs:
         scores = []
         for _ in range(int(runs)):
             model = nn.Linear(data.tensors[0].shape[1], 1, bias=False, dtype=data.tensors[0].dtype)
@@ -101,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| --- |" + " --- |" * len(EPSILONS) * len(METHODS))
     for name, (data, loss, score, batch) in tasks(smoke).items():
         for epochs in EPOCHS[: 1 if smoke else None]:
-            run = (epochs, batch, 1 if smoke else options.runs, 1 if smoke else len(LRS))
-            cells = [cell(m, data, loss, score, e, *run) for e in EPSILONS for m in METHODS]
+            lrs, runs = LRS[name][: 1 if smoke else None], 1 if smoke else options.runs
+            cells = [cell(m, data, loss, score, lrs, e, epochs, batch, runs) for e in EPSILONS for m in METHODS]
             print(f"| {name}, {epochs} | " + " | ".join(f"{value:.4f}" for value in cells) + " |", flush=True)
 
 
