@@ -23,6 +23,9 @@ from torch_dpsco.rng import Source
 __all__ = ["Charge", "MeanOracle", "Release", "require_places"]
 
 
+_FLAGS = {"adaptive", "confidential", "ordered", "per_run", "sampled"}  # what oracles said before charges did
+
+
 class Charge(NamedTuple):
     """What a release is charged, before it is made.
 
@@ -69,6 +72,11 @@ class MeanOracle(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         type_members(cls, "__init__", "calibrated")
+        if flags := _FLAGS & cls.__dict__.keys():
+            # PRIVACY: (test_flags_of_before_charges_are_refused_by_name)
+            raise TypeError(
+                f"{', '.join(sorted(flags))} of {cls.__name__} must be said by charge(design, draw): see Charge"
+            )
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
