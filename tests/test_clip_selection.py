@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.reference.papers.heavy_tailed import quantile_probabilities
 from torch_dpsco import clip_selection
 from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZCDP, ZERO_OUT, Pure
 from torch_dpsco.clip_selection import (
@@ -22,7 +23,7 @@ from torch_dpsco.clip_selection import (
     rank_error,
     target_quantile,
 )
-from torch_dpsco.mechanisms.exponential import geometric_grid, quantile_probabilities
+from torch_dpsco.mechanisms.exponential import geometric_grid
 
 NORMS = np.random.default_rng(0).exponential(size=2000)
 

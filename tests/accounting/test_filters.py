@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
+from tests.reference.papers.accounting import RDPFilter
 from torch_dpsco.accounting import filters
 from torch_dpsco.accounting.analysis import odometer
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_at_order
@@ -33,7 +34,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.filter_base import Usage
 from torch_dpsco.accounting.filter_modes import RDPOrdersFilter, _OrderReader, adaptive_epsilon, make_filter
-from torch_dpsco.accounting.filters import ADAPTIVE_MODES, Budget, RDPFilter, renyi_budget
+from torch_dpsco.accounting.filters import ADAPTIVE_MODES, Budget, renyi_budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError
 

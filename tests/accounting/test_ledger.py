@@ -179,7 +179,7 @@ def test_a_million_equal_events_are_one_entry():
         ledger.add(PoissonGaussian(1.0, 0.001), 1000)
     assert len(ledger) == 10**6
     assert list(ledger.entries()) == [("", "", PoissonGaussian(1.0, 0.001), 10**6)]
-    assert len(ledger.to_json()) == len(ledger.describe()) == 1
+    assert len(ledger.to_json()) == 1
     assert ledger.epsilon(DELTA, ADD_REMOVE) == Ledger([Repeat(PoissonGaussian(1.0, 0.001), 10**6)]).epsilon(
         DELTA, ADD_REMOVE
     )
@@ -376,14 +376,6 @@ def test_a_ledger_includes_another_if_no_count_is_smaller():
         assert both.includes(part)
     assert not Ledger(small).includes(Ledger([Repeat(gauss(0.3), 2)]))
     assert not both.includes(Ledger([Parallel({"0": [gauss(0.1)]}, "r")]))
-
-
-def test_the_description_counts_events_and_parts():
-    ledger = Ledger([Repeat(PoissonGaussian(1.0, 0.01), 7), Parallel({"0": [gauss(1)], "1": [gauss(1)]}, "p")])
-    assert ledger.describe() == [
-        "7 x PoissonGaussian(noise_multiplier=1.0, q=0.01)",
-        "partition p: 2 disjoint parts used",
-    ]
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, None])

@@ -46,7 +46,6 @@ EXEMPT = {
     "objectives.Objective",
     "solvers.Certificate",
     "solvers.Solution",
-    "solvers.hinge_dual_gap",
     "dp.losses.Loss",
     "dp.losses.TableLoss",
     "dp.losses.MarginLoss",

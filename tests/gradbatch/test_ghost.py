@@ -207,7 +207,7 @@ def test_physical_batches_and_empty_draws_make_the_same_step() -> None:
 def test_uses_that_need_rows_are_refused() -> None:
     model = ghost(nn.Linear(1, 1))
     users = torch.tensor([0, 0, 1, 1])
-    uses = (GradBatch.dense, lambda rows: rows.sum_by(users, 2), lambda rows: rows.neighbor_counts([1.0]))
+    uses = (GradBatch.dense, lambda rows: rows.add_by(users, torch.zeros(2, 2)))
     for use in uses:
         dp.ghost_backward(model, losses(model, torch.ones(4, 1)))
         with pytest.raises(dp.SequenceError, match="rows are not available with rows='ghost'"):

@@ -14,15 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.heavy_tailed import quantile_probabilities
 from torch_dpsco.mechanisms import exponential
-from torch_dpsco.mechanisms.exponential import (
-    draw,
-    draw_quantile,
-    geometric_grid,
-    quantile_law,
-    quantile_probabilities,
-    score_law,
-)
+from torch_dpsco.mechanisms.exponential import draw, draw_quantile, geometric_grid, quantile_law, score_law
 from torch_dpsco.rng import Repeatable
 
 GRID = geometric_grid(1e-4, 1e4)

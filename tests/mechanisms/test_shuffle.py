@@ -13,25 +13,27 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from tests.accounting.exact_shuffle import delta_bounds
+from tests.reference.papers.heavy_tailed import (
+    analyze_scalar_sum,
+    randomize_scalar,
+    scalar_sum,
+    scalar_sum_variance,
+    vector_parameters_paper,
+    vector_sum,
+)
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon, zcdp_rho
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.mechanisms import shuffle_noise, shuffle_sizing
 from torch_dpsco.mechanisms.shuffle import (
     ShuffleParameters,
-    analyze_scalar_sum,
     centered_sum,
     coordinate_cost,
     coordinate_parameters,
     grid_values,
     largest_count,
-    randomize_scalar,
     round_randomly,
-    scalar_sum,
-    scalar_sum_variance,
     vector_cost,
     vector_parameters,
-    vector_parameters_paper,
-    vector_sum,
 )
 from torch_dpsco.mechanisms.shuffle_noise import BinomialNoise
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.reference.papers.holder import gradient_noise_paper, search_gradient_noise_paper
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.events import PoissonGaussian, WORGaussian
 from torch_dpsco.sampling import PrivateLoader, make_sampler
-from torch_dpsco.theory.holder_paper import gradient_noise_paper, search_gradient_noise_paper
 
 DIM = 3
 BUDGET = dp.Budget(1.0, 1e-4)

@@ -371,3 +371,13 @@ def test_minimizers_of_adjacent_data_sets_are_within_the_sensitivity(name):
         ratios.append(float(move.norm()) / (bound + 2 * tolerance))
     assert max(ratios) <= 1
     assert max(ratios) > 0.05  # the pairs do move it
+
+
+def test_the_closed_form_of_a_linear_attack_is_a_saddle_value_for_one_record():
+    """One record: the solution of the closed form is the best w against its own worst attack."""
+    X, y = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    objective = Adversarial(Logistic(), X, y, attack_radius=0.3, reg=0.2, normalizer=1)
+    w = solve(objective, 1e-9).w
+    attacked = X[0] - 0.3 * w / w.norm()
+    slope = -torch.sigmoid(-(attacked @ w)) * attacked + 0.2 * w
+    assert float(slope.norm()) <= 1e-8

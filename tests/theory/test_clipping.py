@@ -12,9 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.reference.heavy_tailed_literal import algorithm_12, clip_row
+from tests.reference.papers.heavy_tailed import (
+    clip_bias_constant,
+    coordinatewise_clip,
+    coordinatewise_groups,
+    coordinatewise_noise_std,
+)
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.theory import clipping as cl
-from torch_dpsco.theory.heavy_tailed import coordinatewise_clip, coordinatewise_groups
 
 ORDERS = st.floats(1.001, 200.0) | st.sampled_from([2.0, 1.0 + 1e-12, 1e6])
 SIZES = st.floats(1e-6, 1e6)
@@ -31,7 +36,7 @@ def exact_constant(k):
 def test_bias_and_thresholds_agree_with_40_digits(k, r, ratio):
     with mpmath.workdps(40):
         x, c = mpmath.mpf(k), exact_constant(mpmath.mpf(k))
-        assert cl.clip_bias_constant(k) == pytest.approx(float(c), rel=1e-12)
+        assert clip_bias_constant(k) == pytest.approx(float(c), rel=1e-12)
         bias = c * mpmath.mpf(r) / mpmath.mpf(ratio) ** (x - 1)
         if 1e-290 < bias < 1e290:
             assert cl.clip_bias(r, k, r * ratio) == pytest.approx(float(bias), rel=1e-14 * max(k, 100.0))
@@ -44,7 +49,7 @@ def test_bias_and_thresholds_agree_with_40_digits(k, r, ratio):
 
 
 def test_the_constant_tends_to_one_at_k_1_and_the_bias_vanishes_for_large_k_beyond_the_moment():
-    assert cl.clip_bias_constant(1.0 + 1e-13) == pytest.approx(1.0, abs=1e-11)
+    assert clip_bias_constant(1.0 + 1e-13) == pytest.approx(1.0, abs=1e-11)
     assert cl.clip_bias(1.0, 1e6, 1.001) < 1e-300
     assert cl.clip_bias(1.0, 1e6, 0.999) > 1e300
     assert cl.clip_bias(1.0, 1e6, 1e-300) == math.inf
@@ -140,8 +145,8 @@ def test_noise_outside_of_floating_point_and_without_privacy_is_refused():
         (lambda: cl.clip_bias(1.0, 2.0, 1.0, mode="loose"), "mode must be one of"),
         (lambda: cl.clip_threshold_linear(1.0, 2.0, 0.0), "noise_weight must be > 0"),
         (lambda: cl.clip_threshold_square(1.0, 2.0, 0.0, 1.0), "bias_weight must be > 0"),
-        (lambda: cl.coordinatewise_noise_std(4, 5, 1.0, 1, 1.0), "groups must be <= batch_size=4"),
-        (lambda: cl.coordinatewise_noise_std(4, 2, 1.0, 0, 1.0), "dim must be an integer >= 1"),
+        (lambda: coordinatewise_noise_std(4, 5, 1.0, 1, 1.0), "groups must be <= batch_size=4"),
+        (lambda: coordinatewise_noise_std(4, 2, 1.0, 0, 1.0), "dim must be an integer >= 1"),
         (lambda: cl.exchange_rate_accelerated(10, 1, 11, 1.0), "steps must be <= n=10"),
         (lambda: coordinatewise_groups(3, 0.0), "failure must be in"),
     ],
@@ -168,25 +173,25 @@ def test_the_noise_of_a_median_covers_the_worst_group(s, data):
     other = rows.copy()
     other[0] = 1.0
     moved = np.linalg.norm(algorithm_12(rows, m, 1.0) - algorithm_12(other, m, 1.0))
-    sigma = cl.coordinatewise_noise_std(s, m, 1.0, d, 0.5)
+    sigma = coordinatewise_noise_std(s, m, 1.0, d, 0.5)
     assert moved <= sigma * (1 + 1e-12)
     if m == 1:
         assert moved == pytest.approx(sigma, rel=1e-12)
     group = Fraction(2, s // m)  # of a group mean, in each coordinate
     assert Fraction(sigma) ** 2 >= group**2 * d
-    assert cl.coordinatewise_noise_std(s, m, 1.0, d, 0.5, "zero_out") == pytest.approx(sigma / 2, rel=1e-14)
+    assert coordinatewise_noise_std(s, m, 1.0, d, 0.5, "zero_out") == pytest.approx(sigma / 2, rel=1e-14)
 
 
 def test_groups_cut_by_position_have_no_guarantee_under_add_remove():
     with pytest.raises(AdjacencyError, match="cut by position"):
-        cl.coordinatewise_noise_std(8, 4, 1.0, 2, 1.0, "add_remove")
+        coordinatewise_noise_std(8, 4, 1.0, 2, 1.0, "add_remove")
 
 
 @given(st.floats(1.1, 20.0), st.floats(0.1, 10.0), st.floats(0.4, 2.5))
 def test_the_threshold_of_the_median_minimizes_bias_and_noise(k, gamma, other):
     def objective(tau):
-        bias = (2.0 / tau) ** (k - 1) * cl.clip_bias_constant(k) * gamma**k
-        return bias**2 + cl.coordinatewise_noise_std(1000, 5, tau, 10, 0.5) ** 2
+        bias = (2.0 / tau) ** (k - 1) * clip_bias_constant(k) * gamma**k
+        return bias**2 + coordinatewise_noise_std(1000, 5, tau, 10, 0.5) ** 2
 
     tau = coordinatewise_clip(1000, 5, 10, 0.5, gamma, k)
     assert objective(other * tau) >= objective(tau) * (1 - 1e-9)

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from tests.reference.papers.accounting import zcdp_epsilon_bs16
+from tests.reference.papers.heavy_tailed import reduction_sizes, vector_parameters_paper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
-from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters, vector_parameters_paper
+from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters
 from torch_dpsco.theory.clipping import clip_bias, mean_noise_std
 from torch_dpsco.theory.heavy_tailed import (
     localized_schedule_ballfree,
     localized_schedule_minibatch,
     localized_schedule_paper,
     reduction_schedule,
-    reduction_sizes,
     sc_reduction_sizes_full,
 )
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference.papers.heavy_tailed import boosted_copies, reduction_sizes
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.heavy_phases import halved_sizes
 from torch_dpsco.theory.heavy_tailed import (
     ballfree_rate,
-    boosted_copies,
     boosted_failure,
     boosted_localized_schedule,
     localized_schedule,
@@ -26,7 +26,6 @@ from torch_dpsco.theory.heavy_tailed import (
     localized_schedule_paper,
     minibatch_size,
     reduction_schedule,
-    reduction_sizes,
     sc_reduction_sizes_full,
 )
 

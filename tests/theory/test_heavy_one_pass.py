@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.reference.papers.heavy_tailed import proximal_pl_clip, strongly_convex_clip
 from torch_dpsco.errors import AdjacencyError, ConditionError, UtilityWarning
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.heavy_inputs import least_steps
@@ -19,9 +20,7 @@ from torch_dpsco.theory.heavy_tailed import (
     accelerated_plan,
     accelerated_steps_paper,
     averaging_schedule,
-    proximal_pl_clip,
     proximal_pl_plan,
-    strongly_convex_clip,
     strongly_convex_coefficients,
     strongly_convex_plan,
 )

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.reference.papers.heavy_tailed import reduction_sizes
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.heavy_phases import halved_sizes
 from torch_dpsco.theory.heavy_tailed import (
@@ -16,7 +17,6 @@ from torch_dpsco.theory.heavy_tailed import (
     localized_schedule_minibatch,
     localized_schedule_paper,
     reduction_schedule,
-    reduction_sizes,
 )
 
 TASK = {"n": 5000, "dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "diameter": 2.0}

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.reference.papers.holder import count_law, uniform_delta, uniform_rdp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_log_delta
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory import holder_mixture
-from torch_dpsco.theory.holder import RunPath, run_path, uniform_delta, uniform_rdp, uniform_sigma
-from torch_dpsco.theory.holder_mixture import count_law, weighted_law
+from torch_dpsco.theory.holder import RunPath, run_path, uniform_sigma
+from torch_dpsco.theory.holder_mixture import weighted_law
 
 
 def patterns(path, rate):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr
 
+from tests.reference.papers.holder import log_expansion_constant, self_bounding_constant, uniform_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
 from torch_dpsco.theory.holder import (
@@ -23,15 +24,8 @@ from torch_dpsco.theory.holder import (
     plan_output,
     steps_exponent,
     steps_theorem,
-    uniform_delta,
 )
-from torch_dpsco.theory.holder_paper import (
-    log_expansion_constant,
-    log_iterate_constant,
-    output_sensitivity_paper,
-    output_sigma_paper,
-    self_bounding_constant,
-)
+from torch_dpsco.theory.holder_paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
 
 
 def hinge(q, radius=1.0):

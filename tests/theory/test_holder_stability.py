@@ -10,16 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.holder import expansion, radius_growth, radius_schedule, shuffled_sensitivity
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.holder import (
-    expansion,
-    iterate_bounds,
-    path_sensitivity,
-    radius_growth,
-    radius_schedule,
-    run_path,
-    shuffled_sensitivity,
-)
+from torch_dpsco.theory.holder import iterate_bounds, path_sensitivity, run_path
 
 exponents = st.one_of(st.sampled_from([0.0, 1e-9, 0.5, 1 - 1e-9, 1.0]), st.floats(0.0, 1.0))
 constants = st.floats(1e-3, 1e3)

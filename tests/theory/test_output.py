@@ -11,6 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
+from tests.reference.papers.output import (
+    accuracy_paper,
+    adversarial_smoothness,
+    argmin_sensitivity,
+    gap_rounding,
+    psgd_sensitivity,
+    psgd_sensitivity_strongly_convex,
+    reg_convex_erm,
+    reg_convex_population,
+    reg_smooth_erm,
+    residual_clip_constants,
+    risk_convex_erm,
+    risk_convex_population,
+    risk_smooth_erm,
+)
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError, MissingConstantError
@@ -34,12 +49,12 @@ def test_the_erm_sensitivity_is_the_exact_ratio_rounded_up(lipschitz, mu, n):
         lipschitz, mu, n, "add_remove"
     )
     assert Fraction(output.erm_sensitivity(lipschitz, mu, n, gradient_diameter=9.0)) >= 9 / (Fraction(mu) * n)
-    assert output.psgd_sensitivity_strongly_convex(lipschitz, mu, n) == output.erm_sensitivity(lipschitz, mu, n)
+    assert psgd_sensitivity_strongly_convex(lipschitz, mu, n) == output.erm_sensitivity(lipschitz, mu, n)
 
 
 def test_the_smallest_numbers_do_not_underflow_to_no_noise():
     assert output.erm_sensitivity(1e-300, 1e300, 10**9) > 0
-    assert output.psgd_sensitivity(1e-300, 1e-300, 1) > 0
+    assert psgd_sensitivity(1e-300, 1e-300, 1) > 0
     assert output.certified_sensitivity(1e-300, 1e300, 1e-300) > 0
 
 
@@ -144,9 +159,9 @@ def test_an_accuracy_in_expectation_is_not_private_and_its_repair_is():
 
 
 def test_a_ball_bounds_what_a_whole_objective_may_move():
-    assert output.argmin_sensitivity(1.0, 0.1, 1.3) == pytest.approx(2.6)
-    assert output.argmin_sensitivity(1.0, 10.0, 1.3) == pytest.approx(0.2)
-    assert output.argmin_sensitivity(1.0, 0.1) == pytest.approx(20.0)
+    assert argmin_sensitivity(1.0, 0.1, 1.3) == pytest.approx(2.6)
+    assert argmin_sensitivity(1.0, 10.0, 1.3) == pytest.approx(0.2)
+    assert argmin_sensitivity(1.0, 0.1) == pytest.approx(20.0)
 
 
 # The minimizer's norm.
@@ -200,7 +215,7 @@ def test_no_pair_of_logistic_gradients_is_further_apart(bound, radius, seed):
 
 @given(st.floats(0.1, 3.0), st.floats(0.01, 5.0), st.integers(0, 10**6))
 def test_the_clipped_residual_has_its_constants(bound, clip, seed):
-    lipschitz, smoothness = output.residual_clip_constants(bound, clip)
+    lipschitz, smoothness = residual_clip_constants(bound, clip)
     rng = np.random.default_rng(seed)
     length = bound * rng.uniform(0.01, 1.0, 400)
     margin = rng.uniform(-8, 8, 400)
@@ -214,7 +229,7 @@ def test_the_clipped_residual_has_its_constants(bound, clip, seed):
 def test_the_smoothness_of_the_clipped_residual_is_attained():
     for bound, clip in ((1.0, 0.2), (2.0, 0.9), (1.0, 0.5), (1.0, 3.0)):
         p = min(0.5, clip / bound)
-        assert p * (1 - p) * bound**2 == pytest.approx(output.residual_clip_constants(bound, clip)[1], rel=1e-12)
+        assert p * (1 - p) * bound**2 == pytest.approx(residual_clip_constants(bound, clip)[1], rel=1e-12)
 
 
 @given(st.floats(0.1, 3.0), st.floats(0.0, 6.0), st.integers(0, 10**6), st.sampled_from(["l2", "linf"]))
@@ -240,7 +255,7 @@ def test_robustness_up_to_the_bound_costs_no_noise():
 def test_the_smoothed_norm_has_its_smoothness(norm):
     rng = np.random.default_rng(2)
     bound, attack, nu, dim = 1.0, 0.7, 0.05, 2
-    limit = output.adversarial_smoothness(bound, attack, nu, norm=norm, dim=dim)
+    limit = adversarial_smoothness(bound, attack, nu, norm=norm, dim=dim)
     largest = 0.0
     for _ in range(300):
         w, x = rng.normal(size=(2, dim)) * np.array([[10 ** rng.uniform(-3, 0.5)], [1.0]])
@@ -279,7 +294,7 @@ def test_no_replaced_record_moves_one_order_of_sgd_further():
                 for start in range(0, n, batch):
                     part = rows[start : start + batch]
                     w += lr * np.mean(part / (1 + np.exp(part @ w))[:, None], axis=0)
-        bound = output.psgd_sensitivity(1.0, lr, passes, batch)
+        bound = psgd_sensitivity(1.0, lr, passes, batch)
         worst = max(worst, float(np.linalg.norm(ends[0] - ends[1])) / bound)
     assert 0.02 < worst <= 1.0
 
@@ -305,13 +320,13 @@ def test_the_tight_weights_minimize_their_bounds(delta):
         return beta / 2 * v * (2 * L / (lam * n)) ** 2
 
     cases = [
-        (output.reg_convex_erm(L, R, **args), output.risk_convex_erm(L, R, **args), noise),
+        (reg_convex_erm(L, R, **args), risk_convex_erm(L, R, **args), noise),
         (
-            output.reg_convex_population(L, R, **args),
-            output.risk_convex_population(L, R, **args),
+            reg_convex_population(L, R, **args),
+            risk_convex_population(L, R, **args),
             lambda lam: noise(lam) + stability(lam),
         ),
-        (output.reg_smooth_erm(L, R, beta, **args), output.risk_smooth_erm(L, R, beta, **args), smooth_noise),
+        (reg_smooth_erm(L, R, beta, **args), risk_smooth_erm(L, R, beta, **args), smooth_noise),
         (
             output.reg_smooth_population(L, R, beta, **args),
             output.risk_smooth_population(L, R, beta, **args),
@@ -343,8 +358,8 @@ def test_both_branches_of_the_cubic_solve_it():
 @pytest.mark.parametrize(("n", "epsilon", "delta"), [(1000, 1.0, 0.0), (1000, 1.0, 1e-6), (10**5, 0.1, 1e-8)])
 def test_the_tight_bounds_are_below_the_papers(n, epsilon, delta):
     args = {"n": n, "dim": 10, "epsilon": epsilon, "delta": delta}
-    assert output.risk_convex_erm(1.0, 2.0, **args) < output.risk_convex_erm(1.0, 2.0, mode="paper", **args)
-    assert output.risk_smooth_erm(1.0, 2.0, 0.25, **args) < output.risk_smooth_erm(1.0, 2.0, 0.25, mode="paper", **args)
+    assert risk_convex_erm(1.0, 2.0, **args) < risk_convex_erm(1.0, 2.0, mode="paper", **args)
+    assert risk_smooth_erm(1.0, 2.0, 0.25, **args) < risk_smooth_erm(1.0, 2.0, 0.25, mode="paper", **args)
 
 
 def test_the_slopes_of_the_bounds_in_n():
@@ -354,8 +369,8 @@ def test_the_slopes_of_the_bounds_in_n():
     args = (10, 1.0, 1e-6)
     assert slope(lambda n: output.risk_strongly_convex(1.0, 0.1, n, *args)) == pytest.approx(-1)
     assert slope(lambda n: output.risk_strongly_convex(1.0, 0.1, n, *args, smoothness=1.0)) == pytest.approx(-2)
-    assert slope(lambda n: output.risk_convex_erm(1.0, 1.0, n, *args)) == pytest.approx(-1 / 2)
-    assert slope(lambda n: output.risk_smooth_erm(1.0, 1.0, 1.0, n, *args)) == pytest.approx(-2 / 3)
+    assert slope(lambda n: risk_convex_erm(1.0, 1.0, n, *args)) == pytest.approx(-1 / 2)
+    assert slope(lambda n: risk_smooth_erm(1.0, 1.0, 1.0, n, *args)) == pytest.approx(-2 / 3)
 
 
 def test_the_excess_risk_of_noise_on_a_quadratic_is_within_its_bound():
@@ -372,7 +387,7 @@ def test_the_excess_risk_of_noise_on_a_quadratic_is_within_its_bound():
 
 def test_the_papers_smooth_bound_is_refused_outside_of_its_condition():
     with pytest.raises(ConditionError, match="mode='tight'"):
-        output.risk_smooth_erm(1.0, 10.0, 100.0, n=10, dim=100, epsilon=0.1, delta=0.0, mode="paper")
+        risk_smooth_erm(1.0, 10.0, 100.0, n=10, dim=100, epsilon=0.1, delta=0.0, mode="paper")
 
 
 # Rounding.
@@ -439,8 +454,8 @@ def test_the_gap_budget_covers_a_score_that_is_far_above_the_loss():
     exact = np.maximum(0, 1e-3 - margin + np.round(margin)).mean()
     ours = np.maximum(np.float32(0), np.float32(1e-3) - x @ w + np.round(margin).astype(np.float32)).mean()
     error = abs(float(ours) - exact)
-    budget = output.gap_rounding(n, d, primal=exact, dual=0.0, lipschitz=1.0, norm=float(np.linalg.norm(w)))
-    assert output.gap_rounding(n, d, primal=exact, dual=0.0, lipschitz=1e-9, norm=0.0) * 2.0**29 < error
+    budget = gap_rounding(n, d, primal=exact, dual=0.0, lipschitz=1.0, norm=float(np.linalg.norm(w)))
+    assert gap_rounding(n, d, primal=exact, dual=0.0, lipschitz=1e-9, norm=0.0) * 2.0**29 < error
     assert error <= budget * 2.0**29
 
 
@@ -488,19 +503,19 @@ def test_constants_that_must_be_positive_are_refused_otherwise(bad):
     for call in (
         lambda: output.erm_sensitivity(bad, 1.0, 10),
         lambda: output.erm_sensitivity(1.0, bad, 10),
-        lambda: output.argmin_sensitivity(bad, 1.0),
+        lambda: argmin_sensitivity(bad, 1.0),
         lambda: output.certified_sensitivity(0.1, 1.0, bad),
         lambda: output.suboptimal_sensitivity(0.1, 1.0, bad),
         lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, bad, 0.1),
         lambda: output.minimizer_radius(bad, lipschitz=1.0),
-        lambda: output.psgd_sensitivity(1.0, bad, 1),
-        lambda: output.reg_convex_erm(1.0, bad, 10, 2, 1.0, 0.0),
+        lambda: psgd_sensitivity(1.0, bad, 1),
+        lambda: reg_convex_erm(1.0, bad, 10, 2, 1.0, 0.0),
         lambda: output.reg_smooth_population(1.0, 1.0, bad, 10, 2, 1.0, 0.0),
         lambda: output.risk_strongly_convex(1.0, bad, 10, 2, 1.0, 0.0),
-        lambda: output.accuracy_paper(1.0, 1.0, 10, 2, bad, 0.0),
+        lambda: accuracy_paper(1.0, 1.0, 10, 2, bad, 0.0),
         lambda: output.logistic_gradient_diameter(bad, 1.0),
-        lambda: output.residual_clip_constants(1.0, bad),
-        lambda: output.adversarial_smoothness(1.0, 0.1, bad),
+        lambda: residual_clip_constants(1.0, bad),
+        lambda: adversarial_smoothness(1.0, 0.1, bad),
         lambda: output.check_tolerance(bad, 0.0),
     ):
         with pytest.raises(ValueError, match="must be"):
@@ -516,15 +531,15 @@ def test_constants_that_must_be_positive_are_refused_otherwise(bad):
         (lambda: output.erm_sensitivity(1.0, 1.0, 10, gradient_diameter=0.0), "gradient_diameter must be > 0"),
         (lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 0.0), "failure must be in"),
         (lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 1.0), "failure must be in"),
-        (lambda: output.reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.5, mode="paper"), "delta must be in"),
-        (lambda: output.reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 1.0), "delta must be in"),
-        (lambda: output.reg_convex_erm(1.0, 1.0, 10, 2, 1.0, -1e-9), "delta must be >= 0"),
-        (lambda: output.reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.0, mode="fast"), "mode must be one of"),
-        (lambda: output.accuracy_paper(1.0, 1.0, 10, 2, 1.0, 0.5), "delta must be in"),
+        (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.5, mode="paper"), "delta must be in"),
+        (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 1.0), "delta must be in"),
+        (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, -1e-9), "delta must be >= 0"),
+        (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.0, mode="fast"), "mode must be one of"),
+        (lambda: accuracy_paper(1.0, 1.0, 10, 2, 1.0, 0.5), "delta must be in"),
         (lambda: output.adversarial_lipschitz(1.0, 0.1, norm="l1"), "norm must be one of"),
         (lambda: output.adversarial_lipschitz(1.0, -0.1), "attack_radius must be >= 0"),
         (lambda: output.sum_terms(10, "fast"), "sums must be one of"),
-        (lambda: output.psgd_sensitivity(1.0, 0.1, 0), "passes must be an integer >= 1"),
+        (lambda: psgd_sensitivity(1.0, 0.1, 0), "passes must be an integer >= 1"),
     ],
 )
 def test_arguments_out_of_range_are_named(call, message):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.reference.papers.output import accuracy_paper, reg_convex_population
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma, gaussian_sigma_zhao, zhao_constant
 from torch_dpsco.losses import Logistic
 from torch_dpsco.objectives import Adversarial, Tilted
@@ -95,7 +96,7 @@ def test_the_steps_of_corollary_3_1_fall_short_of_its_accuracy() -> None:
     lipschitz, mu, dim, delta = 1.0, 0.5, 1, 1e-6
 
     def steps(n: int, epsilon: float) -> tuple[int, float]:
-        alpha, c = output.accuracy_paper(lipschitz, mu, n, dim, epsilon, delta), zhao_constant(delta)
+        alpha, c = accuracy_paper(lipschitz, mu, n, dim, epsilon, delta), zhao_constant(delta)
         printed = math.sqrt(dim) * (2 * c + math.sqrt(epsilon)) / (epsilon * n)
         return subgradient_steps(lipschitz, mu, alpha), 2 * n * max(n, 1 / (printed * n))
 
@@ -136,8 +137,8 @@ def test_the_ratio_of_pure_noise_is_no_bound_on_gaussian_noise(dim: int) -> None
     noise, q = output.noise_norms(dim, epsilon, delta)[0], output.paper_ratio(n, dim, epsilon, delta)
     assert dim / epsilon < noise <= q * n
     printed = math.sqrt(dim / (epsilon * n)) + 1 / math.sqrt(n)
-    assert output.reg_convex_population(1.0, 1.0, n, dim, epsilon, 0.0, mode="paper") == pytest.approx(printed)
-    assert output.reg_convex_population(1.0, 1.0, n, dim, epsilon, delta, mode="paper") > printed
+    assert reg_convex_population(1.0, 1.0, n, dim, epsilon, 0.0, mode="paper") == pytest.approx(printed)
+    assert reg_convex_population(1.0, 1.0, n, dim, epsilon, delta, mode="paper") > printed
 
 
 def test_without_the_stability_term_the_smooth_population_bound_of_the_paper_is_none() -> None:

@@ -108,16 +108,6 @@ def test_the_ledger_charges_a_plan_no_more_than_it_claims(mode):
         Ledger(events(plan)).epsilon(plan.delta, "add_remove")
 
 
-def test_epsilon_and_delta_of_a_plan_are_inverse():
-    epsilon = PLAN.epsilon_at(1e-6)
-    assert epsilon <= 1.0
-    assert PLAN.delta_at(epsilon) <= 1e-6 < PLAN.delta_at(epsilon * (1 - 1e-6))
-    assert PLAN.epsilon_at(1e-3) < epsilon
-    with pytest.raises(InfeasibleError, match="delta must be > "):
-        PLAN.epsilon_at(1e-12)
-    assert PLAN.delta_at(800.0) == 1.0
-
-
 def test_a_plan_names_unit_and_adjacency():
     assert (PLAN.unit, PLAN.adjacency, PLAN.ramp_start) == ("user", "replace_one", 1000.5)
     assert PLAN.mu == pytest.approx(10 * PLAN.sensitivity / PLAN.noise_std)

@@ -13,20 +13,14 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import kstest
 
+from tests.reference.papers.output import ball_marginal_cdf, ball_marginal_variance, smoothing_smoothness
 from tests.reference.papers.user_level import item_level_user_delta, sketch_failure
 from torch_dpsco.accounting.events import Failure, PoissonGaussian, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
-from torch_dpsco.theory.smoothing import (
-    ball_marginal_cdf,
-    ball_marginal_variance,
-    ball_mean_norm,
-    smoothing_bias,
-    smoothing_smoothness,
-)
+from torch_dpsco.theory.smoothing import ball_mean_norm, smoothing_bias
 from torch_dpsco.theory.user_level import (
     LocalizedUserPlan,
-    adapted_pair_radius,
     best_steps,
     centered_sensitivity,
     clipping_noise_std,
@@ -86,7 +80,7 @@ PHASES = {
 @pytest.mark.slow
 def test_the_most_phases_that_are_feasible_are_taken():
     plan = localized_user_plan(n_users=4000, **PHASES)
-    assert plan.phase_users == (500, 1000, 2000)
+    assert [phase.users for phase in plan.phases] == [500, 1000, 2000]
     with pytest.raises(InfeasibleError, match=r"phase 1 of 4 \(250 of 4000 users\): .* smallest n_users that works is"):
         localized_user_plan(n_users=4000, **PHASES, phases=4)
     assert localized_user_plan(n_users=4000, **PHASES, phases=2).phases_count == 2
@@ -98,7 +92,7 @@ def test_the_most_phases_that_are_feasible_are_taken():
 
 def test_no_user_is_in_two_phases():
     plan = localized_user_plan(n_users=4000, **PHASES)
-    assert sum(plan.phase_users) <= plan.n_users
+    assert sum(phase.users for phase in plan.phases) <= plan.n_users
     with pytest.raises(ValueError, match="at most n_users=3000 users together"):
         dataclasses.replace(plan, n_users=3000)
     with pytest.raises(ValueError, match="at least one phase"):
@@ -169,14 +163,6 @@ def test_the_example_of_the_specification_for_poisson_samples():
     )
     assert as_there.coefficient * 10**4 == pytest.approx(1.42, abs=0.01)
     assert (1 + math.e) * as_there.failure == pytest.approx(0.934e-7, rel=1e-2)
-
-
-def test_a_new_pair_radius_scales_the_noise_and_not_the_cost():
-    wide = SAMPLED.with_pair_radius(2.0)
-    assert wide.noise_std == pytest.approx(4 * SAMPLED.noise_std, rel=1e-12)
-    assert wide.step_mu <= SAMPLED.step_mu
-    assert wide.step_mu == pytest.approx(SAMPLED.step_mu, rel=1e-11)
-    assert (SAMPLED.unit, SAMPLED.adjacency) == ("user", "add_remove")
 
 
 @given(st.integers(1, 400), st.integers(0, 100), st.integers(0, 400))
@@ -260,16 +246,6 @@ def test_the_private_search_is_epsilon_private():
         y = x.copy()
         y[0] = rng.choice([0.0, 1e3])
         assert np.abs(np.log(law(x) / law(y))).max() <= 0.7
-
-
-def test_the_adaptive_radius_grows_when_users_are_apart_and_stays_in_its_range():
-    assert (
-        adapted_pair_radius(1.0, 500.0, 1000.0, 0.1, 10.0) > 1.0 > adapted_pair_radius(1.0, -500.0, 1000.0, 0.1, 10.0)
-    )
-    assert adapted_pair_radius(1.0, 1e300, 1.0, 0.1, 10.0) == 10.0
-    assert adapted_pair_radius(1.0, -1e300, 1.0, 0.1, 10.0) == 0.1
-    with pytest.raises(ValueError, match="highest must be >= lowest"):
-        adapted_pair_radius(1.0, 0.0, 1.0, 2.0, 1.0)
 
 
 def test_sketches_fail_as_rarely_as_the_chi_square_says():

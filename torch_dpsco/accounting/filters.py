@@ -29,7 +29,7 @@ from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS, odometer_epsilon
 from torch_dpsco.accounting.events import Event
 
-__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "RDPFilter", "odometer_epsilon", "renyi_budget", "within"]
+__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "odometer_epsilon", "renyi_budget", "within"]
 
 _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
 ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
@@ -221,49 +221,3 @@ def renyi_budget(order: float, epsilon: float, delta: float) -> float:
             f"epsilon={epsilon:g}; take a larger order"
         )
     return budget
-
-
-class RDPFilter:
-    """Renyi filter at one order fixed in advance: valid for parameters chosen from earlier outputs.
-
-    An event of Renyi cost D is admitted while the sum of costs at that order stays within the budget; then the whole
-    run is (order, budget)-RDP whatever the rule that chose the events (Feldman and Zrnic 2021). A refused event costs
-    nothing, and a cheaper one may still be admitted.
-
-    Args:
-        order: the Renyi order, > 1, chosen before the run.
-        budget: RDP budget at that order, >= 0.
-
-    Example:
-        >>> run = RDPFilter(order=8.0, budget=0.5)
-        >>> run.charge(0.3), run.admits(0.3), run.admits(0.2)
-        (None, False, True)
-    """
-
-    def __init__(self, order: float, budget: float) -> None:
-        self.order = check.order(order=order)
-        self.budget = check.nonnegative(budget=budget)
-        self.spent = 0.0
-
-    @classmethod
-    def for_budget(cls, order: float, epsilon: float, delta: float) -> RDPFilter:
-        """Returns the filter whose exhausted budget converts to (epsilon, delta) at that order.
-
-        Raises:
-            ValueError: the order is too small for the target (no budget is left).
-        """
-        check.positive(epsilon=epsilon)
-        overhead = rdp_epsilon_at_order(0.0, check.order(order=order), delta)
-        if overhead >= epsilon:
-            raise ValueError(f"order must leave a budget: at order {order} the conversion alone costs {overhead:.4g}")
-        return cls(order, epsilon - max(overhead, 0.0))
-
-    def admits(self, value: float) -> bool:
-        """Returns whether an event of this Renyi cost fits; False for an infinite or undefined cost."""
-        return math.isfinite(value) and value >= 0 and self.spent + value <= self.budget * _SLACK
-
-    def charge(self, value: float) -> None:
-        """Adds a Renyi cost; raises ValueError if it does not fit."""
-        if not self.admits(value):
-            raise ValueError(f"value must fit the budget: spent {self.spent}, asked {value}, budget {self.budget}")
-        self.spent += value

@@ -328,11 +328,3 @@ class Ledger:
         """Returns the SHA-256 of the entries in a canonical order."""
         rows = sorted(json.dumps(row, sort_keys=True) for row in self.to_json())
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-    def describe(self) -> list[str]:
-        """Returns one line per entry of simple events, and one per partition."""
-        lines = [f"{times} x {event}" for partition, _, event, times in self.entries() if not partition]
-        for partition, places in self._parts.items():
-            if partition:
-                lines.append(f"partition {partition}: {len(places)} disjoint parts used")
-        return lines

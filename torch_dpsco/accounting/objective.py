@@ -1,9 +1,8 @@
-"""What objective perturbation charges: two events that hold the same release in different ways.
+"""What objective perturbation charges: a Renyi curve.
 
-`objective_approx` is exact at one epsilon: best for a release that is alone in its ledger. `objective_curve` is a Renyi
-curve: best for one that is composed with others. For monotone losses with one record added or removed it is the curve
-of the pair that dominates the release, about a s^2/2 at small orders, so that the determinant costs nothing there.
-A Gaussian event (GDP) would have to cover the point c + e of that pair, and is larger than either.
+For monotone losses with one record added or removed it is the curve of the pair that dominates the release, about
+a s^2/2 at small orders, so that the determinant costs nothing there. A Gaussian event (GDP) would have to cover the
+point c + e of that pair, and is larger.
 
 Source: docs/proofs/objective.md#what-is-charged
 """
@@ -13,10 +12,10 @@ from __future__ import annotations
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
 from torch_dpsco.accounting.curves import orders_at
-from torch_dpsco.accounting.stated import ApproxDP, RDPCurve
+from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.theory import objective_perturbation as formulas
 
-__all__ = ["objective_approx", "objective_curve"]
+__all__ = ["objective_curve"]
 
 _LEVEL = 1  # orders up to 2^14
 
@@ -45,7 +44,7 @@ def objective_curve(
     Raises:
         ValueError: an argument is out of range.
 
-    Guarantee: as `theory.objective_perturbation.objpert_delta`, or `objpert_delta_monotone` for monotone losses.
+    Guarantee: as `theory.objective_perturbation.objpert_rdp`, or `objpert_delta_monotone` for monotone losses.
 
     Source: docs/proofs/objective.md#what-is-charged
 
@@ -69,47 +68,3 @@ def objective_curve(
     orders = tuple(float(order) for order in orders_at(_LEVEL))
     stated = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
     return RDPCurve(orders, tuple(divergence(order) for order in orders), stated)
-
-
-def objective_approx(
-    epsilon: float,
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    *,
-    monotone: bool,
-    mu_out: float = 0.0,
-    adjacency: Adjacency = ADD_REMOVE,
-) -> ApproxDP:
-    """Returns the release as (epsilon, delta)-DP, with the least delta that is known.
-
-    Args:
-        epsilon: >= 0.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        monotone: whether phi' keeps its sign for each record.
-        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
-        adjacency: "add_remove", "zero_out" or "replace_one".
-
-    Raises:
-        ValueError: an argument is out of range, or delta is 1.
-
-    Source: docs/proofs/objective.md#what-is-charged
-
-    Example:
-        >>> event = objective_approx(1.0, 5.3421, 1.0, 1.0, 0.25, monotone=True)
-        >>> event.eps, 0.99e-6 < event.delta < 1e-6
-        (1.0, True)
-    """
-    adjacency = check_adjacency(adjacency)
-    if monotone:
-        delta = formulas.amp_delta_monotone(epsilon, noise_std, reg, lipschitz, smoothness, mu_out, adjacency)
-    else:
-        jump, dim = (2 * lipschitz, 2) if adjacency == REPLACE_ONE else (lipschitz, 1)
-        determinant = formulas.log_det(reg, smoothness)
-        delta = formulas.amp_delta_general(epsilon, noise_std, determinant, jump, dim, mu_out)
-    stated = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
-    return ApproxDP(epsilon, delta, stated)

@@ -12,7 +12,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
 
@@ -23,7 +23,6 @@ __all__ = [
     "grad_sample_hooks",
     "inner_module",
     "is_ghost",
-    "is_ghost_loss",
     "is_ghost_loss_value",
     "is_ghost_optimizer",
     "is_opacus_optimizer",
@@ -70,11 +69,6 @@ def inner_module(model: nn.Module) -> nn.Module:
         inner: nn.Module = model._module
         return inner
     return model
-
-
-def is_ghost_loss(loss: Any) -> bool:
-    """Returns whether it is the criterion that make_private returns in ghost mode."""
-    return isinstance(loss, DPLossFastGradientClipping)
 
 
 def is_ghost_loss_value(value: Any) -> bool:

@@ -13,7 +13,6 @@ from torch_dpsco.gradbatch.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.gradbatch.dense import DenseBlock, joined
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows
 from torch_dpsco.gradbatch.ghost import MARK, waiting_block
-from torch_dpsco.gradbatch.neighbors import Points, neighbor_counts
 from torch_dpsco.gradbatch.occupied import OccupiedBlock
 from torch_dpsco.gradbatch.precision import HALF, inexact_mean, products_are_exact
 from torch_dpsco.gradbatch.recorded import Tape
@@ -300,47 +299,6 @@ class GradBatch:
             rows = self._in_order([part for block in self.blocks for part in block.select(index).dense()])
             flat = torch.cat([part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows], dim=1)
             _add_in_order(sums, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale))
-
-    def sum_by(self, users: Tensor, n_users: int) -> GradBatch:
-        """Returns the sums of the rows of each user: a batch of n_users rows, 0 for users without any.
-
-        Args:
-            users: (B,) int64 in [0, n_users), the user of each row.
-            n_users: number of users.
-
-        Raises:
-            ValueError: ids of another shape, type or range.
-
-        Example:
-            >>> rows = GradBatch([DenseBlock(torch.tensor([[1.0], [2.0], [4.0]]))])
-            >>> rows.sum_by(torch.tensor([2, 0, 2]), n_users=3).dense()[0].tolist()
-            [[2.0], [0.0], [5.0]]
-        """
-        none = torch.arange(0, device=users.device)
-        dtypes = {part.dtype for block in self.blocks for part in block.select(none).dense()}
-        sizes = [shape.numel() for shape in self.shapes]
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        sums = torch.zeros(n_users, sum(sizes), dtype=dtype, device=users.device)
-        self.add_by(users, sums)
-        parts = zip(sums.split(sizes, dim=1), self.shapes, strict=True)
-        return GradBatch([DenseBlock(part.reshape(n_users, *shape)) for part, shape in parts])
-
-    def neighbor_counts(self, radii: Sequence[float], center: Sequence[Tensor] | None = None) -> Tensor:
-        """Returns how many rows, itself included, lie within each radius of each row; see `neighbors`.
-
-        Args:
-            radii: each in [1e-60, 1e60].
-            center: public vector that is subtracted from the rows, a tensor per parameter; None for 0.
-
-        Returns:
-            (len(radii), B) int64. Rows that are not finite are their own only neighbor.
-        """
-        dense = self.dense()
-        flat = torch.cat(
-            [part.reshape(len(self), shape.numel()) for part, shape in zip(dense, self.shapes, strict=True)], dim=1
-        )
-        public = None if center is None else torch.cat([part.reshape(-1).double() for part in center])
-        return neighbor_counts(Points(flat, public), radii)
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter, (B, *shape), in the order of the parameters."""

@@ -17,9 +17,9 @@ reference size, never times their true number.
 | zero, subnormal | below every grid point |
 | equal to a grid point | below it (<=) |
 
-Differs from the usual form (`quantile_probabilities`) in the score, there |c_j - rank|. Where
-many values are equal, as gradient norms of a Huber loss on rows of norm 1 are, no count is near the rank; the points
-below the pile then lose to all points above it, which are equally far, and the draw may be anywhere up to c_max.
+Differs from the usual form in the score, there |c_j - rank|. Where many values are equal, as gradient norms of a Huber
+loss on rows of norm 1 are, no count is near the rank; the points below the pile then lose to all points above it, which
+are equally far, and the draw may be anywhere up to c_max.
 
 Differs from the textbook in: 1. the law that is drawn from is a list of integers out of 2^53, so that it can be
 compared exactly; 2. it holds a uniform share of 2^-16 and a little less epsilon, by which rounding costs no privacy.
@@ -54,7 +54,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco.rng import Source, stream_of
 
-__all__ = ["draw", "draw_quantile", "geometric_grid", "quantile_law", "quantile_probabilities", "score_law"]
+__all__ = ["draw", "draw_quantile", "geometric_grid", "quantile_law", "score_law"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -86,33 +86,6 @@ def geometric_grid(c_min: float, c_max: float) -> FloatArray:
         raise ValueError(f"c_max must be > c_min={c_min:g} (got {c_max:g})")
     last = math.floor(4 * (math.log2(c_max) - math.log2(c_min)) + 1e-9)
     return c_min * np.exp2(np.arange(last + 1) / 4)
-
-
-def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float) -> FloatArray:
-    """Returns the exact law for the score |count - rank|, computed in log space: the formula, not what is drawn from.
-
-    Args:
-        values: (n,) numbers; NaN and inf count as above every grid point.
-        grid: (K,) increasing public numbers.
-        quantile: in [0, 1]; the target rank is quantile * n.
-        epsilon: > 0.
-
-    Returns:
-        (K,) probabilities.
-
-    Raises:
-        ValueError: grid, quantile or epsilon is out of range.
-
-    Source: docs/proofs/heavy_tailed.md#private-quantile.
-
-    Example:
-        >>> quantile_probabilities([1.0, 2.0, 3.0], [0.5, 2.5], 2 / 3, epsilon=2.0).round(4).tolist()
-        [0.1192, 0.8808]
-    """
-    points = _points(grid)
-    numbers = np.asarray(values, dtype=np.float64)
-    rank = check.between(0.0, 1.0, quantile=quantile) * len(numbers)
-    return _law(np.abs(_counts(numbers, points) - rank), check.positive(epsilon=epsilon))
 
 
 def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray:

@@ -41,7 +41,6 @@ __all__ = [
     "shuffle_event",
     "vector_cost",
     "vector_parameters",
-    "vector_parameters_paper",
 ]
 
 FAILURE = 1e-10  # probability that noise is off the window of the accountant, for one release
@@ -273,42 +272,3 @@ def _sized(
         bits = math.ceil(_STEP * bits)
     smallest = norm**2 / (2.0 * _LARGEST)
     raise InfeasibleError(f"epsilon must be larger: rho must be above {smallest:.2g} for this grid (got {rho:.2g})")
-
-
-def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> ShuffleParameters:
-    """Returns the closed-form sizes of the literature: valid, and about 10^6 times more noise than needed.
-
-    g = ceil(max(2 sqrt(n), d, 4)), b = ceil(24e4 g^2 log(4 (d^2 + 1) / delta)^2 / (epsilon^2 n)), p = 1/4. Accepted
-    where the claim behind it was checked, epsilon <= 10 and delta <= 0.1, and if the numeric accountant confirms it.
-    (The claim for one number fails elsewhere: at g = 1, epsilon = 15, delta = 0.49 the exact delta is 0.517.)
-
-    Args:
-        n: public number of users, >= 1.
-        dim: d >= 1.
-        epsilon: in (0, 10].
-        delta: in (0, 0.1].
-
-    Raises:
-        ConditionError: epsilon or delta out of that range, or the accountant does not confirm.
-
-    Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
-
-    Example:
-        >>> vector_parameters_paper(n=100, dim=10, epsilon=2.859, delta=1e-6)
-        ShuffleParameters(grid=20, noise_bits=46122780, noise_probability=0.25)
-    """
-    n, dim = check.positive_count(n=n), check.positive_count(dim=dim)
-    epsilon, delta = check.positive(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
-    if epsilon > 10 or delta > 0.1:
-        raise ConditionError(f"epsilon must be <= 10 and delta <= 0.1 for the closed form (got {epsilon}, {delta})")
-    grid = math.ceil(max(2.0 * math.sqrt(n), dim, 4.0))
-    bits = math.ceil(24e4 * grid**2 * math.log(4.0 * (dim**2 + 1) / delta) ** 2 / (epsilon**2 * n))
-    found = ShuffleParameters(grid, bits, 0.25)
-    # what holds for fewer bits holds for more: sizes from the accountant are enough to confirm
-    enough = vector_parameters(n, dim, epsilon, delta, grid=grid, noise_probability=0.25)
-    if enough.noise_bits > bits:
-        # PRIVACY: (test_the_closed_form_is_refused_where_its_claim_was_not_confirmed)
-        raise ConditionError(
-            f"epsilon must be larger: the accountant needs {enough.noise_bits} noise bits (got {bits})"
-        )
-    return found

@@ -80,8 +80,6 @@ class Adversarial(Objective):
         self.strong_convexity = self.reg
         up = 1 + gamma(self.records.depth + 16)
         self._weight = float(self.records.total(self.records.weights)) * up  # |phi'| <= 1 for both losses
-        start = loss._curve(torch.zeros_like(self.records.norms))
-        self._at_zero = float(self.records.total(self.records.weights * start)) * up
         self._smooth_by(nonnegative(smoothing=smoothing))
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
@@ -126,16 +124,6 @@ class Adversarial(Objective):
         slopes = self._reach_bend * margin
         summed = gamma(self.records.depth + EVALUATION + self.dim) * mass
         return ((slopes + summed) / self.normalizer + gamma(16) * (mass / self.normalizer + self.reg * size)) * (
-            1 + 1e-9
-        )
-
-    def value_error(self, point: Tensor) -> float:
-        """Bound on |computed - exact value|."""
-        size = norm_up(point)
-        reach = self._widest * size + self.attack_radius * self._offset()
-        mass = self._at_zero + self._weight * reach
-        roundings = self.records.depth + EVALUATION + self.dim + 8
-        return (2 * gamma(roundings) * mass / self.normalizer + gamma(self.dim + 8) * self.reg * size * size) * (
             1 + 1e-9
         )
 

@@ -47,10 +47,6 @@ class Objective(ABC):
     def gradient_error(self, point: Tensor) -> float:
         """Bound on the norm of the rounding error of the computed gradient at w; inf if the gradient jumps."""
 
-    @abstractmethod
-    def value_error(self, point: Tensor) -> float:
-        """Bound on the rounding error of the computed value at w."""
-
     def value(self, point: Tensor) -> float:
         """F(w)."""
         return self.value_and_gradient(point)[0]

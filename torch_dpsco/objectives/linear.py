@@ -53,7 +53,6 @@ class RowConstants:
         self.records = records
         self._slope = self._sum(torch.where(norms > 0, slope * norms, 0.0))
         self._start = self._sum(start * norms)
-        self._value = self._sum(table.value(zero, records.targets))
         self._label = 0.0 if self.bend is None else self._sum(self.bend * norms * targets)
         self.curvature = math.inf if self.bend is None else self._sum(self.bend * norms * norms)
         self.norm_mass = self._sum(norms * label)
@@ -63,10 +62,6 @@ class RowConstants:
         """Bound on sum_i c_i |phi'_i| ||x_i|| over ||w|| <= size."""
         grown = self._start if size == 0 else self._start + self.curvature * size
         return min(self._slope, grown)
-
-    def value_mass(self, size: float) -> float:
-        """Bound on sum_i c_i l_i over ||w|| <= size: convexity gives l(w) <= l(0) + |phi'| ||x|| ||w||."""
-        return self._value + self.slope_mass(size) * size
 
     def reach_mass(self, size: float) -> float:
         """Bound on sum_i c_i (||x_i|| size + 1 + |y_i|), the size of scores and residuals."""
@@ -167,16 +162,6 @@ class LinearObjective(Objective):
         scores = gamma(self.dim + 4) * self.constants.score_mass(size)
         common = gamma(8) * (mass / self.normalizer + self.reg * size + self.linear_size())
         return (((scores + gamma(self.records.depth + EVALUATION) * mass) / self.normalizer) + common) * (1 + 1e-9)
-
-    def value_error(self, point: Tensor) -> float:
-        """Bound on |computed - exact value|."""
-        size = norm_up(point)
-        mass = self.constants.value_mass(size)
-        # a score error moves the loss by |phi'| times it, and a residual is rounded with its label
-        scores = gamma(self.dim + 4) * (self.constants.slope_mass(size) * size + mass)
-        losses = (scores + gamma(self.records.depth + EVALUATION) * mass) / self.normalizer
-        added = self.reg * size * size + self.linear_size() * size
-        return (losses + gamma(self.dim + 8) * added) * (1 + 1e-9)
 
     def thinned(self, step: int) -> LinearObjective:
         """The same with every step-th record: near enough for a first guess."""

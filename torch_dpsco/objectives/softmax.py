@@ -65,7 +65,6 @@ class SoftmaxObjective(Objective):
         norms, up = records.norms * (1 + gamma(records.dim + 8)), 1 + gamma(records.depth + 8)
         self._slope_mass = float(records.total(records.weights * norms)) * math.sqrt(2.0) * up
         self._curvature = float(records.total(records.weights * norms * norms)) / 2 * up
-        self._at_zero = float(records.total(records.weights)) * math.log(self.loss.num_classes) * up
         self.strong_convexity = self.reg
         self.smoothness = (self._curvature / self.normalizer + self.reg) * (1 + gamma(8))
 
@@ -100,14 +99,6 @@ class SoftmaxObjective(Objective):
         summed = gamma(self.records.depth + EVALUATION + 2 * self.shape[0]) * self._slope_mass
         added = gamma(8) * (self._slope_mass / self.normalizer + self.reg * size + self._linear_size())
         return ((scores + summed) / self.normalizer + added) * (1 + 1e-9)
-
-    def value_error(self, point: Tensor) -> float:
-        """Bound on |computed - exact value|."""
-        size = norm_up(point)
-        mass = self._at_zero + self._slope_mass * size
-        roundings = self.shape[1] + 4 + self.records.depth + EVALUATION + 2 * self.shape[0]
-        added = self.reg * size * size + self._linear_size() * size
-        return (2 * gamma(roundings) * mass / self.normalizer + gamma(self.dim + 8) * added) * (1 + 1e-9)
 
     def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         targets, weights = self.records.targets[rows], self.records.weights[rows]

@@ -123,13 +123,6 @@ class Tilted(Objective):
         slopes = self._bend * self._largest * gamma(self.dim + 4) * (self._largest * size + self._widest())
         return (relative * lipschitz + slopes * (1 + relative) + gamma(8) * (lipschitz + self.reg * size)) * (1 + 1e-9)
 
-    def value_error(self, point: Tensor) -> float:
-        """Bound on |computed - exact value|; 1/|tau| is at most the spread of the losses where the sum is a log."""
-        size = norm_up(point)
-        span = 4 + math.log(self.records.count)
-        losses = self._loss_error(size) + gamma(2 * self.records.depth + EVALUATION) * self._loss_bound(size)
-        return (4 * span * losses + gamma(self.dim + 8) * self.reg * size * size) * (1 + 1e-9)
-
     def _tilted_down(self, bound_x: float | None) -> float:
         if bound_x is None:
             raise ConditionError("bound_x must be given for tilt < 0: strong convexity is reg - |tilt| L^2")

@@ -2,12 +2,11 @@
 
 `solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS, Katyusha, stochastic subgradient, Huber
 continuation), a run-time certificate of the distance to the exact minimizer, and a deterministic fallback.
-`minimax` holds the same for min-max problems given by callables.
 """
 
 from __future__ import annotations
 
-from torch_dpsco.solvers.certificates import Certificate, gradient_certificate, hinge_dual_gap
+from torch_dpsco.solvers.certificates import Certificate, gradient_certificate
 from torch_dpsco.solvers.solve import SOLVERS, Solution, solve
 
-__all__ = ["SOLVERS", "Certificate", "Solution", "gradient_certificate", "hinge_dual_gap", "solve"]
+__all__ = ["SOLVERS", "Certificate", "Solution", "gradient_certificate", "solve"]

@@ -4,8 +4,7 @@
 |---|---|---|
 | C1 | `gradient_certificate` | ||w - w*|| <= ||s||/mu for a subgradient s at w |
 | C2 | `projected_certificate` | the same on the ball, for the point after a gradient step and a projection |
-| C3 | `gap_certificate`, `hinge_dual_gap` | ||w - w*|| <= sqrt(2 gap/mu), Fenchel gap of a primal-dual pair |
-| C4 | `saddle_certificate` | the same, gap of a min-max problem |
+| C3 | `gap_certificate` | ||w - w*|| <= sqrt(2 gap/mu), Fenchel gap of a primal-dual pair |
 
 Every computed norm and gap is increased by a bound on its rounding error before it is used. float64 only.
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._doors import typed
-from torch_dpsco._validate import nonnegative, positive
+from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.margin import Hinge
 from torch_dpsco.losses.residual import Absolute, Pinball
@@ -35,14 +34,11 @@ from torch_dpsco.objectives.records import gamma
 __all__ = [
     "BoxDual",
     "Certificate",
-    "HingeGap",
     "distance_of_gap",
     "gap_certificate",
     "gap_error",
     "gradient_certificate",
-    "hinge_dual_gap",
     "projected_certificate",
-    "saddle_certificate",
 ]
 
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
@@ -238,69 +234,6 @@ def gap_error(objective: LinearObjective, size: float) -> float:
     return (
         gamma(objective.dim + 6) * _box(objective).width * objective.constants.reach_mass(size) / objective.normalizer
     )
-
-
-@dataclass(frozen=True)
-class HingeGap:
-    """A primal point, its duality gap and its distance to the minimizer, for the hinge loss."""
-
-    w: Tensor
-    gap: float
-    distance_bound: float
-
-
-def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
-    """The primal point of dual variables b in [0, 1] of a mean hinge loss, its gap and distance bound.
-
-    w = (1/(reg n)) sum b_i y_i x_i; gap = P(w) - D(b); ||w - w*|| <= sqrt(2 gap/reg).
-
-    Args:
-        X: (n, d) floating point features (or nested lists).
-        y: (n,) labels +-1.
-        dual: b, (n,), clipped to [0, 1].
-        reg: lambda > 0.
-
-    Returns:
-        The point, the gap and the distance, the last two increased by their rounding bounds.
-
-    Source:
-        docs/proofs/output.md#a-duality-gap-certifies
-
-    Example:
-        >>> round(hinge_dual_gap([[1.0]], [1.0], [1.0], 1.0).gap, 9)
-        0.0
-    """
-    features = torch.as_tensor(X, dtype=torch.float64)
-    targets = torch.as_tensor(y, dtype=torch.float64, device=features.device)
-    variables = torch.as_tensor(dual, dtype=torch.float64, device=features.device).clamp(0.0, 1.0)
-    objective = LinearObjective(Hinge(), features, targets, reg=positive(reg=reg), normalizer=len(features))
-    point = primal_point(objective, variables)
-    distance = gap_certificate(objective, point, variables).distance
-    return HingeGap(point, distance * distance * reg / 2, distance)
-
-
-def saddle_certificate(gradient_norm: float, ascent_gap: float, strong_convexity: float, error: float) -> Certificate:
-    """C4: of min over w, max over v in S of H, mu-strongly convex in w and concave in v.
-
-    G(w) - min G <= ||grad_w H(w, v)||^2/(2 mu) + max over v' in S of <grad_v H(w, v), v' - v>.
-
-    Args:
-        gradient_norm: computed ||grad_w H(w, v)||.
-        ascent_gap: computed maximum of the linear function, >= 0 in exact arithmetic.
-        strong_convexity: mu > 0.
-        error: bound on the rounding of the two computed numbers, each.
-
-    Source:
-        docs/proofs/output.md#a-saddle-gap-certifies
-
-    Example:
-        >>> saddle_certificate(1.0, 0.0, 1.0, 0.0).proves(1.0 + 1e-9)
-        True
-    """
-    mu, error = positive(strong_convexity=strong_convexity), nonnegative(error=error)
-    norm = gradient_norm + error
-    gap = norm * norm / (2 * mu) + max(ascent_gap, 0.0) + error
-    return Certificate(distance_of_gap(gap * _UP, mu) if math.isfinite(gap) else math.inf)
 
 
 def _of_gradient(objective: Objective, gradient: Tensor, point: Tensor) -> Certificate:

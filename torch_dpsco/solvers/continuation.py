@@ -93,10 +93,6 @@ class SmoothedBox(Objective):
         """0: no certificate is built on this objective."""
         return 0.0
 
-    def value_error(self, point: Tensor) -> float:
-        """0: no certificate is built on this objective."""
-        return 0.0
-
     def _slopes(self, residuals: Tensor) -> Tensor:
         return (residuals / self.width).clamp(self.box.low, self.box.high)
 

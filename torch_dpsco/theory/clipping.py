@@ -23,16 +23,14 @@ import math
 from collections.abc import Mapping
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.errors import InfeasibleError
 
 __all__ = [
     "SENSITIVITIES",
     "clip_bias",
-    "clip_bias_constant",
     "clip_bias_worst",
     "clip_threshold_linear",
     "clip_threshold_square",
-    "coordinatewise_noise_std",
     "exchange_rate_accelerated",
     "exchange_rate_mean",
     "exchange_rate_phase",
@@ -67,22 +65,6 @@ def sensitivity_factor(adjacency: str) -> float:
 def safe_exp(exponent: float) -> float:
     """Returns e^x, infinite where that exceeds floating point (math.exp raises)."""
     return math.exp(exponent) if exponent < 709.0 else math.inf
-
-
-def clip_bias_constant(moment_order: float) -> float:
-    """Returns beta_k = (k-1)^(k-1)/k^k, the sharp constant of the clipping bias.
-
-    Args:
-        moment_order: k > 1.
-
-    Source:
-        docs/proofs/heavy_tailed.md#clipping-bias (Lemma 6).
-
-    Example:
-        >>> clip_bias_constant(2.0)
-        0.25
-    """
-    return safe_exp(_log_bias_constant(check.order(moment_order=moment_order)))
 
 
 def clip_bias(moment: float, moment_order: float, clip: float, mode: str = "tight") -> float:
@@ -229,50 +211,6 @@ def mean_noise_std(
         return 0.0
     # PRIVACY: rounded up, never down (test_the_noise_of_a_mean_is_never_below_its_exact_value).
     return _rounded_up(S * C / s, math.sqrt(T / (2.0 * rho)))
-
-
-def coordinatewise_noise_std(
-    batch_size: int, groups: int, clip: float, dim: int, rho: float, adjacency: str = "replace_one"
-) -> float:
-    """Returns the std of the noise on a coordinate-wise median of means, or on each of its group means.
-
-    One record moves one group mean, by at most 2 tau in each of d coordinates over the group size; the median of means
-    moves by no more. sigma = 2 tau sqrt(d) / floor(s/m) / sqrt(2 rho), rounded up.
-
-    Args:
-        batch_size: s >= 1 rows; those beyond m floor(s/m) are dropped.
-        groups: m >= 1 groups of floor(s/m) rows, m <= s.
-        clip: tau > 0, of each coordinate.
-        dim: d >= 1.
-        rho: > 0, zCDP of the mean.
-        adjacency: "replace_one", or "zero_out" (half of the noise).
-
-    Raises:
-        AdjacencyError: add_remove: the groups are cut by position, and a removal shifts all of them.
-
-    Guarantee:
-        rho-zCDP under the adjacency, whether noise is added after the median or, independently, to each group mean
-        before it (each record is in one group, the median is post-processing). One row per record.
-
-    Source:
-        docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12).
-
-    Example:
-        >>> round(coordinatewise_noise_std(batch_size=8, groups=4, clip=1.0, dim=2, rho=1.0), 6)
-        1.0
-    """
-    s, m = check.positive_count(batch_size=batch_size), check.positive_count(groups=groups)
-    if m > s:
-        raise ValueError(f"groups must be <= batch_size={s} (got {m})")
-    S = sensitivity_factor(adjacency)
-    if adjacency == "add_remove":
-        raise AdjacencyError(
-            "add_remove has no guarantee for groups cut by position (a removal shifts all of them): use replace_one "
-            "or zero_out"
-        )
-    spread = S * check.positive(clip=clip) * math.sqrt(check.positive_count(dim=dim)) / (s // m)
-    # PRIVACY: rounded up; groups of floor(s/m) rows (test_the_noise_of_a_median_covers_the_worst_group).
-    return _rounded_up(spread, math.sqrt(1.0 / (2.0 * check.positive(rho=rho))))
 
 
 def exchange_rate_mean(batch_size: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:

@@ -30,7 +30,6 @@ __all__ = [
     "BoundCoefficients",
     "StronglyConvexPlan",
     "averaging_schedule",
-    "strongly_convex_clip",
     "strongly_convex_coefficients",
     "strongly_convex_plan",
 ]
@@ -174,52 +173,6 @@ def strongly_convex_coefficients(*, strong_convexity: float, smoothness: float, 
         2.0 / mu * (1.0 + K / (2.0 * total)),
         (K / beta + 4.0 * M / mu) / total,
     )
-
-
-def strongly_convex_clip(
-    *,
-    strong_convexity: float,
-    smoothness: float,
-    steps: int,
-    n: int,
-    dim: int,
-    rho: float,
-    moment: float,
-    moment_order: float,
-    adjacency: str = "replace_one",
-) -> float:
-    """Returns the threshold that minimizes u_B B(C)^2 + u_S d sigma(C)^2.
-
-    Args:
-        strong_convexity: mu.
-        smoothness: beta.
-        steps: T.
-        n: records.
-        dim: d.
-        rho: > 0.
-        moment: r_k.
-        moment_order: k > 1.
-        adjacency: of rho.
-
-    Source:
-        docs/proofs/heavy_tailed.md#averaged-steps (square rule with q = u_S 2 d T^2/(rho n^2)).
-
-    Example:
-        >>> round(strongly_convex_clip(strong_convexity=1.0, smoothness=1.0, steps=1, n=100, dim=1, rho=0.5,
-        ...                            moment=1.0, moment_order=2.0), 6)
-        3.535534
-    """
-    u = strongly_convex_coefficients(strong_convexity=strong_convexity, smoothness=smoothness, steps=steps)
-    data = OnePass(
-        n=n,
-        dim=dim,
-        rho=rho,
-        moment=moment,
-        moment_order=moment_order,
-        adjacency=adjacency,
-        allow_infinite_variance=True,
-    )
-    return _clip(data, steps, u)
 
 
 def strongly_convex_plan(

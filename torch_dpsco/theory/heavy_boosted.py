@@ -6,7 +6,8 @@ regularized population minimizer, with probability at least 0.74 - 1/m_i, so tha
 
     F(w) - F* <= D sqrt(72 S) + 3 rt_1 Q_I/lambda_I,    S = sum_i Q_i^2/8^(i-1),   lambda_1 = sqrt(72 S)/D,
 
-with probability 1 - zeta for J of `boosted_copies`. Groups are disjoint and the choice is post-processing: rho overall.
+with probability 1 - zeta for J with `boosted_failure` at most zeta. Groups are disjoint and the choice is
+post-processing: rho overall.
 
 Not in the paper; in the spirit of Asi, Liu, Tian (2024), constants and proof ours. They are large:
 conservative=False (default) replaces them by 1, without proof of the bound and with the same privacy.
@@ -35,7 +36,7 @@ from torch_dpsco.theory.heavy_localized import (
 )
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, scaled_regs
 
-__all__ = ["boosted_copies", "boosted_failure", "boosted_localized_schedule"]
+__all__ = ["boosted_failure", "boosted_localized_schedule"]
 
 _SMALLEST_GROUP = 16
 
@@ -181,30 +182,6 @@ def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
     """
     gap = _gap(smallest_group)
     return check.positive_count(phases=phases) * math.exp(-2.0 * check.positive_count(copies=copies) * gap**2)
-
-
-def boosted_copies(failure: float, phases: int, smallest_group: int) -> int:
-    """Returns the smallest odd J with `boosted_failure` at most zeta.
-
-    Args:
-        failure: zeta in (0, 1).
-        phases: I.
-        smallest_group: m_I >= 16, records per group of the last phase.
-
-    Raises:
-        InfeasibleError: groups of fewer than 16 records.
-
-    Source:
-        docs/proofs/heavy_tailed.md#boosted-phases.
-
-    Example:
-        >>> boosted_copies(failure=0.05, phases=4, smallest_group=100)
-        43
-    """
-    zeta = check.open_interval(0.0, 1.0, failure=failure)
-    exponent = math.log(check.positive_count(phases=phases) / zeta)
-    needed = max(1, math.ceil(exponent / (2.0 * _gap(smallest_group) ** 2)))
-    return needed + 1 - needed % 2
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class LocalizedSchedule:
         bound: main term of the bound on the excess risk, D sqrt(...); None if lambda was chosen by hand.
         tail: what the bound adds for the last phase and, with balls, for leaving them; None as above.
         diameter: D of the bound.
-        proved: whether the theorem covers `bound` + `tail` (with boosting: with the probability of `boosted_copies`).
+        proved: whether the theorem covers `bound` + `tail` (with boosting: with the probability of `boosted_failure`).
 
     Example:
         >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=math.inf,

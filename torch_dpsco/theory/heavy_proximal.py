@@ -23,7 +23,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import clip_bias_worst, clip_threshold_square, safe_exp
 from torch_dpsco.theory.heavy_inputs import OnePass, check_mode, least_steps
 
-__all__ = ["ProximalPlan", "proximal_pl_bound", "proximal_pl_clip", "proximal_pl_plan"]
+__all__ = ["ProximalPlan", "proximal_pl_bound", "proximal_pl_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,46 +102,6 @@ def proximal_pl_bound(
     decay = math.exp(check.positive_count(steps=steps) * math.log1p(-mu / (4.0 * beta)))
     errors = 3.0 * check.nonnegative(bias=bias) ** 2 + 2.0 * check.nonnegative(variance=variance)
     return decay * check.nonnegative(initial_gap=initial_gap) + errors / mu
-
-
-def proximal_pl_clip(
-    *,
-    steps: int,
-    n: int,
-    dim: int,
-    rho: float,
-    moment: float,
-    moment_order: float,
-    adjacency: str = "replace_one",
-) -> float:
-    """Returns the threshold that minimizes 3 B(C)^2 + 2 d sigma(C)^2.
-
-    Args:
-        steps: T.
-        n: records.
-        dim: d.
-        rho: > 0.
-        moment: r_k.
-        moment_order: k > 1.
-        adjacency: of rho.
-
-    Source:
-        docs/proofs/heavy_tailed.md#proximal-steps (square rule with u_B = 3 and q = 4 d T^2/(rho n^2)).
-
-    Example:
-        >>> round(proximal_pl_clip(steps=1, n=100, dim=1, rho=0.5, moment=1.0, moment_order=2.0), 6)
-        3.912711
-    """
-    data = OnePass(
-        n=n,
-        dim=dim,
-        rho=rho,
-        moment=moment,
-        moment_order=moment_order,
-        adjacency=adjacency,
-        allow_infinite_variance=True,
-    )
-    return clip_threshold_square(moment, moment_order, 3.0, 2.0 * data.noise_variance(data.batch_size(steps), 1.0))
 
 
 def proximal_pl_plan(

@@ -6,9 +6,9 @@ of the ball-free schedule is D Rate(n_t), and strong convexity turns it into a s
     D_1 = min(D, rt_1/mu),   D_{t+1} = min(D, sqrt(2 Rate(n_t) D_t/mu)).
 
 Differs from the paper in: 1. no balls: their failure term contains the diameter of W and does not shrink with D_t, so
-that the reduction is not proved for them; 2. parts use all records (`sc_reduction_sizes_full`; the published ones are
-`reduction_sizes`); 3. minibatches are calibrated by an accountant, not by a closed form with hidden constants, and the
-variance of their sampling enters the bound.
+that the reduction is not proved for them; 2. parts use all records (`sc_reduction_sizes_full`); 3. minibatches are
+calibrated by an accountant, not by a closed form with hidden constants, and the variance of their sampling enters the
+bound.
 
 Proofs: docs/proofs/heavy_tailed.md#reduction-for-strong-convexity,
 docs/proofs/heavy_tailed.md#minibatch-phases. Source: Lowy and Razaviyayn, section G.3 and Remark 13.
@@ -26,32 +26,9 @@ from torch_dpsco.theory.heavy_inputs import check_order
 from torch_dpsco.theory.heavy_localized import ballfree_rate, localized_schedule_ballfree, regularization
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, halved_sizes
 
-__all__ = [
-    "localized_schedule_minibatch",
-    "minibatch_size",
-    "reduction_schedule",
-    "reduction_sizes",
-    "sc_reduction_sizes_full",
-]
+__all__ = ["localized_schedule_minibatch", "minibatch_size", "reduction_schedule", "sc_reduction_sizes_full"]
 
 _SKIP_BELOW = 16
-
-
-def reduction_sizes(n: int) -> list[int]:
-    """Returns the published part sizes floor(2^(t-2) n/log2 n), t = 1..M, M = max(1, ceil(log2 log2 n)).
-
-    Args:
-        n: >= 2.
-
-    Source:
-        docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
-
-    Example:
-        >>> reduction_sizes(12345)
-        [454, 908, 1816, 3633]
-    """
-    parts, log_n = _parts(n), math.log2(n)
-    return [math.floor(2.0 ** (t - 2) * n / log_n) for t in range(1, parts + 1)]
 
 
 def sc_reduction_sizes_full(n: int) -> list[int]:

@@ -24,12 +24,10 @@ from torch_dpsco.theory.heavy_averaged import (
     BoundCoefficients,
     StronglyConvexPlan,
     averaging_schedule,
-    strongly_convex_clip,
     strongly_convex_coefficients,
     strongly_convex_plan,
 )
-from torch_dpsco.theory.heavy_boosted import boosted_copies, boosted_failure, boosted_localized_schedule
-from torch_dpsco.theory.heavy_coordinatewise import coordinatewise_clip, coordinatewise_groups
+from torch_dpsco.theory.heavy_boosted import boosted_failure, boosted_localized_schedule
 from torch_dpsco.theory.heavy_localized import (
     ballfree_rate,
     localized_schedule,
@@ -37,12 +35,11 @@ from torch_dpsco.theory.heavy_localized import (
     localized_schedule_paper,
 )
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.heavy_proximal import ProximalPlan, proximal_pl_bound, proximal_pl_clip, proximal_pl_plan
+from torch_dpsco.theory.heavy_proximal import ProximalPlan, proximal_pl_bound, proximal_pl_plan
 from torch_dpsco.theory.heavy_reduction import (
     localized_schedule_minibatch,
     minibatch_size,
     reduction_schedule,
-    reduction_sizes,
     sc_reduction_sizes_full,
 )
 
@@ -59,23 +56,17 @@ __all__ = [
     "accelerated_steps_paper",
     "averaging_schedule",
     "ballfree_rate",
-    "boosted_copies",
     "boosted_failure",
     "boosted_localized_schedule",
-    "coordinatewise_clip",
-    "coordinatewise_groups",
     "localized_schedule",
     "localized_schedule_ballfree",
     "localized_schedule_minibatch",
     "localized_schedule_paper",
     "minibatch_size",
     "proximal_pl_bound",
-    "proximal_pl_clip",
     "proximal_pl_plan",
     "reduction_schedule",
-    "reduction_sizes",
     "sc_reduction_sizes_full",
-    "strongly_convex_clip",
     "strongly_convex_coefficients",
     "strongly_convex_plan",
 ]

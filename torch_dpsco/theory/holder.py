@@ -8,25 +8,13 @@ from __future__ import annotations
 import math
 
 from torch_dpsco import _validate as check
-from torch_dpsco.theory.holder_mixture import (
-    output_sigma_count,
-    output_sigma_weighted,
-    uniform_delta,
-    uniform_rdp,
-    uniform_sigma,
-)
+from torch_dpsco.theory.holder_mixture import uniform_sigma
 from torch_dpsco.theory.holder_plan import plan_output
 from torch_dpsco.theory.holder_promises import LossPromises, OutputRun, balanced_output_lr, output_path
-from torch_dpsco.theory.holder_radius import iterate_bounds, radius_growth, radius_schedule
+from torch_dpsco.theory.holder_radius import iterate_bounds
 from torch_dpsco.theory.holder_rounding import Arithmetic
 from torch_dpsco.theory.holder_schedules import lr_theorem, steps_exponent, steps_theorem
-from torch_dpsco.theory.holder_stability import (
-    RunPath,
-    expansion,
-    path_sensitivity,
-    run_path,
-    shuffled_sensitivity,
-)
+from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity, run_path
 
 __all__ = [
     "Arithmetic",
@@ -36,22 +24,14 @@ __all__ = [
     "average_risk_bound",
     "balanced_lr",
     "balanced_output_lr",
-    "expansion",
     "iterate_bounds",
     "lr_theorem",
     "output_path",
-    "output_sigma_count",
-    "output_sigma_weighted",
     "path_sensitivity",
     "plan_output",
-    "radius_growth",
-    "radius_schedule",
     "run_path",
-    "shuffled_sensitivity",
     "steps_exponent",
     "steps_theorem",
-    "uniform_delta",
-    "uniform_rdp",
     "uniform_sigma",
 ]
 

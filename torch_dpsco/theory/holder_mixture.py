@@ -31,18 +31,9 @@ from scipy.special import gammaln, log_ndtr
 from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import scaled_up
-from torch_dpsco.theory.holder_stability import RunPath, run_path
+from torch_dpsco.theory.holder_stability import RunPath
 
-__all__ = [
-    "SensitivityLaw",
-    "count_law",
-    "output_sigma_count",
-    "output_sigma_weighted",
-    "uniform_delta",
-    "uniform_rdp",
-    "uniform_sigma",
-    "weighted_law",
-]
+__all__ = ["SensitivityLaw", "uniform_sigma", "weighted_law"]
 
 FloatArray = NDArray[np.float64]
 
@@ -90,8 +81,7 @@ def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: floa
         ConditionError: delta is so large that no noise would be needed, or so small that truncation matters.
         ValueError: an argument is out of range.
 
-    Guarantee: (epsilon, delta)-DP of the noised average, adjacency as in `run_path`; `uniform_delta` of the result is
-    at most delta.
+    Guarantee: (epsilon, delta)-DP of the noised average, adjacency as in `run_path`.
 
     Source: docs/proofs/holder.md#independent-batches.
 
@@ -101,130 +91,6 @@ def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: floa
         0.498
     """
     return _sigma(weighted_law(path, sample_rate), epsilon, delta)
-
-
-def uniform_delta(sigma: float, path: RunPath, sample_rate: float, epsilon: float) -> float:
-    """Returns the delta that noise sigma guarantees at epsilon, by the same law as `uniform_sigma`, rounded up.
-
-    Args:
-        sigma: noise std per coordinate, > 0.
-        path: see `run_path`.
-        sample_rate: p = batch_size / n in (0, 1].
-        epsilon: >= 0.
-
-    Guarantee: as `uniform_sigma`.
-
-    Source: docs/proofs/holder.md#independent-batches.
-
-    Example:
-        >>> path = run_path([0.1] * 50, 1.0, holder_exponent=1.0, holder_constant=1.0, batch_size=1, hit_constant=2)
-        >>> 0.0009 < uniform_delta(0.498, path, sample_rate=0.01, epsilon=1.0) < 0.00101
-        True
-    """
-    sigma, epsilon = _validate.positive(sigma=sigma), _validate.nonnegative(epsilon=epsilon)
-    return weighted_law(path, sample_rate).delta(sigma, epsilon) if path.hits.size else 0.0
-
-
-def uniform_rdp(order: float, sigma: float, path: RunPath, sample_rate: float) -> float:
-    """Returns a Renyi bound at one order, to compose with other releases; it may be inf at large orders.
-
-    exp((a - 1) D_a) <= sum_k Pr[N = k] exp(a (a - 1) Delta_k^2 / (2 sigma^2)), N ~ Bin(T - 1, p), by joint convexity,
-    with Delta_k the drift plus the k largest hits; all k, in log space.
-
-    Args:
-        order: a > 1.
-        sigma: noise std per coordinate, > 0.
-        path: see `run_path`.
-        sample_rate: p = batch_size / n in (0, 1].
-
-    Guarantee: as `uniform_sigma`.
-
-    Source: docs/proofs/holder.md#renyi-bound-of-independent-batches.
-
-    Example:
-        >>> path = run_path([0.1] * 50, 1.0, holder_exponent=1.0, holder_constant=1.0, batch_size=1, hit_constant=2)
-        >>> round(uniform_rdp(2.0, 0.498, path, sample_rate=0.01), 3)
-        0.151
-    """
-    order, sigma = _validate.order(order=order), _validate.positive(sigma=sigma)
-    rate, steps = _rate(sample_rate), path.hits.size
-    sums = scaled_up(path.drift + np.cumsum(np.sort(path.hits)[::-1]), steps)
-    moved = np.concatenate([[0.0], np.minimum(sums, path.cap)])
-    with np.errstate(over="ignore"):
-        cost = order * (order - 1) / 2 * (moved / sigma) ** 2
-    logs = _log_binomial(np.arange(steps + 1.0), steps, rate) + cost
-    return scaled_up(float(np.logaddexp.reduce(logs)) / (order - 1), steps + 16) if steps else 0.0
-
-
-def output_sigma_count(
-    epsilon: float,
-    delta: float,
-    holder_exponent: float,
-    holder_constant: float,
-    grad_bound: float,
-    lr: float,
-    steps: int,
-    n: int,
-    batch_size: int,
-    glm: bool = False,
-    hit_constant: float = 2.0,
-) -> float:
-    """Returns the noise std by the count law: constant step size and gradient bound, uniform average, real numbers.
-
-    About 1.6 times `output_sigma_weighted`; a check of it.
-
-    Args:
-        epsilon: >= 0.
-        delta: in (0, 1).
-        holder_exponent: alpha in [0, 1].
-        holder_constant: L > 0.
-        grad_bound: G > 0 over the feasible set.
-        lr: eta > 0.
-        steps: T >= 1.
-        n: public number of records.
-        batch_size: b in [1, n].
-        glm: whether the loss is phi(w.x; y) with a scalar score.
-        hit_constant: 2 for replace-one, 1 for zero-out.
-
-    Source: docs/proofs/holder.md#independent-batches.
-
-    Example:
-        >>> round(output_sigma_count(1.0, 1e-6, 1.0, 2.0, 4.0, 0.01, 300, 3000, 10, glm=True), 4)
-        0.1267
-    """
-    path = _constant_path(holder_exponent, holder_constant, grad_bound, lr, steps, batch_size, glm, hit_constant)
-    return _sigma(count_law(path, batch_size / _validate.positive_count(n=n)), epsilon, delta)
-
-
-def output_sigma_weighted(
-    epsilon: float,
-    delta: float,
-    holder_exponent: float,
-    holder_constant: float,
-    grad_bound: float,
-    lr: float,
-    steps: int,
-    n: int,
-    batch_size: int,
-    glm: bool = False,
-    hit_constant: float = 2.0,
-) -> float:
-    """Returns the noise std by the weighted law (`uniform_sigma`); arguments as in `output_sigma_count`.
-
-    Source: docs/proofs/holder.md#independent-batches.
-
-    Example:
-        >>> round(output_sigma_weighted(1.0, 1e-6, 1.0, 2.0, 4.0, 0.01, 300, 3000, 10, glm=True), 3)
-        0.077
-    """
-    path = _constant_path(holder_exponent, holder_constant, grad_bound, lr, steps, batch_size, glm, hit_constant)
-    return _sigma(weighted_law(path, batch_size / _validate.positive_count(n=n)), epsilon, delta)
-
-
-def count_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
-    """Returns the law of drift + k times the largest hit, k ~ Bin(T - 1, p)."""
-    start, masses, lost = _binomial(path.hits.size, _rate(sample_rate), _TAIL)
-    return _law(path, start, masses, lost, float(path.hits.max(initial=0.0)))
 
 
 def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
@@ -349,17 +215,3 @@ def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
 def _rate(sample_rate: float) -> float:
     rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
     return _validate.positive(sample_rate=rate)
-
-
-def _constant_path(
-    exponent: float, constant: float, bound: float, lr: float, steps: int, batch_size: int, glm: bool, hit: float
-) -> RunPath:
-    return run_path(
-        np.full(_validate.positive_count(steps=steps), _validate.positive(lr=lr)),
-        _validate.positive(grad_bound=bound),
-        holder_exponent=exponent,
-        holder_constant=constant,
-        batch_size=batch_size,
-        hit_constant=hit,
-        glm=glm,
-    )

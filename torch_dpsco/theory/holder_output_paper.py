@@ -25,57 +25,10 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.holder_stability import log_expansion
 
-__all__ = [
-    "chernoff_factor",
-    "log_expansion_constant",
-    "log_iterate_constant",
-    "output_sensitivity_paper",
-    "output_sigma_paper",
-    "self_bounding_constant",
-]
+__all__ = ["chernoff_factor", "log_iterate_constant", "output_sensitivity_paper", "output_sigma_paper"]
 
 _LARGEST_LOG = 709.0
 _DOMAINS = ("bounded", "unbounded")
-
-
-def self_bounding_constant(holder_exponent: float, holder_constant: float, grad_at_zero: float) -> float:
-    """Returns c_{alpha,1} = (1 + 1/alpha)^{alpha/(1+alpha)} L^{1/(1+alpha)}, or M + L at alpha = 0.
-
-    |g(w)| <= c_{alpha,1} l(w)^{alpha/(1+alpha)} for nonnegative losses.
-
-    Args:
-        holder_exponent: alpha in [0, 1].
-        holder_constant: L > 0.
-        grad_at_zero: M >= 0, used at alpha = 0.
-
-    Source: docs/proofs/holder.md#co-coercivity.
-
-    Example:
-        >>> round(self_bounding_constant(0.5, 3.0, 1.5), 9)
-        3.0
-    """
-    alpha, constant = _holder(holder_exponent, holder_constant)
-    if alpha == 0:
-        return scaled_up(_validate.nonnegative(grad_at_zero=grad_at_zero) + constant, 4)
-    log = (alpha * (math.log1p(alpha) - math.log(alpha)) + math.log(constant)) / (1 + alpha)
-    return math.exp(log) * (1 + 1e-13)
-
-
-def log_expansion_constant(holder_exponent: float, holder_constant: float) -> float:
-    """Returns log c_{alpha,2}, c_{alpha,2} = sqrt((1-alpha)/(1+alpha)) (2^{-alpha} L)^{1/(1-alpha)}; -inf at alpha = 1.
-
-    Args:
-        holder_exponent: alpha in [0, 1].
-        holder_constant: L > 0.
-
-    Source: docs/proofs/holder.md#noise-of-algorithm-1-as-published.
-
-    Example:
-        >>> round(log_expansion_constant(0.5, 3.0), 6)
-        0.954771
-    """
-    alpha, constant = _holder(holder_exponent, holder_constant)
-    return float(log_expansion(alpha, constant, np.zeros(1), glm=False)[0])
 
 
 def log_iterate_constant(

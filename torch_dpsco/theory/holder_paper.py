@@ -30,26 +30,19 @@ from torch_dpsco import _validate
 from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.holder_output_paper import (
     chernoff_factor,
-    log_expansion_constant,
     log_iterate_constant,
     output_sensitivity_paper,
     output_sigma_paper,
-    self_bounding_constant,
 )
 
 __all__ = [
-    "GradientNoisePaper",
     "SplitSearch",
     "chernoff_factor",
     "feasibility_threshold_paper",
-    "gradient_noise_paper",
-    "log_expansion_constant",
     "log_iterate_constant",
     "output_sensitivity_paper",
     "output_sigma_paper",
-    "search_gradient_noise_paper",
     "search_split_paper",
-    "self_bounding_constant",
     "unconstrained_split",
 ]
 
@@ -58,25 +51,6 @@ BoolArray = NDArray[np.bool_]
 
 _GRID = 20001  # points of x = log(beta / (1 - beta)) on [-40, 40]
 _MARGIN = 1e-12  # relative: a split that the search accepts still passes when its conditions are evaluated again
-
-
-@dataclass(frozen=True)
-class GradientNoisePaper:
-    """Noise of the paper at one split; it is private only if both conditions hold.
-
-    Args:
-        order: lambda, the Renyi order of the proof.
-        ratio_squared: s = (noise std on the sum / (2 grad_bound))^2.
-        variance: 4 grad_bound^2 s, of the noise on the sum, per coordinate.
-        condition_a: s >= 0.67.
-        condition_b: lambda - 1 <= (2/3) s log(1 / (lambda p (1 + s))).
-    """
-
-    order: float
-    ratio_squared: float
-    variance: float
-    condition_a: bool
-    condition_b: bool
 
 
 @dataclass(frozen=True)
@@ -94,79 +68,6 @@ class SplitSearch:
     ratio_squared: float
 
 
-def gradient_noise_paper(
-    n: int, batch_size: int, steps: int, epsilon: float, delta: float, split: float, grad_bound: float
-) -> GradientNoisePaper:
-    """Returns the paper's noise at a given split, and whether its theorem covers it.
-
-    Args:
-        n: public number of records, >= 1.
-        batch_size: records per batch, in [1, n].
-        steps: T >= 1.
-        epsilon: > 0.
-        delta: in (0, 1).
-        split: beta in (0, 1).
-        grad_bound: G > 0, bound on per-sample gradient norms over the feasible set.
-
-    Returns:
-        Order, s, variance and the two conditions; values are returned even where a condition fails.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: (epsilon, delta)-DP, REPLACE_ONE, records, batches without replacement - if both conditions are true.
-
-    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published; Theorem 11 of the paper.
-
-    Example:
-        >>> noise = gradient_noise_paper(10000, 1, 10000, 1.0, 1e-8, split=0.001, grad_bound=2.0)
-        >>> round(noise.variance, 4), noise.condition_a and noise.condition_b
-        (108.8591, True)
-    """
-    rate, steps, epsilon, log_inverse = _checked(n, batch_size, steps, epsilon, delta)
-    split = _validate.open_interval(0.0, 1.0, split=split)
-    grad_bound = _validate.positive(grad_bound=grad_bound)
-    order = 1 + log_inverse / ((1 - split) * epsilon)
-    ratio_squared = 3.5 * steps * rate**2 * order / (split * epsilon)
-    return GradientNoisePaper(
-        order=order,
-        ratio_squared=ratio_squared,
-        variance=4 * grad_bound**2 * ratio_squared,
-        condition_a=ratio_squared >= 0.67,
-        condition_b=order - 1 <= -2 / 3 * ratio_squared * math.log(order * rate * (1 + ratio_squared)),
-    )
-
-
-def search_gradient_noise_paper(n: int, batch_size: int, steps: int, epsilon: float, delta: float) -> float:
-    """Returns the least s = (noise std on the sum / 2G)^2 for which the paper's theorem gives (epsilon, delta)-DP.
-
-    `search_split_paper` also returns the split.
-
-    Args:
-        n: public number of records, >= 1.
-        batch_size: records per batch, in [1, n].
-        steps: T >= 1.
-        epsilon: > 0.
-        delta: in (0, 1).
-
-    Returns:
-        s, rounded up.
-
-    Raises:
-        InfeasibleError: no split satisfies both conditions.
-        ValueError: an argument is out of range.
-
-    Guarantee: (epsilon, delta)-DP, REPLACE_ONE, records, batches without replacement, noise std 2 G sqrt(s) on the sum.
-
-    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published.
-
-    Example:
-        >>> round(search_gradient_noise_paper(n=1000, batch_size=1, steps=1000, epsilon=2.0, delta=1e-6), 3)
-        3.023
-    """
-    return search_split_paper(n, batch_size, steps, epsilon, delta).ratio_squared
-
-
 def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delta: float) -> SplitSearch:
     """Returns the split with the least noise under the paper's conditions.
 
@@ -174,7 +75,18 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
     that does not, bisection finds the boundary from the satisfied side; the unconstrained minimizer is tried as well.
     s decreases up to that minimizer and increases after it, so that no other split can do better.
 
-    Args, Raises and Guarantee: see `search_gradient_noise_paper`.
+    Args:
+        n: public number of records, >= 1.
+        batch_size: records per batch, in [1, n].
+        steps: T >= 1.
+        epsilon: > 0.
+        delta: in (0, 1).
+
+    Raises:
+        InfeasibleError: no split satisfies both conditions.
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP, REPLACE_ONE, records, batches without replacement, noise std 2 G sqrt(s) on the sum.
 
     Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published.
     """

@@ -98,7 +98,7 @@ def output_path(
         weights: averaging weights (T,); None for uniform.
 
     Raises:
-        ConditionError: see `expansion` and `radius_growth`.
+        ConditionError: see `expansions` and `iterate_bounds`.
         MissingConstantError: loss_at_zero on an unbounded domain, or gradient_error unless `glm`.
     """
     sizes, bounded = np.asarray(lr, dtype=np.float64), math.isfinite(promises.radius)

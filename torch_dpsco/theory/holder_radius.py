@@ -2,8 +2,14 @@
 
     R_1 = 0,    R_{s+1} = min( sqrt(R_s^2 + A(eta_s)), R_s + eta_s G(R_s) )
 
-The first branch is `radius_growth`, the second the triangle inequality. Radii are deterministic: nothing that depends
-on the data, and no realized iterate, enters.
+The first branch is that of a nonnegative convex loss,
+
+    A = 2 eta M0 + (1-alpha)/(1+alpha) (L eta)^{2/(1-alpha)};
+
+at exponent 0 the second term is eta^2 G0^2, at exponent 1 it is 0. Proof: |w - eta g|^2 = |w|^2 - 2 eta <w, g> +
+eta^2 |g|^2 with -<w, g> <= l(0) - l(w), and the last term against - 2 eta l(w) by self-bounding |g| <=
+c l^{alpha/(1+alpha)} and Young. The second branch is the triangle inequality. Radii are deterministic: nothing that
+depends on the data, and no realized iterate, enters.
 
 At exponent 0, A takes G at the radius. After the first 512 steps, radii are bounded in blocks of 1/64 of the steps
 before, by the same two inequalities, so that a million steps take milliseconds. The bounds may include rounding
@@ -25,46 +31,13 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import Arithmetic, scaled_up
 from torch_dpsco.theory.holder_stability import step_sizes
 
-__all__ = ["iterate_bounds", "radius_growth", "radius_schedule"]
+__all__ = ["iterate_bounds"]
 
 FloatArray = NDArray[np.float64]
 
 _U = 2.0**-53
 _LARGEST_LOG = 700.0
 _EXACT_STEPS = 512
-
-
-def radius_growth(
-    holder_exponent: float, holder_constant: float, loss_at_zero: float, lr: float, grad_bound: float | None = None
-) -> float:
-    """Returns A(eta) with |w_{s+1}|^2 <= |w_s|^2 + A(eta) for a nonnegative convex loss, rounded up.
-
-    A = 2 eta M0 + (1-alpha)/(1+alpha) (L eta)^{2/(1-alpha)}; at alpha = 0 the second term is eta^2 G0^2, at alpha = 1
-    it is 0. Proof: |w - eta g|^2 = |w|^2 - 2 eta <w, g> + eta^2 |g|^2 with -<w, g> <= l(0) - l(w), and the last term
-    against - 2 eta l(w) by self-bounding |g| <= c l^{alpha/(1+alpha)} and Young.
-
-    Args:
-        holder_exponent: alpha in [0, 1].
-        holder_constant: L > 0.
-        loss_at_zero: M0 >= 0, bound on the loss at 0.
-        lr: eta > 0.
-        grad_bound: G0, bound on gradient norms everywhere; needed at alpha = 0 only.
-
-    Raises:
-        ConditionError: alpha = 1 and eta > 1/L, or A overflows.
-        ValueError: an argument is out of range, or grad_bound is missing at alpha = 0.
-
-    Source: docs/proofs/holder.md#radius-of-the-iterates.
-
-    Example:
-        >>> round(radius_growth(0.5, 3.0, 1.0, 0.05), 8)
-        0.10016875
-    """
-    bound = _validate.nonnegative(grad_bound=grad_bound) if holder_exponent == 0 else 0.0
-    step = np.array([_validate.positive(lr=lr)])
-    loss_at_zero = _validate.nonnegative(loss_at_zero=loss_at_zero)
-    fixed = _growth(holder_exponent, holder_constant, loss_at_zero, step)
-    return scaled_up(float(fixed[0]) + (lr * bound) ** 2, 16)
 
 
 def _growth(alpha: float, constant: float, loss_at_zero: float, lr: FloatArray) -> FloatArray:
@@ -83,48 +56,6 @@ def _growth(alpha: float, constant: float, loss_at_zero: float, lr: FloatArray) 
             raise ConditionError(f"lr: step size too large for this alpha: A(eta) overflows (got {largest:g})")
         growth = growth + np.exp(logs + 8 * _U * (terms + np.abs(logs)))
     return np.asarray(growth * (1 + 16 * _U), dtype=np.float64)
-
-
-def radius_schedule(
-    holder_exponent: float, holder_constant: float, grad_at_zero: float, loss_at_zero: float, lr: float, steps: int
-) -> FloatArray:
-    """Returns bounds R_1..R_T on the norms of the iterates, with G(r) = M + L r^alpha (at alpha = 0 min(M + L, L)).
-
-    `iterate_bounds` for a constant step size and the paper's gradient bound.
-
-    Args:
-        holder_exponent: alpha in [0, 1].
-        holder_constant: L > 0.
-        grad_at_zero: M >= 0.
-        loss_at_zero: M0 >= 0.
-        lr: eta > 0.
-        steps: T >= 1.
-
-    Raises:
-        ConditionError: see `radius_growth`.
-
-    Source: docs/proofs/holder.md#radius-of-the-iterates.
-
-    Example:
-        >>> [round(float(r), 3) for r in radius_schedule(1.0, 3.0, 1.5, 1.0, 0.05, 4)]
-        [0.0, 0.075, 0.161, 0.26]
-    """
-    at_zero = _validate.nonnegative(grad_at_zero=grad_at_zero)
-
-    def grad_bound(radius: float) -> float:
-        bound = (
-            holder_constant if holder_exponent == 0 else at_zero + holder_constant * math.pow(radius, holder_exponent)
-        )
-        return scaled_up(bound, 8)
-
-    sizes = np.full(_validate.positive_count(steps=steps), _validate.positive(lr=lr))
-    return iterate_bounds(
-        sizes,
-        grad_bound,
-        holder_exponent=holder_exponent,
-        holder_constant=holder_constant,
-        loss_at_zero=loss_at_zero,
-    )[0]
 
 
 def iterate_bounds(
@@ -153,7 +84,7 @@ def iterate_bounds(
         arithmetic: in which the run is computed; None for real numbers.
 
     Raises:
-        ConditionError: see `radius_growth`.
+        ConditionError: holder_exponent is 1 and a step size is > 1/L, or A overflows.
 
     Guarantee: for every data set for which the promised constants hold, surely.
 

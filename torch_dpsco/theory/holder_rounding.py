@@ -11,7 +11,7 @@ D_i = phi'(s_i) - phi'(s_i'). By Jensen it suffices to consider one record with 
     |u - eta' D x|^2 = |u|^2 - 2 eta' D (t - t') + eta'^2 D^2 |x|^2,      t - t' = (s - s') - (q_i - q_i')
                     <= |u|^2 + { eta'^2 B^2 D^2 - 2 eta' D (s - s') } + 2 eta' |D| 2 q B.
 
-The braces are at most a(eta)^2 by the proof of `expansion`, which needs the scores only; |D| <= 2 G/B, where G/B
+The braces are at most a(eta)^2 by the proof of `expansions`, which needs the scores only; |D| <= 2 G/B, where G/B
 bounds |phi'| at the computed scores. So the constant is 8, and with the errors that do not pass a subgradient
 
     d' <= sqrt(d^2 + a^2 + 8 eta q G) + 2 (eta eps_g + rho),

@@ -2,7 +2,7 @@
 
 Two runs see the same batches of data sets that differ in one record. Their distance d grows in two ways:
 
-    other records   d' <= sqrt(d^2 + a^2)                  `expansion`: a = 0 for smooth losses, L eta at exponent 0
+    other records   d' <= sqrt(d^2 + a^2)                  `expansions`: a = 0 for smooth losses, L eta at exponent 0
     a hit           d' <= sqrt(d^2 + a^2) + c eta G / b    the batch of b holds the differing record
 
 with G a bound on gradient norms at the radius that the iterates can have reached (`holder_radius`), and c = 2 for a
@@ -32,16 +32,7 @@ from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import Arithmetic, scaled_up
 
-__all__ = [
-    "RunPath",
-    "expansion",
-    "expansions",
-    "log_expansion",
-    "path_sensitivity",
-    "run_path",
-    "shuffled_sensitivity",
-    "step_sizes",
-]
+__all__ = ["RunPath", "expansions", "log_expansion", "path_sensitivity", "run_path", "step_sizes"]
 
 FloatArray = NDArray[np.float64]
 
@@ -52,7 +43,7 @@ _LARGEST_LOG = 350.0  # of a, so that a^2 does not overflow
 # The expansion of one step.
 
 
-def expansion(holder_exponent: float, holder_constant: float, lr: float, glm: bool = False) -> float:
+def expansions(holder_exponent: float, holder_constant: float, lr: FloatArray, glm: bool = False) -> FloatArray:
     """Returns a(eta), by which one step on the same records moves two runs apart: d' <= sqrt(d^2 + a^2), rounded up.
 
     a = sqrt((1-alpha)/(1+alpha)) k^{alpha/(1-alpha)} (L eta)^{1/(1-alpha)} with k = 1/2, or alpha/(1+alpha) for a GLM.
@@ -64,27 +55,18 @@ def expansion(holder_exponent: float, holder_constant: float, lr: float, glm: bo
     Args:
         holder_exponent: alpha in [0, 1].
         holder_constant: L > 0, on all of R^d.
-        lr: eta > 0.
+        lr: step sizes eta > 0, (T,).
         glm: whether the loss is phi(w.x; y) with a scalar score.
 
     Returns:
-        a >= 0; underflow to 0 is correct.
+        a >= 0 of each step; underflow to 0 is correct.
 
     Raises:
         ConditionError: alpha = 1 and eta > 2/L, or a overflows.
         ValueError: an argument is out of range.
 
     Source: docs/proofs/holder.md#expansion-of-a-step, docs/proofs/holder.md#expansion-with-a-scalar-score.
-
-    Example:
-        >>> round(expansion(0.5, 3.0, 0.05), 9), round(expansion(0.5, 3.0, 0.05, glm=True), 9)
-        (0.006495191, 0.004330127)
     """
-    return float(expansions(holder_exponent, holder_constant, np.array([_validate.positive(lr=lr)]), glm)[0])
-
-
-def expansions(holder_exponent: float, holder_constant: float, lr: FloatArray, glm: bool = False) -> FloatArray:
-    """Returns `expansion` of every step size of an array (T,); same arguments and errors."""
     alpha = _validate.between(0.0, 1.0, holder_exponent=holder_exponent)
     constant, largest = _validate.positive(holder_constant=holder_constant), float(np.max(lr, initial=0.0))
     if alpha == 1 and largest > 2.0 / constant:
@@ -158,7 +140,7 @@ def run_path(
         radii: R_s (T,) or a number, bounds on the norms of the computed iterates; needed with arithmetic.
 
     Raises:
-        ConditionError: see `expansion`.
+        ConditionError: see `expansions`.
         ValueError: an argument is out of range or has another length.
 
     Guarantee: replace-one (c=2) or zero-out (c=1) of one record, any batches that are the same positions on both sides,
@@ -222,51 +204,6 @@ def path_sensitivity(path: RunPath, steps_per_epoch: int) -> float:
     starts = np.arange(0, path.hits.size, _validate.positive_count(steps_per_epoch=steps_per_epoch))
     hits = float(np.maximum.reduceat(path.hits, starts).sum())
     return min(scaled_up(path.drift + hits, starts.size + 8), path.cap)
-
-
-def shuffled_sensitivity(
-    holder_exponent: float,
-    holder_constant: float,
-    grad_bound: float,
-    lr: float,
-    n: int,
-    batch_size: int,
-    epochs: int,
-    glm: bool = False,
-    hit_constant: float = 2.0,
-) -> float:
-    """Returns `path_sensitivity` for constant step size and gradient bound, uniform average, no cap, real numbers.
-
-    Args:
-        holder_exponent: alpha in [0, 1].
-        holder_constant: L > 0.
-        grad_bound: G >= 0 over the feasible set.
-        lr: eta > 0.
-        n: public number of records.
-        batch_size: b in [1, n].
-        epochs: K >= 1.
-        glm: whether the loss is phi(w.x; y) with a scalar score.
-        hit_constant: 2 for replace-one, 1 for zero-out.
-
-    Source: docs/proofs/holder.md#shuffled-epochs.
-
-    Example:
-        >>> round(shuffled_sensitivity(1.0, 2.0, 4.0, 0.01, n=1000, batch_size=10, epochs=5), 5)
-        0.02392
-    """
-    per_epoch = -(-_validate.positive_count(n=n) // _validate.positive_count(batch_size=batch_size))
-    if batch_size > n:
-        raise ValueError(f"batch_size must be at most n = {n} (got {batch_size})")
-    path = run_path(
-        np.full(per_epoch * _validate.positive_count(epochs=epochs), _validate.positive(lr=lr)),
-        _validate.nonnegative(grad_bound=grad_bound),
-        holder_exponent=holder_exponent,
-        holder_constant=holder_constant,
-        batch_size=batch_size,
-        hit_constant=hit_constant,
-        glm=glm,
-    )
-    return path_sensitivity(path, per_epoch)
 
 
 def step_sizes(lr: ArrayLike) -> FloatArray:

@@ -41,16 +41,13 @@ from torch_dpsco.theory.objective_integrals import (
 )
 
 __all__ = [
-    "amp_delta",
     "amp_delta_general",
     "amp_sigma_general",
     "log_det",
-    "objpert_delta",
+    "noise_level",
     "objpert_delta_general",
     "objpert_rdp",
     "objpert_rdp_general",
-    "objpert_sigma",
-    "objpert_sigma_general",
     "spare_epsilon",
 ]
 
@@ -89,36 +86,6 @@ def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
     return left
 
 
-def objpert_delta(epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:
-    """Returns a delta for which objective perturbation is (epsilon, delta)-DP, one record added or removed.
-
-    With e = epsilon - c: 2 delta(e, s), the Gaussian profile, for e >= s^2 / 2, and 1 - 2 e^e Phi(-s) below.
-
-    Args:
-        epsilon: >= 0.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-
-    Returns:
-        delta in [0, 1], rounded up.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: add_remove and zero_out, for losses phi(theta.x; y) with phi convex and twice differentiable (almost
-        everywhere, with a Lipschitz derivative), an exact minimizer, and b drawn once.
-
-    Source: docs/proofs/objective.md#losses-of-any-sign
-
-    Example:
-        >>> round(objpert_delta(0.5, noise_std=3.0, reg=2.0, lipschitz=1.0, smoothness=0.25), 9)
-        0.049997404
-    """
-    return _folded(epsilon, log_det(reg, smoothness), _level(lipschitz, noise_std))
-
-
 def _folded(epsilon: float, determinant: float, level: float) -> float:
     left = check.nonnegative(epsilon=epsilon) - determinant
     if left >= level * level / 2:
@@ -153,7 +120,7 @@ def objpert_delta_general(
         >>> round(objpert_delta_general(0.5, 3.0, log_det=0.1178, diameter=1.0, subspace_dim=1), 6)
         0.050002
     """
-    level, k = _level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
+    level, k = noise_level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
     determinant = check.nonnegative(log_det=log_det)
     if k == 1:
         return _folded(epsilon, determinant, level)
@@ -171,7 +138,8 @@ def objpert_rdp(order: float, noise_std: float, reg: float, lipschitz: float, sm
         lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
         smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
 
-    Guarantee: as `objpert_delta`.
+    Guarantee: add_remove and zero_out, for losses phi(theta.x; y) with phi convex and twice differentiable (almost
+        everywhere, with a Lipschitz derivative), an exact minimizer, and b drawn once.
 
     Source: docs/proofs/objective.md#losses-of-any-sign
 
@@ -198,7 +166,7 @@ def objpert_rdp_general(order: float, noise_std: float, log_det: float, diameter
         >>> round(objpert_rdp_general(2, 10.0, log_det=0.05, diameter=1.0, subspace_dim=1), 6)
         0.136642
     """
-    excess, level = check.order(order=order) - 1, _level(diameter, noise_std)
+    excess, level = check.order(order=order) - 1, noise_level(diameter, noise_std)
     k, tilt = check.positive_count(subspace_dim=subspace_dim), excess * level
     if k == 1:
         log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
@@ -208,82 +176,6 @@ def objpert_rdp_general(order: float, noise_std: float, log_det: float, diameter
         log_moment = log_concave_integral(lambda r: log_chi_density(r, k) + tilt * np.asarray(r), 0.0, high)
     value = check.nonnegative(log_det=log_det) + level * level / 2 + log_moment / excess
     return value * (1 + _ROUNDING)
-
-
-def objpert_sigma(epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float) -> float:
-    """Returns the least sigma with `objpert_delta` <= delta, rounded up.
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1).
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-
-    Raises:
-        ValueError: an argument is out of range.
-        InfeasibleError: epsilon <= c; the message names the smallest reg.
-
-    Guarantee: as `objpert_delta`.
-
-    Source: docs/proofs/objective.md#losses-of-any-sign
-
-    Example:
-        >>> round(objpert_sigma(1.0, 1e-6, reg=1.0, lipschitz=1.0, smoothness=0.25), 6)
-        5.525226
-    """
-    left, lipschitz = spare_epsilon(epsilon, reg, smoothness), check.positive(lipschitz=lipschitz)
-    start = lipschitz / gaussian_mu(left, check.open_interval(0.0, 1.0, delta=delta))
-    return least_noise(
-        lambda sigma: objpert_delta(epsilon, sigma, reg, lipschitz, smoothness), delta, start, "no noise is enough"
-    )
-
-
-def objpert_sigma_general(epsilon: float, delta: float, log_det: float, diameter: float, subspace_dim: int) -> float:
-    """Returns the least sigma with `objpert_delta_general` <= delta, rounded up.
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1).
-        log_det: c >= 0, bound on the log ratio of the determinants.
-        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
-        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
-
-    Raises:
-        ValueError: an argument is out of range.
-        InfeasibleError: epsilon <= c.
-
-    Source: docs/proofs/objective.md#several-dimensions
-
-    Example:
-        >>> round(objpert_sigma_general(1.0, 1e-6, log_det=0.1, diameter=1.0, subspace_dim=2), 3)
-        5.213
-    """
-    return amp_sigma_general(epsilon, delta, log_det, diameter, subspace_dim, 0.0)
-
-
-def amp_delta(
-    epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float, mu_out: float
-) -> float:
-    """Returns E[delta(epsilon - c - s^2/2 - s |N|, mu_out)]: AMP, the noisy release of an approximate minimizer.
-
-    Args:
-        epsilon: >= 0.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
-
-    Guarantee: as `objpert_delta`, for points with a gradient of norm <= tau, released with N(0, sigma_out^2 I).
-
-    Source: docs/proofs/objective.md#approximate-minimizers
-
-    Example:
-        >>> round(amp_delta(0.5, 3.0, reg=2.0, lipschitz=1.0, smoothness=0.25, mu_out=0.05), 6)
-        0.051851
-    """
-    return amp_delta_general(epsilon, noise_std, log_det(reg, smoothness), lipschitz, 1, mu_out)
 
 
 def amp_delta_general(
@@ -307,7 +199,7 @@ def amp_delta_general(
     """
     if check.nonnegative(mu_out=mu_out) == 0:
         return objpert_delta_general(epsilon, noise_std, log_det, diameter, subspace_dim)
-    level, k = _level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
+    level, k = noise_level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
     left = check.nonnegative(epsilon=epsilon) - check.nonnegative(log_det=log_det) - level * level / 2
     return shifted_profile(left, level, k, mu_out)
 
@@ -345,7 +237,7 @@ def amp_sigma_general(
     )
 
 
-def _level(lipschitz: float, noise_std: float) -> float:
+def noise_level(lipschitz: float, noise_std: float) -> float:
     """Returns s = L / sigma, rounded up."""
     level = check.positive(lipschitz=lipschitz) / check.positive(noise_std=noise_std)
     return math.nextafter(level, math.inf)

@@ -18,7 +18,8 @@ too. Its loss is G for G < 0; 0 with probability A = Phi(-s/2) - m; and c + G fo
 
     m = e^-c Phi(-s/2 - e/s)      and      Phi(s/2 - e/s) - m = delta(0, s).
 
-`objpert_rdp_dominating` is its Renyi divergence: near a s^2/2 at small orders, where `objpert_rdp_monotone` exceeds c.
+`objpert_rdp_dominating` is its Renyi divergence: near a s^2/2 at small orders, where E exp(k (c + max(0, G))) exceeds
+c.
 
 One record replaced: h = t' u' - t u, and the loss is at most c plus the largest of 0 and the Gaussian losses at the
 three other corners of [0, L]^2, of levels s, s and at most 2 s.
@@ -38,17 +39,10 @@ from scipy.optimize import brentq
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.objective_general import log_det, spare_epsilon
+from torch_dpsco.theory.objective_general import log_det, noise_level, spare_epsilon
 from torch_dpsco.theory.objective_integrals import least_noise, log_normal_cdf, profile, shifted_profile
 
-__all__ = [
-    "amp_delta_monotone",
-    "amp_sigma_monotone",
-    "objpert_delta_monotone",
-    "objpert_rdp_dominating",
-    "objpert_rdp_monotone",
-    "objpert_sigma_monotone",
-]
+__all__ = ["amp_delta_monotone", "amp_sigma_monotone", "objpert_delta_monotone", "objpert_rdp_dominating"]
 
 _ROUNDING = 1e-13  # relative to the terms of a sum
 
@@ -85,30 +79,7 @@ def objpert_delta_monotone(
         0.024998702
     """
     left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
-    return min(1.0, _sum(left, 0.0, _level(lipschitz, noise_std), adjacency)) if left >= 0 else 1.0
-
-
-def objpert_rdp_monotone(order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:
-    """Returns c + log(Phi(-s/2) + e^(k (k+1) s^2/2) Phi(s/2 + k s)) / k, k = a - 1: the moment of c + max(0, G).
-
-    Args:
-        order: a > 1.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-
-    Guarantee: add_remove and zero_out; both directions. `objpert_rdp_dominating` is smaller.
-
-    Source: docs/proofs/objective.md#losses-of-one-sign
-
-    Example:
-        >>> round(objpert_rdp_monotone(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 9)
-        0.107030885
-    """
-    k, level = check.order(order=order) - 1, _level(lipschitz, noise_std)
-    terms = [log_normal_cdf(-level / 2), k * (k + 1) * level * level / 2 + log_normal_cdf((k + 0.5) * level)]
-    return (log_det(reg, smoothness) + _log_sum(terms) / k) * (1 + _ROUNDING)
+    return min(1.0, _sum(left, 0.0, noise_level(lipschitz, noise_std), adjacency)) if left >= 0 else 1.0
 
 
 def objpert_rdp_dominating(
@@ -144,7 +115,7 @@ def objpert_rdp_dominating(
         >>> round(objpert_rdp_dominating(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 6)
         0.058393
     """
-    k, level = check.order(order=order) - 1, _level(lipschitz, noise_std)
+    k, level = check.order(order=order) - 1, noise_level(lipschitz, noise_std)
     determinant = log_det(reg, smoothness)
     if sensitivity_factor(adjacency) == 2:
         log_moment = _replaced_log_moment(k, level, determinant)
@@ -206,34 +177,6 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
     return _log_sum(terms)
 
 
-def objpert_sigma_monotone(
-    epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
-) -> float:
-    """Returns the least sigma with `objpert_delta_monotone` <= delta, rounded up: L / mu(epsilon - c, delta).
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1).
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        adjacency: "add_remove", "zero_out" or "replace_one".
-
-    Raises:
-        ValueError: an argument is out of range.
-        InfeasibleError: epsilon <= c; the message names the smallest reg.
-
-    Guarantee: as `objpert_delta_monotone`.
-
-    Source: docs/proofs/objective.md#losses-of-one-sign
-
-    Example:
-        >>> round(objpert_sigma_monotone(1.0, 1e-6, reg=1.0, lipschitz=1.0, smoothness=0.25), 6)
-        5.342058
-    """
-    return amp_sigma_monotone(epsilon, delta, reg, lipschitz, smoothness, 0.0, adjacency)
-
-
 def amp_delta_monotone(
     epsilon: float,
     noise_std: float,
@@ -268,7 +211,7 @@ def amp_delta_monotone(
     if check.nonnegative(mu_out=mu_out) == 0:
         return objpert_delta_monotone(epsilon, noise_std, reg, lipschitz, smoothness, adjacency)
     left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
-    return min(1.0, _sum(left, mu_out, _level(lipschitz, noise_std), adjacency))
+    return min(1.0, _sum(left, mu_out, noise_level(lipschitz, noise_std), adjacency))
 
 
 def amp_sigma_monotone(
@@ -333,9 +276,3 @@ def _one_corner(left: float, mu_out: float, level: float) -> float:
 def _log_sum(terms: list[float]) -> float:
     top = max(terms)
     return top + math.log(math.fsum(math.exp(term - top) for term in terms))
-
-
-def _level(lipschitz: float, noise_std: float) -> float:
-    """Returns s = L / sigma, rounded up."""
-    level = check.positive(lipschitz=lipschitz) / check.positive(noise_std=noise_std)
-    return math.nextafter(level, math.inf)

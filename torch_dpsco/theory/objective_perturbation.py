@@ -17,16 +17,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.objective_general import (
-    amp_delta,
     amp_delta_general,
     amp_sigma_general,
     log_det,
-    objpert_delta,
     objpert_delta_general,
     objpert_rdp,
     objpert_rdp_general,
-    objpert_sigma,
-    objpert_sigma_general,
     spare_epsilon,
 )
 from torch_dpsco.theory.objective_monotone import (
@@ -34,33 +30,25 @@ from torch_dpsco.theory.objective_monotone import (
     amp_sigma_monotone,
     objpert_delta_monotone,
     objpert_rdp_dominating,
-    objpert_rdp_monotone,
-    objpert_sigma_monotone,
 )
 from torch_dpsco.theory.output_sensitivity import safe
 
 __all__ = [
     "AMP_MU_OUT",
     "AMP_PURE_SHARE",
-    "amp_delta",
     "amp_delta_general",
     "amp_delta_monotone",
     "amp_noise_std",
     "amp_sigma_general",
     "amp_sigma_monotone",
     "log_det",
-    "objpert_delta",
     "objpert_delta_general",
     "objpert_delta_monotone",
     "objpert_pure_rate",
     "objpert_rdp",
     "objpert_rdp_dominating",
     "objpert_rdp_general",
-    "objpert_rdp_monotone",
     "objpert_reg",
-    "objpert_sigma",
-    "objpert_sigma_general",
-    "objpert_sigma_monotone",
     "softmax_log_det",
     "spare_epsilon",
 ]

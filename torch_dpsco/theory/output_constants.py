@@ -19,13 +19,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = [
-    "adversarial_gradient_diameter",
-    "adversarial_lipschitz",
-    "adversarial_smoothness",
-    "logistic_gradient_diameter",
-    "residual_clip_constants",
-]
+__all__ = ["adversarial_gradient_diameter", "adversarial_lipschitz", "logistic_gradient_diameter"]
 
 
 def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
@@ -46,28 +40,6 @@ def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
     bound, radius = check.positive(bound_x=bound_x), check.nonnegative(radius=radius)
     product = radius * bound
     return min(2 * bound, safe(2 * bound / (1 + math.exp(-scaled_up(product, 1))), 12)) if product else bound
-
-
-def residual_clip_constants(bound_x: float, clip: float) -> tuple[float, float]:
-    """Returns (L, smoothness) of the logistic loss whose derivative is clipped: phi' = max(-sigmoid(-m), -C / |x|).
-
-    L = min(C, B). The curvature p (1 - p) r^2 at p = sigmoid(-m) <= C / r, r = |x| <= B, is at most r^2 / 4, and
-    C (r - C) for r > 2 C, which increases: C (B - C) if C < B / 2, else B^2 / 4. As phi(m) is the integral of
-    min(sigmoid(-t), C / r) over t > m, the loss at 0 is at most log 2, as without the clip.
-
-    Args:
-        bound_x: B > 0.
-        clip: C > 0, bound on the gradient of a record.
-
-    Source: docs/proofs/output.md#clipped-residuals
-
-    Example:
-        >>> tuple(round(constant, 9) for constant in residual_clip_constants(bound_x=1.0, clip=0.25))
-        (0.25, 0.1875)
-    """
-    bound, clip = check.positive(bound_x=bound_x), check.positive(clip=clip)
-    curvature = clip * (bound - clip) if clip < bound / 2 else bound * bound / 4
-    return min(clip, bound), safe(curvature)
 
 
 def adversarial_lipschitz(
@@ -117,41 +89,6 @@ def adversarial_gradient_diameter(
     bound, length = check.positive(bound_x=bound_x), _attack_length(attack_radius, norm, dim)
     # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
     return safe(check.positive(link_lipschitz=link_lipschitz) * max(2 * bound, bound + length))
-
-
-def adversarial_smoothness(
-    bound_x: float,
-    attack_radius: float,
-    smoothing: float = 1e-3,
-    link_lipschitz: float = 1.0,
-    curvature: float = 0.25,
-    *,
-    norm: str = "l2",
-    dim: int = 1,
-) -> float:
-    """Returns k (B + a)^2 + L_phi rho / nu, a smoothness of the robust loss with a smoothed norm.
-
-    The public nu > 0 turns |w| into sqrt(|w|^2 + nu^2), and |w|_1 into the sum of sqrt(w_j^2 + nu^2). Their gradients
-    are not longer, their curvature is at most 1 / nu.
-
-    Args:
-        bound_x: B > 0, bound on the Euclidean norm of x.
-        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
-        smoothing: nu > 0.
-        link_lipschitz: L_phi > 0; phi nonincreasing.
-        curvature: k >= 0, bound on phi'' (1/4 for the logistic loss).
-        norm: "l2" or "linf".
-        dim: d >= 1, for linf.
-
-    Source: docs/proofs/output.md#robust-losses
-
-    Example:
-        >>> round(adversarial_smoothness(1.0, 0.5, smoothing=0.1), 9)
-        5.5625
-    """
-    reach = check.positive(bound_x=bound_x) + _attack_length(attack_radius, norm, dim)
-    bend = check.positive(link_lipschitz=link_lipschitz) * attack_radius / check.positive(smoothing=smoothing)
-    return safe(check.nonnegative(curvature=curvature) * reach * reach + bend)
 
 
 def _attack_length(attack_radius: float, norm: str, dim: int) -> float:

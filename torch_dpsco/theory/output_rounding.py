@@ -31,7 +31,6 @@ __all__ = [
     "amp_tolerance",
     "check_gap_tolerance",
     "check_tolerance",
-    "gap_rounding",
     "gradient_rounding",
     "solver_tolerance",
     "sum_terms",
@@ -102,44 +101,6 @@ def gradient_rounding(
     terms += check.nonnegative(linear=linear)
     scores = (d + 8) * weight * check.nonnegative(smoothness=smoothness) * reach
     return scaled_up(DOUBLE * ((sum_terms(n, sums) + d + 16) * terms + scores), 16)
-
-
-def gap_rounding(
-    n: int,
-    dim: int,
-    *,
-    primal: float,
-    dual: float,
-    lipschitz: float,
-    norm: float,
-    weight: float = 1.0,
-    score_offset: float = 0.0,
-    sums: str = "blocks",
-) -> float:
-    """Returns e_gap, which bounds how far a computed duality gap is from the exact one.
-
-    Args:
-        n: records, >= 1.
-        dim: d >= 1.
-        primal: P, the primal value, or a bound on its size.
-        dual: D, the dual value, or a bound on its size.
-        lipschitz: L > 0, bound on the gradient of a loss.
-        norm: |w| >= 0, or a bound on it.
-        weight: as in `gradient_rounding`.
-        score_offset: as in `gradient_rounding`.
-        sums: how sums over records are formed, see `sum_terms`.
-
-    Source: docs/proofs/output.md#rounding-of-a-gap
-
-    Example:
-        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0, sums="pairwise") < 1e-13
-        True
-    """
-    d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
-    reach = check.nonnegative(norm=norm) + check.nonnegative(score_offset=score_offset)
-    values = abs(check.finite(primal=primal)) + abs(check.finite(dual=dual))
-    values += 2 * weight * check.positive(lipschitz=lipschitz) * reach
-    return scaled_up(DOUBLE * (sum_terms(n, sums) + d + 16) * values, 16)
 
 
 def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool = False) -> float:

@@ -23,23 +23,8 @@ import math
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, zhao_constant
-from torch_dpsco.errors import ConditionError
 
-__all__ = [
-    "accuracy_paper",
-    "accuracy_paper_smooth",
-    "noise_norms",
-    "paper_ratio",
-    "reg_convex_erm",
-    "reg_convex_population",
-    "reg_smooth_erm",
-    "reg_smooth_population",
-    "risk_convex_erm",
-    "risk_convex_population",
-    "risk_smooth_erm",
-    "risk_smooth_population",
-    "risk_strongly_convex",
-]
+__all__ = ["noise_norms", "paper_ratio", "reg_smooth_population", "risk_smooth_population", "risk_strongly_convex"]
 
 _MODES = ("tight", "paper")
 
@@ -85,61 +70,14 @@ def paper_ratio(n: int, dim: int, epsilon: float, delta: float) -> float:
     return math.sqrt(d) * (c + math.sqrt(c * c + epsilon)) / (epsilon * n)
 
 
-def reg_convex_erm(
-    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
-) -> float:
-    """Returns lam for the empirical risk of Lipschitz losses: (2 L / R) sqrt(s / n), the paper's L / (R sqrt(1 + 1/q)).
-
-    Args:
-        lipschitz: L > 0.
-        radius: R > 0, of a ball that holds a minimizer of the risk for every data set.
-        n: >= 1.
-        dim: d >= 1.
-        epsilon: > 0.
-        delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
-        mode: "tight" or "paper".
-
-    Returns:
-        lam > 0, for the mean form.
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> round(reg_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
-        0.1
-    """
-    scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
-    if check.choice(_MODES, mode=mode) == "paper":
-        return scale / math.sqrt(1 + 1 / paper_ratio(n, dim, epsilon, delta))
-    return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
-
-
-def reg_convex_population(
-    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
-) -> float:
-    """Returns lam for the population risk of Lipschitz losses: (2 L / R) sqrt((1 + s) / n).
-
-    The paper's is (L / R) (sqrt(q) + 1 / sqrt(n)). Arguments as in `reg_convex_erm`.
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> round(reg_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
-        0.104880885
-    """
-    scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
-    if check.choice(_MODES, mode=mode) == "paper":
-        return scale * (math.sqrt(paper_ratio(n, dim, epsilon, delta)) + 1 / math.sqrt(n))
-    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
-
-
-def reg_smooth_erm(
+def reg_smooth_population(
     lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
     mode: str = "tight",
 ) -> float:  # fmt: skip
-    """Returns lam for the empirical risk of beta-smooth losses: 2 (beta L^2 v / (R n)^2)^(1/3).
+    """Returns lam for the population risk of beta-smooth losses.
 
-    The paper's is (beta L^2 / R^2)^(1/3) q^(2/3), for q^2 <= L / (R beta) (a condition of its risk bound).
+    The tight one minimizes 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2: it is the positive root of
+    R^2 lam^3 / 2 = 2 L^2 lam / n + 4 beta L^2 v / n^2. The paper's is (beta L^2 / R^2)^(1/3) (q^(2/3) + 1 / sqrt(n)).
 
     Args:
         lipschitz: L > 0.
@@ -150,28 +88,6 @@ def reg_smooth_erm(
         epsilon: > 0.
         delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
         mode: "tight" or "paper".
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> round(reg_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
-        0.038029525
-    """
-    scale = _cubic_scale(lipschitz, radius, smoothness)
-    if check.choice(_MODES, mode=mode) == "paper":
-        return scale * math.pow(paper_ratio(n, dim, epsilon, delta), 2 / 3)
-    return 2 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
-
-
-def reg_smooth_population(
-    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
-    mode: str = "tight",
-) -> float:  # fmt: skip
-    """Returns lam for the population risk of beta-smooth losses.
-
-    The tight one minimizes 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2: it is the positive root of
-    R^2 lam^3 / 2 = 2 L^2 lam / n + 4 beta L^2 v / n^2. The paper's is (beta L^2 / R^2)^(1/3) (q^(2/3) + 1 / sqrt(n)).
-    Arguments as in `reg_smooth_erm`.
 
     Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
@@ -196,76 +112,12 @@ def _cubic_scale(lipschitz: float, radius: float, smoothness: float) -> float:
     return math.pow(check.positive(smoothness=smoothness) * ratio * ratio, 1 / 3)
 
 
-def risk_convex_erm(
-    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
-) -> float:
-    """Returns the bound on the excess empirical risk at `reg_convex_erm`: 2 L R sqrt(s / n).
-
-    The paper's is 8.5 L R sqrt(q).
-
-    For the projected release of an exact minimizer, replace_one. Arguments as in `reg_convex_erm`.
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> round(risk_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
-        0.4
-    """
-    scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
-    if check.choice(_MODES, mode=mode) == "paper":
-        return 8.5 * scale * math.sqrt(paper_ratio(n, dim, epsilon, delta))
-    return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
-
-
-def risk_convex_population(lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float) -> float:
-    """Returns 2 L R sqrt((1 + s) / n), the bound on the excess population risk at the tight `reg_convex_population`.
-
-    Arguments as in `reg_convex_erm`.
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> round(risk_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
-        0.419523539
-    """
-    scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
-    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
-
-
-def risk_smooth_erm(
-    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
-    mode: str = "tight",
-) -> float:  # fmt: skip
-    """Returns the bound on the excess empirical risk at `reg_smooth_erm`: (3/2) (beta L^2 R^4 v / n^2)^(1/3).
-
-    The paper's is 48.5 beta^(1/3) L^(2/3) R^(4/3) q^(2/3). For a release that is not projected. Arguments as in
-    `reg_smooth_erm`.
-
-    Raises:
-        ValueError: an argument is out of range.
-        ConditionError: mode "paper" with q^2 > L / (R beta).
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> round(risk_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
-        0.114088574
-    """
-    scale = _cubic_scale(lipschitz, radius, smoothness) * radius**2
-    if check.choice(_MODES, mode=mode) == "tight":
-        return 1.5 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
-    q = paper_ratio(n, dim, epsilon, delta)
-    if q * q > lipschitz / (radius * smoothness):
-        raise ConditionError(f"the paper's bound needs q^2 <= L / (R beta) (got q = {q:g}): use mode='tight'")
-    return 48.5 * scale * math.pow(q, 2 / 3)
-
-
 def risk_smooth_population(
     lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
 ) -> float:
     """Returns 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2 at the tight `reg_smooth_population`.
 
-    Arguments as in `reg_smooth_erm`.
+    Arguments as there.
 
     Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
 
@@ -321,36 +173,3 @@ def risk_strongly_convex(
     if smoothness is None:
         return lipschitz * (first * sensitivity + distance) + stability
     return check.positive(smoothness=smoothness) / 2 * (second * sensitivity**2 + distance**2) + stability
-
-
-def accuracy_paper(lipschitz: float, strong_convexity: float, n: int, dim: int, epsilon: float, delta: float) -> float:
-    """Returns the paper's accuracy of the solver, (L^2 / (mu n)) min(1/n, q n), for strongly convex objectives.
-
-    With a certificate it is not needed. Arguments as in `risk_strongly_convex`.
-
-    Source: docs/proofs/output.md#published-schedules (Corollary 3.1).
-
-    Example:
-        >>> accuracy_paper(1.0, 0.5, n=1000, dim=10, epsilon=1.0, delta=0)
-        2e-06
-    """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
-    q = paper_ratio(n, dim, epsilon, delta)
-    return lipschitz**2 / (mu * n) * min(1 / n, q * n)
-
-
-def accuracy_paper_smooth(
-    lipschitz: float, strong_convexity: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
-) -> float:
-    """Returns the paper's accuracy for smooth objectives, (L^2 / (mu n^2)) min(kappa (q n)^2, 1), kappa = beta / mu.
-
-    Source: docs/proofs/output.md#published-schedules (Corollary 3.2).
-
-    Example:
-        >>> accuracy_paper_smooth(1.0, 0.5, 1.0, n=1000, dim=10, epsilon=1.0, delta=0)
-        2e-06
-    """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
-    kappa = check.positive(smoothness=smoothness) / mu
-    q = paper_ratio(n, dim, epsilon, delta)
-    return lipschitz**2 / (mu * n**2) * min(kappa * (q * n) ** 2, 1)

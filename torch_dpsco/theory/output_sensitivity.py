@@ -26,13 +26,10 @@ from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 
 __all__ = [
-    "argmin_sensitivity",
     "certified_sensitivity",
     "erm_sensitivity",
     "expected_suboptimal_sensitivity",
     "minimizer_radius",
-    "psgd_sensitivity",
-    "psgd_sensitivity_strongly_convex",
     "safe",
     "suboptimal_sensitivity",
 ]
@@ -91,25 +88,6 @@ def erm_sensitivity(
         jump = gradient_diameter if adjacency == "replace_one" else jump
     # PRIVACY: the sensitivity of every output perturbation (test_no_pair_of_quadratics_moves_further)
     return safe(jump / mu / n)
-
-
-def argmin_sensitivity(lipschitz: float, strong_convexity: float, radius: float = math.inf) -> float:
-    """Returns min(2 L / mu, 2 R): one record may change the whole objective, as where it is no mean over records.
-
-    Args:
-        lipschitz: L > 0, of the whole objective.
-        strong_convexity: mu > 0.
-        radius: R > 0, of a ball that holds every minimizer; inf if none is known.
-
-    Source: docs/proofs/output.md#how-far-a-minimizer-moves (Proposition 2.2 of the paper).
-
-    Example:
-        >>> round(argmin_sensitivity(lipschitz=1.0, strong_convexity=0.1, radius=1.3), 9)
-        2.6
-    """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
-    radius = check.positive(radius=radius, allow_inf=True)
-    return safe(min(2 * lipschitz / mu, 2 * radius))
 
 
 def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol: float) -> float:
@@ -237,48 +215,3 @@ def minimizer_radius(
 
 def _excess(n: int, n_max: int) -> float:
     return check.positive_count(n_max=n_max) / check.positive_count(n=n)
-
-
-def psgd_sensitivity(lipschitz: float, lr: float, passes: int, batch_size: int = 1) -> float:
-    """Returns 2 k L eta / b: the last iterate, or the average, of k passes of SGD in one order of the records.
-
-    Args:
-        lipschitz: L > 0.
-        lr: eta > 0, constant and at most 2 / beta: steps that do not touch the record are then not expansive.
-        passes: k >= 1.
-        batch_size: b >= 1; all batches have b records.
-
-    Guarantee: replace_one, for convex beta-smooth losses, an order that does not depend on the data, and steps without
-        momentum; a projection on a convex set is allowed.
-
-    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs; Wu et al. 2017.
-
-    Example:
-        >>> round(psgd_sensitivity(lipschitz=1.0, lr=0.01, passes=5), 9)
-        0.1
-    """
-    lipschitz, lr = check.positive(lipschitz=lipschitz), check.positive(lr=lr)
-    passes, batch_size = check.positive_count(passes=passes), check.positive_count(batch_size=batch_size)
-    return safe(2 * passes * lipschitz * lr / batch_size)
-
-
-def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, n: int) -> float:
-    """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
-
-    It holds for any number of passes and any batches, and not for an average of iterates:
-    early iterates move by more, their uniform average by about log(n) times as much (`theory.bolt_on` computes it).
-
-    Args:
-        lipschitz: L > 0, of the data-dependent part.
-        strong_convexity: mu > 0.
-        n: records used in each pass, a multiple of the batch size, >= 1.
-
-    Guarantee: as `psgd_sensitivity`, for the last iterate only.
-
-    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs; Wu et al. 2017.
-
-    Example:
-        >>> round(psgd_sensitivity_strongly_convex(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
-        0.02
-    """
-    return erm_sensitivity(lipschitz, strong_convexity, n)

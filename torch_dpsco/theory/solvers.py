@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
-__all__ = ["KatyushaParameters", "agd_certified_steps", "dual_ascent_steps", "katyusha_parameters", "subgradient_steps"]
+__all__ = ["KatyushaParameters", "agd_certified_steps", "katyusha_parameters", "subgradient_steps"]
 
 _ROUNDING = 1e-14  # relative, of a count before it is rounded up
 
@@ -102,37 +102,6 @@ def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> K
     beta, mu = check.positive(smoothness=smoothness), check.positive(strong_convexity=strong_convexity)
     tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
     return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
-
-
-def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float = 1.0) -> int:
-    """Returns T = ceil(c B / (lam r)): steps of dual FISTA after which the primal point is within r of the minimizer.
-
-    For hinge and pinball losses the dual variables lie in a box with sides of length 1. From its center, with the step
-    1 / L_D, L_D = B^2 n / (lam n0^2), the dual is within 2 L_D (n/4) / (t + 1)^2 of its maximum, and
-    (lam/2) |v_t - w|^2 is at most that: |v_t - w| <= (n / n0) B / (lam (t + 1)) for certain.
-
-    Args:
-        bound_x: B > 0, bound on |x|.
-        reg: lam > 0, in the mean form.
-        distance: r > 0.
-        excess: c >= n / n0 for every possible number n of records, n0 the divisor: 1 under replace_one and zero_out,
-            n_max / n0 under add_remove.
-
-    Raises:
-        ValueError: an argument is out of range.
-        InfeasibleError: T overflows.
-
-    Guarantee: a distance for every data set, in exact arithmetic: no certificate is needed at run time.
-
-    Source: docs/proofs/output.md#solvers-that-cannot-fail
-
-    Example:
-        >>> dual_ascent_steps(bound_x=1.0, reg=0.01, distance=0.5)
-        201
-    """
-    bound, reg = check.positive(bound_x=bound_x), check.positive(reg=reg)
-    # PRIVACY: the fallback that always ends (test_dual_ascent_reaches_its_distance_on_every_data_set)
-    return _count(check.positive(excess=excess) * bound / reg / check.positive(distance=distance), "distance")
 
 
 def _count(steps: float, name: str) -> int:

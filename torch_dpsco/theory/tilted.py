@@ -26,17 +26,11 @@ import math
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.clipping import safe_exp, sensitivity_factor
+from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = [
-    "tilted_max_weight",
-    "tilted_sensitivity",
-    "tilted_sensitivity_paper",
-    "tilted_smoothness",
-    "tilted_strong_convexity",
-]
+__all__ = ["tilted_max_weight", "tilted_sensitivity", "tilted_smoothness", "tilted_strong_convexity"]
 
 
 def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
@@ -169,31 +163,6 @@ def tilted_sensitivity(
     else:
         weight = tilted_max_weight(tilt, loss_range, check.positive_count(n_min=n_min) + 1)
     return safe(diameter / mu * weight)
-
-
-def tilted_sensitivity_paper(
-    tilt: float, loss_range: float, n: int, lipschitz: float, strong_convexity: float
-) -> float:
-    """Returns the paper's (2 L / mu) min(1, C / n), which is valid for tau > 0 and larger than `tilted_sensitivity`.
-
-    Args:
-        tilt: tau > 0.
-        loss_range: r >= 0.
-        n: >= 1.
-        lipschitz: L > 0.
-        strong_convexity: mu > 0.
-
-    Guarantee: replace_one.
-
-    Source: docs/proofs/output.md#tilted-means (Lemma 5.2 of the paper).
-
-    Example:
-        >>> round(tilted_sensitivity_paper(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
-        1.47781122
-    """
-    exponent = check.positive(tilt=tilt) * check.nonnegative(loss_range=loss_range)
-    share = min(1.0, scaled_up(safe_exp(scaled_up(exponent, 1)) / check.positive_count(n=n), 4))
-    return safe(2 * check.positive(lipschitz=lipschitz) / check.positive(strong_convexity=strong_convexity) * share)
 
 
 def _spread(lipschitz: float, gradient_diameter: float | None) -> float:

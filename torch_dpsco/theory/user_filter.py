@@ -32,7 +32,7 @@ from torch_dpsco.accounting.analysis.svt import (
     laplace_difference_tail,
     svt_gaussian_delta,
 )
-from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.user_sensitivity import (
     bernoulli_sensitivity,
     filter_coefficient,
@@ -187,24 +187,6 @@ class UserFilterPlan:
         pair = svt_gaussian_delta(epsilon, self.epsilon_svt, self.mu)
         factor = 1 + (math.exp(epsilon) if epsilon < 700 else math.inf)
         return min(1.0, (pair + factor * max(self.failure, 1e-300) + self.steps * self.step_failure) * _UP)
-
-    def epsilon_at(self, delta: float) -> float:
-        """Returns the least epsilon with delta_at(epsilon) <= delta, by bisection, rounded up.
-
-        Raises:
-            InfeasibleError: no epsilon has it: the failures alone exceed delta.
-        """
-        delta = check.open_interval(0.0, 1.0, delta=delta)
-        # delta_at falls, then rises with e^epsilon beta: look for a point that fits first
-        grid = [0.0, *(2.0 ** (k / 8) for k in range(-160, 77))]
-        fits = next((epsilon for epsilon in grid if self.delta_at(epsilon) <= delta), None)
-        if fits is None:
-            raise InfeasibleError(f"delta must be > {min(map(self.delta_at, grid)):g} for this plan (got {delta:g})")
-        low: float = 0.0
-        high: float = fits
-        while low < (middle := (low + high) / 2) < high and high - low > 1e-12 * high:
-            low, high = (low, middle) if self.delta_at(middle) <= delta else (middle, high)
-        return high
 
     def halt_probability(self, score: float | None = None) -> float:
         """Returns a bound on the probability that one of T queries with this score (default `typical_score`) halts."""

@@ -20,7 +20,6 @@ from torch_dpsco.theory.user_localized import LocalizedUserPlan, UserPhase, loca
 from torch_dpsco.theory.user_poisson import PoissonFilterPlan, poisson_filter_plan, poisson_step_mu, poisson_underflow
 from torch_dpsco.theory.user_radius import (
     PairRadiusSearch,
-    adapted_pair_radius,
     pair_radius_iid,
     pair_radius_of_ball,
     pair_radius_search,
@@ -63,7 +62,6 @@ __all__ = [
     "UserFilterPlan",
     "UserPhase",
     "UserSchedule",
-    "adapted_pair_radius",
     "bernoulli_mismatch",
     "bernoulli_sensitivity",
     "best_poisson_ramp_end",

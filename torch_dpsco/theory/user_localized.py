@@ -112,11 +112,6 @@ class LocalizedUserPlan:
         return len(self.phases)
 
     @property
-    def phase_users(self) -> tuple[int, ...]:
-        """Users of each phase."""
-        return tuple(phase.users for phase in self.phases)
-
-    @property
     def bound(self) -> float | None:
         """On the expected excess risk of the answer; None for the paper's schedule."""
         return self.phases[-1].bound

@@ -81,7 +81,7 @@ class PoissonFilterPlan:
         n_users: n, or a public lower bound: it enters the probability of small batches only.
         batch_size: q n >= 1, expected users of a batch.
         steps: T >= 1.
-        pair_radius: tau > 0; may change between steps by `with_pair_radius`.
+        pair_radius: tau > 0.
         n_min: smallest batch that is answered.
         threshold: theta_v of the test on the mean deficiency.
         deficiency: V > theta_v: a pass above it on both sides is a failure.
@@ -172,11 +172,6 @@ class PoissonFilterPlan:
         return min(
             1.0, _sampled_delta(self.sample_rate, self.noise_multiplier, self.steps, epsilon) + factor * self.failure
         )
-
-    def with_pair_radius(self, pair_radius: float) -> PoissonFilterPlan:
-        """Returns the plan at another tau, its noise scaled along: the cost of a step stays."""
-        scale = check.positive(pair_radius=pair_radius) / self.pair_radius
-        return dataclasses.replace(self, pair_radius=pair_radius, noise_std=self.noise_std * scale * (1 + 1e-13))
 
 
 def poisson_filter_plan(

@@ -1,8 +1,8 @@
 """How far honest users are apart: rules for the pair radius tau, none of which touches the privacy proof.
 
 tau decides how often the filter halts and how much noise it needs. It must be public: from a Lipschitz bound and the
-number of items a user (`pair_radius_iid`), from a private search on a grid (`pair_radius_search`), or from released
-scores (`adapted_pair_radius`, Poisson variant). tau tuned on the data without noise is a violation of privacy.
+number of items a user (`pair_radius_iid`), or from a private search on a grid (`pair_radius_search`). tau tuned
+on the data without noise is a violation of privacy.
 
 With unequal numbers of items take the smallest admitted one, a public choice and no quantile of the data; users with
 fewer are isolated, and `typical_score` is lowered by a PUBLIC bound on their number.
@@ -21,14 +21,7 @@ from dataclasses import dataclass
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 
-__all__ = [
-    "PairRadiusSearch",
-    "adapted_pair_radius",
-    "pair_radius_iid",
-    "pair_radius_of_ball",
-    "pair_radius_search",
-    "typical_score",
-]
+__all__ = ["PairRadiusSearch", "pair_radius_iid", "pair_radius_of_ball", "pair_radius_search", "typical_score"]
 
 
 def pair_radius_iid(lipschitz: float, items_per_user: int, n_users: int, failure: float) -> float:
@@ -171,39 +164,3 @@ def pair_radius_search(
         epsilon=eps,
         widening=ratio,
     )
-
-
-def adapted_pair_radius(
-    pair_radius: float,
-    noisy_deficiency: float,
-    expected_users: float,
-    lowest: float,
-    highest: float,
-    target: float = 0.01,
-    rate: float = 0.2,
-) -> float:
-    """Returns tau exp(rate (v/(qn) - target)) within [lowest, highest]: the radius of the NEXT step, free of charge.
-
-    Args:
-        pair_radius: tau of this step.
-        noisy_deficiency: v + N(0, ss^2), as released; nothing else may enter.
-        expected_users: q n > 0.
-        lowest: tau_min > 0.
-        highest: tau_max >= tau_min.
-        target: wanted v/(qn).
-        rate: kappa > 0.
-
-    Guarantee: post-processing of the released score; the noise on the mean scales along (see `PoissonFilterPlan`).
-
-    Source: docs/proofs/user_level.md#poisson-samples-of-users.
-
-    Example:
-        >>> adapted_pair_radius(1.0, 200.0, 1000.0, 0.1, 10.0) > 1
-        True
-    """
-    low, high = check.positive(lowest=lowest), check.positive(highest=highest)
-    if low > high:
-        raise ValueError(f"highest must be >= lowest={low:g} (got {high:g})")
-    share = check.finite(noisy_deficiency=noisy_deficiency) / check.positive(expected_users=expected_users)
-    move = check.positive(rate=rate) * (share - check.finite(target=target))
-    return min(high, max(low, check.positive(pair_radius=pair_radius) * math.exp(max(-50.0, min(50.0, move)))))

@@ -13,8 +13,9 @@ from scipy.optimize import brentq
 from scipy.special import gammaincinv, log_ndtr
 
 from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.convert import _checked
+from torch_dpsco.accounting.analysis.convert import _checked, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
 from torch_dpsco.accounting.analysis.knorm import _LEAST_EPSILON, _log_integral, _log_total
 from torch_dpsco.accounting.analysis.mixtures import MAX_NOISE, PoissonMixture, gaussian_divergence, sampled_divergence
@@ -25,6 +26,7 @@ from torch_dpsco.accounting.analysis.pure import _LEAST, _profile, pure_delta
 from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders, _nodes
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
+from torch_dpsco.accounting.filters import _SLACK
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none
 _SPELLED_OUT = {"P=mixture,Q=N(0)": "remove", "P=N(0),Q=mixture": "add"}
@@ -830,3 +832,49 @@ class LaplaceLoss(LossLaw):
             excess[index] += atom_excess
         accuracy = 16 * UNIT * (4 + epsilon)
         return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
+
+
+class RDPFilter:
+    """Renyi filter at one order fixed in advance: valid for parameters chosen from earlier outputs.
+
+    An event of Renyi cost D is admitted while the sum of costs at that order stays within the budget; then the whole
+    run is (order, budget)-RDP whatever the rule that chose the events (Feldman and Zrnic 2021). A refused event costs
+    nothing, and a cheaper one may still be admitted.
+
+    Args:
+        order: the Renyi order, > 1, chosen before the run.
+        budget: RDP budget at that order, >= 0.
+
+    Example:
+        >>> run = RDPFilter(order=8.0, budget=0.5)
+        >>> run.charge(0.3), run.admits(0.3), run.admits(0.2)
+        (None, False, True)
+    """
+
+    def __init__(self, order: float, budget: float) -> None:
+        self.order = check.order(order=order)
+        self.budget = check.nonnegative(budget=budget)
+        self.spent = 0.0
+
+    @classmethod
+    def for_budget(cls, order: float, epsilon: float, delta: float) -> RDPFilter:
+        """Returns the filter whose exhausted budget converts to (epsilon, delta) at that order.
+
+        Raises:
+            ValueError: the order is too small for the target (no budget is left).
+        """
+        check.positive(epsilon=epsilon)
+        overhead = rdp_epsilon_at_order(0.0, check.order(order=order), delta)
+        if overhead >= epsilon:
+            raise ValueError(f"order must leave a budget: at order {order} the conversion alone costs {overhead:.4g}")
+        return cls(order, epsilon - max(overhead, 0.0))
+
+    def admits(self, value: float) -> bool:
+        """Returns whether an event of this Renyi cost fits; False for an infinite or undefined cost."""
+        return math.isfinite(value) and value >= 0 and self.spent + value <= self.budget * _SLACK
+
+    def charge(self, value: float) -> None:
+        """Adds a Renyi cost; raises ValueError if it does not fit."""
+        if not self.admits(value):
+            raise ValueError(f"value must fit the budget: spent {self.spent}, asked {value}, budget {self.budget}")
+        self.spent += value

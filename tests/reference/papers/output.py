@@ -1,0 +1,490 @@
+"""Formulas of output perturbation that the package does not use, for vectors and comparisons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from scipy.special import betainc
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco._validate import positive
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.losses.margin import Hinge
+from torch_dpsco.objectives.linear import LinearObjective
+from torch_dpsco.solvers.certificates import gap_certificate, primal_point
+from torch_dpsco.theory.clipping import safe_exp
+from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
+from torch_dpsco.theory.output_constants import _attack_length
+from torch_dpsco.theory.output_rounding import sum_terms
+from torch_dpsco.theory.output_schedules import _MODES, _cubic_scale, noise_norms, paper_ratio
+from torch_dpsco.theory.output_sensitivity import erm_sensitivity, safe
+from torch_dpsco.theory.solvers import _count
+
+
+def residual_clip_constants(bound_x: float, clip: float) -> tuple[float, float]:
+    """Returns (L, smoothness) of the logistic loss whose derivative is clipped: phi' = max(-sigmoid(-m), -C / |x|).
+
+    L = min(C, B). The curvature p (1 - p) r^2 at p = sigmoid(-m) <= C / r, r = |x| <= B, is at most r^2 / 4, and
+    C (r - C) for r > 2 C, which increases: C (B - C) if C < B / 2, else B^2 / 4. As phi(m) is the integral of
+    min(sigmoid(-t), C / r) over t > m, the loss at 0 is at most log 2, as without the clip.
+
+    Args:
+        bound_x: B > 0.
+        clip: C > 0, bound on the gradient of a record.
+
+    Source: docs/proofs/output.md#clipped-residuals
+
+    Example:
+        >>> tuple(round(constant, 9) for constant in residual_clip_constants(bound_x=1.0, clip=0.25))
+        (0.25, 0.1875)
+    """
+    bound, clip = check.positive(bound_x=bound_x), check.positive(clip=clip)
+    curvature = clip * (bound - clip) if clip < bound / 2 else bound * bound / 4
+    return min(clip, bound), safe(curvature)
+
+
+def adversarial_smoothness(
+    bound_x: float,
+    attack_radius: float,
+    smoothing: float = 1e-3,
+    link_lipschitz: float = 1.0,
+    curvature: float = 0.25,
+    *,
+    norm: str = "l2",
+    dim: int = 1,
+) -> float:
+    """Returns k (B + a)^2 + L_phi rho / nu, a smoothness of the robust loss with a smoothed norm.
+
+    The public nu > 0 turns |w| into sqrt(|w|^2 + nu^2), and |w|_1 into the sum of sqrt(w_j^2 + nu^2). Their gradients
+    are not longer, their curvature is at most 1 / nu.
+
+    Args:
+        bound_x: B > 0, bound on the Euclidean norm of x.
+        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
+        smoothing: nu > 0.
+        link_lipschitz: L_phi > 0; phi nonincreasing.
+        curvature: k >= 0, bound on phi'' (1/4 for the logistic loss).
+        norm: "l2" or "linf".
+        dim: d >= 1, for linf.
+
+    Source: docs/proofs/output.md#robust-losses
+
+    Example:
+        >>> round(adversarial_smoothness(1.0, 0.5, smoothing=0.1), 9)
+        5.5625
+    """
+    reach = check.positive(bound_x=bound_x) + _attack_length(attack_radius, norm, dim)
+    bend = check.positive(link_lipschitz=link_lipschitz) * attack_radius / check.positive(smoothing=smoothing)
+    return safe(check.nonnegative(curvature=curvature) * reach * reach + bend)
+
+
+def gap_rounding(
+    n: int,
+    dim: int,
+    *,
+    primal: float,
+    dual: float,
+    lipschitz: float,
+    norm: float,
+    weight: float = 1.0,
+    score_offset: float = 0.0,
+    sums: str = "blocks",
+) -> float:
+    """Returns e_gap, which bounds how far a computed duality gap is from the exact one.
+
+    Args:
+        n: records, >= 1.
+        dim: d >= 1.
+        primal: P, the primal value, or a bound on its size.
+        dual: D, the dual value, or a bound on its size.
+        lipschitz: L > 0, bound on the gradient of a loss.
+        norm: |w| >= 0, or a bound on it.
+        weight: as in `gradient_rounding`.
+        score_offset: as in `gradient_rounding`.
+        sums: how sums over records are formed, see `sum_terms`.
+
+    Source: docs/proofs/output.md#rounding-of-a-gap
+
+    Example:
+        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0, sums="pairwise") < 1e-13
+        True
+    """
+    d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
+    reach = check.nonnegative(norm=norm) + check.nonnegative(score_offset=score_offset)
+    values = abs(check.finite(primal=primal)) + abs(check.finite(dual=dual))
+    values += 2 * weight * check.positive(lipschitz=lipschitz) * reach
+    return scaled_up(DOUBLE * (sum_terms(n, sums) + d + 16) * values, 16)
+
+
+def reg_convex_erm(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+) -> float:
+    """Returns lam for the empirical risk of Lipschitz losses: (2 L / R) sqrt(s / n), the paper's L / (R sqrt(1 + 1/q)).
+
+    Args:
+        lipschitz: L > 0.
+        radius: R > 0, of a ball that holds a minimizer of the risk for every data set.
+        n: >= 1.
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
+        mode: "tight" or "paper".
+
+    Returns:
+        lam > 0, for the mean form.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(reg_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.1
+    """
+    scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale / math.sqrt(1 + 1 / paper_ratio(n, dim, epsilon, delta))
+    return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
+
+
+def reg_convex_population(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+) -> float:
+    """Returns lam for the population risk of Lipschitz losses: (2 L / R) sqrt((1 + s) / n).
+
+    The paper's is (L / R) (sqrt(q) + 1 / sqrt(n)). Arguments as in `reg_convex_erm`.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(reg_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.104880885
+    """
+    scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale * (math.sqrt(paper_ratio(n, dim, epsilon, delta)) + 1 / math.sqrt(n))
+    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+
+
+def reg_smooth_erm(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
+    mode: str = "tight",
+) -> float:  # fmt: skip
+    """Returns lam for the empirical risk of beta-smooth losses: 2 (beta L^2 v / (R n)^2)^(1/3).
+
+    The paper's is (beta L^2 / R^2)^(1/3) q^(2/3), for q^2 <= L / (R beta) (a condition of its risk bound).
+
+    The arguments are those of `reg_smooth_population`.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(reg_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.038029525
+    """
+    scale = _cubic_scale(lipschitz, radius, smoothness)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale * math.pow(paper_ratio(n, dim, epsilon, delta), 2 / 3)
+    return 2 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+
+
+def risk_convex_erm(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+) -> float:
+    """Returns the bound on the excess empirical risk at `reg_convex_erm`: 2 L R sqrt(s / n).
+
+    The paper's is 8.5 L R sqrt(q).
+
+    For the projected release of an exact minimizer, replace_one. Arguments as in `reg_convex_erm`.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(risk_convex_erm(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.4
+    """
+    scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return 8.5 * scale * math.sqrt(paper_ratio(n, dim, epsilon, delta))
+    return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
+
+
+def risk_convex_population(lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float) -> float:
+    """Returns 2 L R sqrt((1 + s) / n), the bound on the excess population risk at the tight `reg_convex_population`.
+
+    Arguments as in `reg_convex_erm`.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(risk_convex_population(1.0, 2.0, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.419523539
+    """
+    scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
+    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+
+
+def risk_smooth_erm(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
+    mode: str = "tight",
+) -> float:  # fmt: skip
+    """Returns the bound on the excess empirical risk at `reg_smooth_erm`: (3/2) (beta L^2 R^4 v / n^2)^(1/3).
+
+    The paper's is 48.5 beta^(1/3) L^(2/3) R^(4/3) q^(2/3). For a release that is not projected. Arguments as in
+    `reg_smooth_erm`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: mode "paper" with q^2 > L / (R beta).
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(risk_smooth_erm(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.114088574
+    """
+    scale = _cubic_scale(lipschitz, radius, smoothness) * radius**2
+    if check.choice(_MODES, mode=mode) == "tight":
+        return 1.5 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+    q = paper_ratio(n, dim, epsilon, delta)
+    if q * q > lipschitz / (radius * smoothness):
+        raise ConditionError(f"the paper's bound needs q^2 <= L / (R beta) (got q = {q:g}): use mode='tight'")
+    return 48.5 * scale * math.pow(q, 2 / 3)
+
+
+def accuracy_paper(lipschitz: float, strong_convexity: float, n: int, dim: int, epsilon: float, delta: float) -> float:
+    """Returns the paper's accuracy of the solver, (L^2 / (mu n)) min(1/n, q n), for strongly convex objectives.
+
+    With a certificate it is not needed. Arguments as in `risk_strongly_convex`.
+
+    Source: docs/proofs/output.md#published-schedules (Corollary 3.1).
+
+    Example:
+        >>> accuracy_paper(1.0, 0.5, n=1000, dim=10, epsilon=1.0, delta=0)
+        2e-06
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    q = paper_ratio(n, dim, epsilon, delta)
+    return lipschitz**2 / (mu * n) * min(1 / n, q * n)
+
+
+def accuracy_paper_smooth(
+    lipschitz: float, strong_convexity: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
+) -> float:
+    """Returns the paper's accuracy for smooth objectives, (L^2 / (mu n^2)) min(kappa (q n)^2, 1), kappa = beta / mu.
+
+    Source: docs/proofs/output.md#published-schedules (Corollary 3.2).
+
+    Example:
+        >>> accuracy_paper_smooth(1.0, 0.5, 1.0, n=1000, dim=10, epsilon=1.0, delta=0)
+        2e-06
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    kappa = check.positive(smoothness=smoothness) / mu
+    q = paper_ratio(n, dim, epsilon, delta)
+    return lipschitz**2 / (mu * n**2) * min(kappa * (q * n) ** 2, 1)
+
+
+def argmin_sensitivity(lipschitz: float, strong_convexity: float, radius: float = math.inf) -> float:
+    """Returns min(2 L / mu, 2 R): one record may change the whole objective, as where it is no mean over records.
+
+    Args:
+        lipschitz: L > 0, of the whole objective.
+        strong_convexity: mu > 0.
+        radius: R > 0, of a ball that holds every minimizer; inf if none is known.
+
+    Source: docs/proofs/output.md#how-far-a-minimizer-moves (Proposition 2.2 of the paper).
+
+    Example:
+        >>> round(argmin_sensitivity(lipschitz=1.0, strong_convexity=0.1, radius=1.3), 9)
+        2.6
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    radius = check.positive(radius=radius, allow_inf=True)
+    return safe(min(2 * lipschitz / mu, 2 * radius))
+
+
+def psgd_sensitivity(lipschitz: float, lr: float, passes: int, batch_size: int = 1) -> float:
+    """Returns 2 k L eta / b: the last iterate, or the average, of k passes of SGD in one order of the records.
+
+    Args:
+        lipschitz: L > 0.
+        lr: eta > 0, constant and at most 2 / beta: steps that do not touch the record are then not expansive.
+        passes: k >= 1.
+        batch_size: b >= 1; all batches have b records.
+
+    Guarantee: replace_one, for convex beta-smooth losses, an order that does not depend on the data, and steps without
+        momentum; a projection on a convex set is allowed.
+
+    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs; Wu et al. 2017.
+
+    Example:
+        >>> round(psgd_sensitivity(lipschitz=1.0, lr=0.01, passes=5), 9)
+        0.1
+    """
+    lipschitz, lr = check.positive(lipschitz=lipschitz), check.positive(lr=lr)
+    passes, batch_size = check.positive_count(passes=passes), check.positive_count(batch_size=batch_size)
+    return safe(2 * passes * lipschitz * lr / batch_size)
+
+
+def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, n: int) -> float:
+    """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
+
+    It holds for any number of passes and any batches, and not for an average of iterates:
+    early iterates move by more, their uniform average by about log(n) times as much (`theory.bolt_on` computes it).
+
+    Args:
+        lipschitz: L > 0, of the data-dependent part.
+        strong_convexity: mu > 0.
+        n: records used in each pass, a multiple of the batch size, >= 1.
+
+    Guarantee: as `psgd_sensitivity`, for the last iterate only.
+
+    Source: docs/proofs/output.md#closed-forms-of-bolt-on-runs; Wu et al. 2017.
+
+    Example:
+        >>> round(psgd_sensitivity_strongly_convex(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
+        0.02
+    """
+    return erm_sensitivity(lipschitz, strong_convexity, n)
+
+
+def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
+    """Returns P[y_1 <= value] = 1/2 + sign(t) I_{(t/r)^2}(1/2, (d+1)/2)/2 for y uniform in the ball.
+
+    Args:
+        dim: d >= 1.
+        radius: r > 0.
+        value: t, any finite number.
+
+    Source: docs/proofs/holder.md#randomized-smoothing.
+
+    Example:
+        >>> ball_marginal_cdf(1, 2.0, 1.0)
+        0.75
+    """
+    d, r, t = check.positive_count(dim=dim), check.positive(radius=radius), check.finite(value=value)
+    share = min(1.0, abs(t) / r)
+    middle = float(betainc(0.5, (d + 1) / 2, share * share)) / 2
+    if middle < 0.25:  # (1 - share)(1 + share) would round a small share away
+        return 0.5 + math.copysign(middle, t)
+    tail = float(betainc((d + 1) / 2, 0.5, (1 - share) * (1 + share))) / 2  # keeps its digits where it is tiny
+    return tail if t < 0 else 1 - tail
+
+
+def ball_marginal_variance(dim: int, radius: float) -> float:
+    """Returns r^2/(d + 2), the variance of a coordinate.
+
+    Example:
+        >>> ball_marginal_variance(2, 2.0)
+        1.0
+    """
+    return check.positive(radius=radius) ** 2 / (check.positive_count(dim=dim) + 2)
+
+
+def smoothing_smoothness(lipschitz: float, dim: int, radius: float) -> float:
+    """Returns G sqrt(d)/r, a Lipschitz constant of the gradient of the smoothed loss.
+
+    Example:
+        >>> smoothing_smoothness(1.0, 4, 0.5)
+        4.0
+    """
+    return (
+        check.positive(lipschitz=lipschitz) * math.sqrt(check.positive_count(dim=dim)) / check.positive(radius=radius)
+    )
+
+
+def tilted_sensitivity_paper(
+    tilt: float, loss_range: float, n: int, lipschitz: float, strong_convexity: float
+) -> float:
+    """Returns the paper's (2 L / mu) min(1, C / n), which is valid for tau > 0 and larger than `tilted_sensitivity`.
+
+    Args:
+        tilt: tau > 0.
+        loss_range: r >= 0.
+        n: >= 1.
+        lipschitz: L > 0.
+        strong_convexity: mu > 0.
+
+    Guarantee: replace_one.
+
+    Source: docs/proofs/output.md#tilted-means (Lemma 5.2 of the paper).
+
+    Example:
+        >>> round(tilted_sensitivity_paper(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
+        1.47781122
+    """
+    exponent = check.positive(tilt=tilt) * check.nonnegative(loss_range=loss_range)
+    share = min(1.0, scaled_up(safe_exp(scaled_up(exponent, 1)) / check.positive_count(n=n), 4))
+    return safe(2 * check.positive(lipschitz=lipschitz) / check.positive(strong_convexity=strong_convexity) * share)
+
+
+def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float = 1.0) -> int:
+    """Returns T = ceil(c B / (lam r)): steps of dual FISTA after which the primal point is within r of the minimizer.
+
+    For hinge and pinball losses the dual variables lie in a box with sides of length 1. From its center, with the step
+    1 / L_D, L_D = B^2 n / (lam n0^2), the dual is within 2 L_D (n/4) / (t + 1)^2 of its maximum, and
+    (lam/2) |v_t - w|^2 is at most that: |v_t - w| <= (n / n0) B / (lam (t + 1)) for certain.
+
+    Args:
+        bound_x: B > 0, bound on |x|.
+        reg: lam > 0, in the mean form.
+        distance: r > 0.
+        excess: c >= n / n0 for every possible number n of records, n0 the divisor: 1 under replace_one and zero_out,
+            n_max / n0 under add_remove.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: T overflows.
+
+    Guarantee: a distance for every data set, in exact arithmetic: no certificate is needed at run time.
+
+    Source: docs/proofs/output.md#solvers-that-cannot-fail
+
+    Example:
+        >>> dual_ascent_steps(bound_x=1.0, reg=0.01, distance=0.5)
+        201
+    """
+    bound, reg = check.positive(bound_x=bound_x), check.positive(reg=reg)
+    # PRIVACY: the fallback that always ends (test_dual_ascent_reaches_its_distance_on_every_data_set)
+    return _count(check.positive(excess=excess) * bound / reg / check.positive(distance=distance), "distance")
+
+
+@dataclass(frozen=True)
+class HingeGap:
+    """A primal point, its duality gap and its distance to the minimizer, for the hinge loss."""
+
+    w: Tensor
+    gap: float
+    distance_bound: float
+
+
+def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
+    """The primal point of dual variables b in [0, 1] of a mean hinge loss, its gap and distance bound.
+
+    w = (1/(reg n)) sum b_i y_i x_i; gap = P(w) - D(b); ||w - w*|| <= sqrt(2 gap/reg).
+
+    Args:
+        X: (n, d) floating point features (or nested lists).
+        y: (n,) labels +-1.
+        dual: b, (n,), clipped to [0, 1].
+        reg: lambda > 0.
+
+    Returns:
+        The point, the gap and the distance, the last two increased by their rounding bounds.
+
+    Source:
+        docs/proofs/output.md#a-duality-gap-certifies
+
+    Example:
+        >>> round(hinge_dual_gap([[1.0]], [1.0], [1.0], 1.0).gap, 9)
+        0.0
+    """
+    features = torch.as_tensor(X, dtype=torch.float64)
+    targets = torch.as_tensor(y, dtype=torch.float64, device=features.device)
+    variables = torch.as_tensor(dual, dtype=torch.float64, device=features.device).clamp(0.0, 1.0)
+    objective = LinearObjective(Hinge(), features, targets, reg=positive(reg=reg), normalizer=len(features))
+    point = primal_point(objective, variables)
+    distance = gap_certificate(objective, point, variables).distance
+    return HingeGap(point, distance * distance * reg / 2, distance)
