@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +17,23 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.edited_plans import edited
 from torch_dpsco import estimators
-from torch_dpsco.erm import plan_linear
+from torch_dpsco.accounting.analysis.contraction import noisy_gd_mu
+from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.objective import objective_curve
+from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
+from torch_dpsco.erm import LinearTask, Preparation, plan_linear
+from torch_dpsco.erm.adassp import AdaSSPPlan
+from torch_dpsco.erm.noisy_gd import NoisyGDPlan
+from torch_dpsco.erm.objective import ObjectivePlan
+from torch_dpsco.erm.output import OutputPlan, _sensitivity
 from torch_dpsco.erm.plan import LinearPlan
-from torch_dpsco.erm.records import make_records
+from torch_dpsco.erm.records import build_objective, make_records
+from torch_dpsco.optim import checks
 from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.plan import Plan
+from torch_dpsco.theory.objective_perturbation import amp_delta_general, amp_delta_monotone, log_det, softmax_log_det
 
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)
@@ -89,18 +104,18 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
 def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
     """Read back, the noise of a budget has its cost: the same events, whoever chose them."""
     chosen = MADE["output"]()[1]
-    ((_, moved),) = chosen.charged.sens
+    ((_, moved),) = chosen.event().sens
     own = made(dp.OutputPerturbation, noise_multiplier=chosen.noise_scale / moved)()[1]
     assert own.budget is None
-    assert own.charged.sigma == pytest.approx(chosen.charged.sigma, rel=1e-15)
+    assert own.event().sigma == pytest.approx(chosen.event().sigma, rel=1e-15)
     assert own.epsilon(1e-6) == pytest.approx(chosen.epsilon(), rel=1e-12)
     chosen = made(dp.NoisyGD, budget=BUDGET, steps=5)()[1]
     own = made(dp.NoisyGD, noise_multiplier=chosen.noise_std / chosen.task.lipschitz, steps=5)()[1]
-    assert own.charged.mu == pytest.approx(chosen.charged.mu, rel=1e-12)
+    assert own.event().mu == pytest.approx(chosen.event().mu, rel=1e-12)
     chosen = made(dp.ObjectivePerturbation, budget=BUDGET, charge="curve")()[1]
     own = made(dp.ObjectivePerturbation, noise_multiplier=chosen.noise_scale / chosen.task.lipschitz)()[1]
-    assert own.charged.orders == chosen.charged.orders
-    assert own.charged.values == pytest.approx(chosen.charged.values, rel=1e-12)
+    assert own.event().orders == chosen.event().orders
+    assert own.event().values == pytest.approx(chosen.event().values, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +201,146 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
     assert f"exact noise {'chosen' if secure else 'on request'}" in str(plan)
+
+
+def ridge(**kind: Any) -> Callable[[], LinearPlan]:
+    given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": N, "bound_y": 1.0}
+    return lambda: plan_linear(LinearTask(**given, budget=ADDED), "adassp", **kind)
+
+
+EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
+    "adassp": ridge(),
+    "adassp, exact": ridge(secure="exact"),
+    "adassp, paper": ridge(mode="paper"),
+}
+
+
+class Draws:
+    """What a release draws its noise with, and what it asks solvers for; nothing is solved."""
+
+    def __init__(self, plan: LinearPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scales: list[float] = []
+        self.distance, self.reg = math.inf, math.nan
+        module = sys.modules[type(plan).__module__]
+        for name in ("gaussian_vector", "knorm_vector"):
+            monkeypatch.setattr(module, name, self._vector, raising=False)
+        monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
+        monkeypatch.setattr(module, "solve", self._solve, raising=False)
+        monkeypatch.setattr(module, "build_objective", self._objective, raising=False)
+        size = plan.task.n
+        rows, targets = torch.zeros(size, plan.task.dim), torch.ones(size)
+        if plan.task.num_scores > 1:
+            targets = torch.zeros(size, dtype=torch.int64)
+        start = torch.zeros(plan.task.parameters, dtype=torch.float64)
+        self.accountant = dp.Accountant(adjacency=plan.adjacency)
+        plan.release(plan.solve(make_records(plan.task, rows, targets), start), self.accountant, torch.Generator())
+
+    def _vector(self, size: int, scale: float, _: Any) -> torch.Tensor:
+        self.scales.append(scale)
+        return torch.zeros(size, dtype=torch.float64)
+
+    def _exact(self, value: torch.Tensor, event: Gaussian, _: Any) -> torch.Tensor:
+        self.scales.append(event.sigma)
+        return value
+
+    def _objective(self, task: LinearTask, reg: float, records: Any, linear: Any = None) -> Any:
+        self.reg = reg
+        return build_objective(task, reg, records, linear)
+
+    def _solve(self, objective: Any, distance: float, **_: Any) -> Any:
+        self.distance = distance
+        return SimpleNamespace(w=torch.zeros(objective.dim, dtype=torch.float64))
+
+
+def require_covered(plan: LinearPlan, draws: Draws) -> None:
+    """The event costs no less than theory says of what was drawn."""
+    event, task, scales, reg, hair = plan.event(), plan.task, draws.scales, plan.task.reg, 1 + 1e-9
+    sides = 2 if plan.adjacency == "replace_one" else 1
+    if isinstance(plan, OutputPlan):
+        sensitivity, mu = _sensitivity(replace(task, radius=math.inf) if plan.trusted else task, reg)
+        moved = sensitivity + 2 * draws.distance
+        if plan.trusted:
+            moved = sensitivity + 2 * math.sqrt(
+                2 * plan.expected_accuracy / (task.n if task.tilt else 1) / plan.failure / mu
+            )
+            gaussian, failure = event.events
+            assert failure.probability == plan.failure
+            event = gaussian
+        if isinstance(event, KNorm):
+            assert event.eps * hair >= moved / scales[0]
+        else:
+            assert event.sensitivity(plan.adjacency) * hair >= moved
+            assert event.sigma <= scales[0]
+    elif isinstance(plan, NoisyGDPlan):
+        beta = task.most_records * task.smoothness + draws.reg
+        contraction = min(1.0, max(abs(1 - plan.lr * draws.reg), abs(1 - plan.lr * beta)))
+        assert len(set(scales)) == 1
+        assert event.mu * hair >= noisy_gd_mu(len(scales), contraction, sides * task.lipschitz, scales[0])
+    elif isinstance(plan, ObjectivePlan):
+        noise, out = scales
+        spent = 2 * draws.distance / out
+        law = (noise, draws.reg, task.lipschitz, task.smoothness)
+        if isinstance(event, Pure):
+            assert event.eps * hair >= log_det(draws.reg, task.smoothness) + sides * task.lipschitz / noise + spent
+        elif isinstance(event, RDPCurve):
+            curve = objective_curve(*law, monotone=task.monotone, mu_out=spent * (1 - 1e-9), adjacency=plan.adjacency)
+            assert all(one * hair >= other for one, other in zip(event.values, curve.values, strict=True))
+        elif task.monotone:
+            assert event.delta * (1 + 1e-6) >= amp_delta_monotone(event.eps, *law, spent, plan.adjacency)
+        else:
+            classes = task.num_scores
+            determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
+            jump = (sides * task.lipschitz, sides * (classes - 1))
+            assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+    else:
+        assert isinstance(plan, AdaSSPPlan)
+        square, product = task.preparation.bound**2, task.preparation.bound * task.bound_y
+        if plan.secure:
+            assert scales == [1.0]
+            scales = [plan.constants.std_lmin, plan.constants.std_xtx_offdiag, plan.constants.std_xtx_diag]
+            scales.append(plan.constants.std_xty)
+        lmin, off, diagonal, xty = scales
+        levels = (square / lmin, math.sqrt(sides) * square / min(diagonal, off * math.sqrt(2)), sides * product / xty)
+        mu = event.sensitivity(plan.adjacency) if plan.secure else event.mu
+        assert mu * hair >= math.hypot(*levels)
+
+
+@pytest.mark.parametrize("name", EDITED)
+@pytest.mark.filterwarnings("ignore")
+def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever number of a saved plan is another one: what is charged is what the release draws, or more."""
+    made, ran = EDITED[name](), 0
+    require_covered(made, Draws(made, monkeypatch))
+    for what, saved in edited(made):
+        try:
+            plan = Plan.from_dict(saved)
+            draws = Draws(plan, monkeypatch)
+            epsilon = None if plan.budget is None else plan.epsilon()
+        except (ValueError, dp.DpscoError):
+            continue
+        ran += 1
+        try:
+            require_covered(plan, draws)
+        except AssertionError as error:
+            raise AssertionError(what) from error
+        if epsilon is not None and epsilon > plan.budget.epsilon:
+            with pytest.raises(dp.InfeasibleError):
+                checks.require_one_step(plan.ledger(), plan.adjacency, plan.event())
+    assert ran
+
+
+def test_a_plan_with_half_the_noise_costs_more() -> None:
+    for name, field in (
+        ("output", "noise_scale"),
+        ("output, pure", "noise_scale"),
+        ("objective", "noise_scale"),
+        ("objective, pure", "noise_scale"),
+        ("noisy", "noise_std"),
+    ):
+        cls, plan = MADE[name]()
+        less = Plan.from_dict(plan.to_dict() | {field: getattr(plan, field) / 2})
+        with pytest.raises(dp.InfeasibleError):
+            cls(nn.Linear(DIM, 1).parameters(), less)
+    for field in ("charged", "sensitivity", "distance", "lr", "reg"):
+        with pytest.raises(ValueError, match="must be its own"):
+            Plan.from_dict(plan.to_dict() | {field: 1.0})

@@ -6,15 +6,25 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.edited_plans import edited
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.events import Gaussian, KNorm
+from torch_dpsco.optim import row_free
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.row_free_plan import RowFreePlan
 from torch_dpsco.plan import Plan
+from torch_dpsco.theory.bolt_on import bolt_on_sensitivity
+from torch_dpsco.theory.holder_mixture import weighted_law
+from torch_dpsco.theory.holder_plan import HIT_CONSTANTS
+from torch_dpsco.theory.holder_promises import output_path
+from torch_dpsco.theory.holder_stability import path_sensitivity
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 HINGE, LOGISTIC = dp.losses.Hinge(power=1.5), dp.losses.Logistic()
@@ -110,5 +120,67 @@ def test_a_saved_plan_that_was_edited_is_checked() -> None:
     for change in ({"noise": "none"}, {"average": "best"}, {"adjacency": "add_remove"}, {"noise_scale": -1.0}):
         with pytest.raises(ValueError, match="must be"):
             Plan.from_dict(row | change)
-    with pytest.raises(ValueError, match="sensitivity must be"):
-        Plan.from_dict(row | {"sensitivity": None}).event()
+    fixed = {"type": "Fixed", "batch_size": 16, "n": N}
+    for change in ({"sensitivity": 0.0}, {"design": fixed}, {"lr": [0.1, 0.1]}, {"adjacency": "zero_out"}):
+        with pytest.raises(ValueError, match="must be"):
+            Plan.from_dict(row | change)
+    row = holder(budget=BUDGET)().to_dict()
+    paper = MADE["HolderOutputSGD, paper"]().to_dict()
+    for kind, change in ((row, {"average": "last"}), (row, {"mode": "paper"}), (paper, {"design": row["design"]})):
+        with pytest.raises(ValueError, match=r"must be|mode='paper' is proved"):
+            Plan.from_dict(kind | change)
+
+
+def answered(cls: Any, plan: RowFreePlan, monkeypatch: pytest.MonkeyPatch) -> tuple[RowFreeOptimizer, float]:
+    """Returns an optimizer that has run on rows of 0, and what noise of 1 makes of the first weight: its scale."""
+    for draw in ("gaussian_vector", "knorm_vector"):
+        monkeypatch.setattr(row_free, draw, lambda size, scale, _: torch.full((size,), scale, dtype=torch.float64))
+    monkeypatch.setattr(row_free, "exact_release", lambda value, event, _: value + event.sigma)
+    model, loss = nn.Linear(DIM, 1).double(), LOGISTIC if cls is dp.BoltOnPSGD else HINGE
+    accountant = None if plan.budget else dp.Accountant(adjacency=plan.adjacency)
+    with cls(model.parameters(), plan, accountant=accountant) as optimizer:
+        for x, y in optimizer.loader(TensorDataset(torch.zeros(plan.n, DIM), torch.ones(plan.n, 1))):
+            loss(model(x), y).backward()
+            optimizer.step()
+    return optimizer, float(model.weight[0, 0])
+
+
+def moved(cls: Any, optimizer: RowFreeOptimizer, plan: RowFreePlan) -> Any:
+    """Returns how far theory says that one record moves what was run; the path, where that is random."""
+    design, hits = optimizer.design, HIT_CONSTANTS[optimizer.adjacency]
+    sizes = np.array(np.broadcast_to(optimizer.lrs, optimizer.steps))
+    run = {"batch_size": design.batch_size, "hit_constant": hits, "dim": DIM + 1}
+    epoch = -(-design.n // design.batch_size)
+    if cls is dp.BoltOnPSGD:
+        more = {"reg": plan.reg, "average": optimizer.average, "steps_per_epoch": epoch}
+        return bolt_on_sensitivity(plan.promises, sizes, **run, **more)
+    path = output_path(plan.promises, sizes, **run)
+    return path_sensitivity(path, epoch) if type(design) is dp.Shuffled else path
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.filterwarnings("ignore")
+def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, ran = (dp.BoltOnPSGD if "Bolt" in name else dp.HolderOutputSGD), 0
+    for what, saved in edited(MADE[name]()):
+        try:
+            plan = Plan.from_dict(saved)
+            optimizer, drawn = answered(cls, plan, monkeypatch)
+        except (ValueError, dp.DpscoError):
+            continue
+        ran += 1
+        event, drawn = optimizer.event, drawn * (1 + 1e-9)
+        if plan.budget is not None:
+            assert plan.epsilon() <= plan.budget.epsilon * (1 + 1e-12), what
+        if isinstance(event, Gaussian):
+            assert event.sigma <= drawn, what
+            assert event.sensitivity(plan.adjacency) >= moved(cls, optimizer, plan), what
+        elif isinstance(event, KNorm):
+            assert event.eps >= moved(cls, optimizer, plan) / drawn, what
+        elif plan.mode == "tight":
+            rate = optimizer.design.batch_size / optimizer.design.n
+            assert event.delta >= weighted_law(moved(cls, optimizer, plan), rate).delta(drawn, event.eps), what
+        else:
+            failure = plan.budget.delta / 2 * (1 - 2e-9)
+            assert event.delta >= failure + gaussian_delta(plan.sensitivity / drawn, event.eps), what
+    assert ran

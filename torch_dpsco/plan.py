@@ -56,6 +56,9 @@ class Plan(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        promised = (self.adjacency, self.unit) if self.budget is None else (self.budget.adjacency, self.budget.unit)
+        if promised != (self.adjacency, self.unit):
+            raise ValueError(f"adjacency and unit must be {promised}, the budget's (got {(self.adjacency, self.unit)})")
 
     @abstractmethod
     def event(self) -> Event:

@@ -66,7 +66,7 @@ def test_a_solver_that_tells_a_record_is_repaired(
             found.append(plan.solve(records))
     for right, given_out in zip(exact, found, strict=True):
         assert float((right - given_out).abs()) <= plan.distance * 1.01
-    assert float((found[0] - found[1]).abs()) <= dict(plan.charged.sens)["replace_one"]
+    assert float((found[0] - found[1]).abs()) <= dict(plan.event().sens)["replace_one"]
 
 
 def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_delta_pays_for_the_failures_of_a_promised_accuracy(mode: str) -> None:
         assert plan.noise_scale == pytest.approx(gaussian_sigma(1.0, left, moved), rel=1e-9)
     assert plan.trusted
     ledger = dp.Accountant(given.budget)
-    ledger.authorize(plan.charged)
+    ledger.authorize(plan.event())
     assert (0.9 if mode == "tight" else 0.7) < ledger.get_epsilon(1e-6) <= 1
 
 
@@ -152,7 +152,7 @@ RUNS = 20_000
 def releases(given: LinearTask, plan: OutputPlan, sign: float, scale: float, seed: int) -> Tensor:
     """Many releases, all of one solve; the noise is drawn by the code, times `scale` in place of the planned one."""
     point = plan.solve(make_records(given, *data(sign)))
-    draws, ledger = torch.Generator().manual_seed(seed), dp.Accountant(given.budget)
+    draws, ledger = torch.Generator().manual_seed(seed), dp.Accountant()
     one = replace(plan, noise_scale=scale).release(point, ledger, draws)
     draw = knorm_vector if given.budget.delta == 0 else gaussian_vector
     assert torch.equal(one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.task.radius))
@@ -201,5 +201,5 @@ def test_a_tolerance_below_the_rounding_is_not_planned() -> None:
         assert wide.distance > 0.06 * wide.sensitivity / 2
         # the sum of residuals is rounded by at least u for each record, whatever the weights are
         assert 1e6 * wide.distance**2 / 2 > 4 * 10**6 * 2.0**-53
-        (moved,) = (bound for _, bound in wide.charged.sens)
+        (moved,) = (bound for _, bound in wide.event().sens)
         assert moved >= wide.sensitivity + 2 * wide.distance

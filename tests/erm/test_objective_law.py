@@ -140,7 +140,7 @@ def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(name: str, a
     for reg in (0.5, 100.0):
         curve = objective_curve(noise, reg, lipschitz, smoothness, monotone=task.monotone, adjacency=adjacency)
         pure, plan = planned(name, adjacency, 0.0)
-        plan = replace(plan, task=replace(pure, noise_multiplier=noise / lipschitz), noise_scale=noise, reg=reg)
+        plan = replace(plan, task=replace(pure, noise_multiplier=noise / lipschitz, reg=reg), noise_scale=noise)
         grid, shares = np.linspace(-60 * noise / reg, 60 * noise / reg, 30_001), []
         for pair in neighbors(adjacency, (2.0, -2.0) if task.bound_y else (1.0, -1.0)):
             laws = [log_density(pure, plan, data, grid) for data in pair]

@@ -320,7 +320,6 @@ def test_a_larger_step_would_move_runs_apart(monkeypatch: pytest.MonkeyPatch) ->
     plan = planned(problem=problem, n=n, budget=GENEROUS, dim=1, epochs=epochs, lr=2.2, average="last")
     x, y = np.ones((n, 1)), np.zeros(n)
     y[0] = 1.0
-    monkeypatch.undo()
     one, other = (answer(loss, plan, (x, labels), Order()) for labels in (y, -y))
     # of 2 eta L / b per epoch a record with |y| <= 1 takes 2 eta at the start; the factor |1 - 2.2| does the rest
     assert np.linalg.norm(one - other) > 2 * epochs * 2.2 * 2

@@ -78,7 +78,7 @@ def said(report: object) -> str:
 
 
 def noise_of(optimizer: object) -> tuple[float, float]:
-    event = optimizer._plan.charged if isinstance(optimizer, dp.OutputPerturbation) else optimizer.event
+    event = optimizer._plan.event() if isinstance(optimizer, dp.OutputPerturbation) else optimizer.event
     (_, sensitivity), *_ = event.sens
     return event.sigma, sensitivity
 
@@ -94,9 +94,9 @@ def test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge():
     plain, exact = (plan_adassp(squares(), secure=secure) for secure in (None, "exact"))
     for float_std, std in zip(plain.constants, exact.constants, strict=True):
         assert std == pytest.approx(float_std * GRID, rel=1e-12)
-    ((_, mu),) = exact.charged.sens
-    assert exact.charged.sigma == 1.0
-    assert mu == plain.charged.mu
+    ((_, mu),) = exact.event().sens
+    assert exact.event().sigma == 1.0
+    assert mu == plain.event().mu
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -193,7 +193,7 @@ def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monke
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(adjacency, monkeypatch):
     given = squares(adjacency, n=4 if adjacency != "add_remove" else 5)
-    ((_, mu),) = plan_adassp(given, secure="exact").charged.sens
+    ((_, mu),) = plan_adassp(given, secure="exact").event().sens
     spacing = exact_grid(1.0, mu, 1 + DIM * (DIM + 3) // 2).spacing
     common = torch.tensor([[0.2, -0.3, 0.1], [0.0, 0.9, 0.1], [0.4, 0.4, 0.7]], dtype=torch.float64)
     odd = [
@@ -362,4 +362,4 @@ def test_plans_print_what_noise_they_have():
     assert "secure='exact'" in repr(plan_output(task(reg=2.0), secure="exact"))
     assert "secure='exact'" in repr(bolt_on("exact")._plan)
     assert "secure='exact'" in repr(holder("exact")._plan)
-    assert "exact=True" in repr(plan_adassp(squares(), secure="exact"))
+    assert "secure='exact'" in repr(plan_adassp(squares(), secure="exact"))

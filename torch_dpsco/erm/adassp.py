@@ -18,10 +18,9 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import GDP, ApproxDP
+from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.erm.plan import LinearPlan
 from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import AdjacencyError, ConditionError
@@ -32,7 +31,7 @@ from torch_dpsco.objectives.records import Records
 from torch_dpsco.plan import exact_cost
 from torch_dpsco.rng import Source
 from torch_dpsco.solvers.certificates import project
-from torch_dpsco.theory.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper
+from torch_dpsco.theory.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper, adassp_mu
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.output import sum_terms
@@ -46,15 +45,35 @@ class AdaSSPPlan(LinearPlan):
 
     Args:
         constants: noise and ridge.
+        secure: "exact" for noise in integers on a public grid; None for floating point.
     """
 
     constants: AdaSSPConstants
+    secure: str | None = None
 
     mechanism = "adassp"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "constants", AdaSSPConstants(*self.constants))  # a list, where it was saved
         super().__post_init__()
+        _require_covered(self.task)
+
+    @property
+    def reg(self) -> float:
+        """Added to the adaptive ridge."""
+        return self.task.reg or 0.0
+
+    @property
+    def mu(self) -> float:
+        """Level of the three releases together, rounding included."""
+        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        level = adassp_mu(self.constants, *_bounds(self.task), adjacency=self.task.adjacency)
+        return level * _rounding(self.task, asks_exact(self.secure))
+
+    def event(self) -> GDP | Gaussian:
+        """Returns what the release charges."""
+        adjacency = self.task.adjacency
+        return Gaussian(1.0, {adjacency: self.mu}, exact=True) if self.secure else GDP(self.mu, (adjacency,))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -66,18 +85,19 @@ class AdaSSPPlan(LinearPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        yield exact_cost("exact" if is_exact(self.charged) else None)
+        yield exact_cost(self.secure)
 
     def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
         """Charges, adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
         gram = solved.gram(solved.weights)
         moment = solved.combine(solved.weights * solved.targets)
         # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.charged)
+        event = self.event()
+        accountant.authorize(event)
         given, dim = self.constants, solved.dim
         least = float(torch.linalg.eigvalsh(gram)[0])
-        if is_exact(self.charged):
-            least, noisy, moment = _exact(least, gram, moment, given, self.charged, generator)
+        if is_exact(event):
+            least, noisy, moment = _exact(least, gram, moment, given, event, generator)
         else:
             least += float(gaussian_vector(1, given.std_lmin, generator))
             noisy = gram + _symmetric(dim, given, generator)
@@ -104,38 +124,46 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     Guarantee:
         The event of the plan, for the task's adjacency, for everything computed from the three statistics.
     """
+    _require_covered(task)
+    epsilon, delta, exact = task.target.epsilon, task.target.delta, asks_exact(secure)
+    if check.choice(("tight", "paper"), mode=mode) == "tight":
+        constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency)
+    else:
+        require_gaussian(secure, "mode='paper' is the published algorithm; use mode='tight'")
+        if task.adjacency == "replace_one":
+            raise AdjacencyError("mode 'paper' is proved for add_remove and zero_out: use mode='tight'")
+        delta *= 1 - 1e-9  # a ledger needs some left to round with
+        paper = adassp_constants_paper(epsilon, delta, *_bounds(task))
+        constants = AdaSSPConstants(
+            paper.std_lmin, paper.std_xtx, paper.std_xtx, paper.std_xty, paper.lam_cap, paper.shift_lmin
+        )
+    constants = AdaSSPConstants(*(value * _rounding(task, exact) for value in constants))
+    plan = AdaSSPPlan(task=task, constants=constants, secure=secure)
+    if exact:
+        size, mu = 1 + task.width * (task.width + 3) // 2, plan.mu
+        exact_grid(1.0, mu, size, largest=2 * task.most_records * mu)  # raises before a charge
+    return plan
+
+
+def _require_covered(task: LinearTask) -> None:
     if not isinstance(task.loss, Squared) or task.residual_clip is not None or task.tilt or task.attack_radius:
         raise ConditionError(f"AdaSSP needs the squared loss, as it is (got {task.loss!r})")
     if task.pure:
         raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
-    assert task.bound_y is not None
-    epsilon, delta = task.target.epsilon, task.target.delta
-    bounds = (task.preparation.bound, task.bound_y, task.width)
-    event: GDP | ApproxDP | Gaussian
+
+
+def _bounds(task: LinearTask) -> tuple[float, float, int]:
+    assert task.bound_y is not None  # of the squared loss
+    return task.preparation.bound, task.bound_y, task.width
+
+
+def _rounding(task: LinearTask, exact: bool) -> float:
+    """Returns the factor by which records move what is released further than the statistics in real numbers."""
     most = task.most_records
-    if check.choice(("tight", "paper"), mode=mode) == "tight":
-        constants = adassp_constants(epsilon, delta, *bounds, adjacency=task.adjacency)
-        mu = gaussian_mu(epsilon, delta)
-        event = GDP(mu, (task.adjacency,))
-        if asks_exact(secure):
-            event = Gaussian(1.0, {task.adjacency: mu}, exact=True)
-            exact_grid(1.0, mu, 1 + task.width * (task.width + 3) // 2, largest=2 * most * mu)  # raises before a charge
-    else:
-        require_gaussian(secure, "mode='paper' is charged as (epsilon, delta); use mode='tight'")
-        if task.adjacency == "replace_one":
-            raise AdjacencyError("mode 'paper' is proved for add_remove and zero_out: use mode='tight'")
-        delta *= 1 - 1e-9  # a ledger needs some left to round with
-        paper = adassp_constants_paper(epsilon, delta, *bounds)
-        constants = AdaSSPConstants(
-            paper.std_lmin, paper.std_xtx, paper.std_xtx, paper.std_xty, paper.lam_cap, paper.shift_lmin
-        )
-        event = ApproxDP(epsilon, delta, (task.adjacency,))
     # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
     rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
     # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
-    rounding = with_grid(rounding, is_exact(event))
-    constants = AdaSSPConstants(*(value * rounding for value in constants))
-    return AdaSSPPlan(task=task, reg=task.reg or 0.0, charged=event, constants=constants)
+    return with_grid(rounding, exact)
 
 
 def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,24 +50,60 @@ class NoisyGDPlan(LinearPlan):
     """Public numbers of one run, of which the last iterate is released.
 
     Args:
-        lr: eta, on the sum.
         steps: T.
         noise_std: of the noise on the sum of gradients.
-        radius: of the ball that iterates are projected on.
     """
 
-    lr: float
     steps: int
     noise_std: float
-    radius: float
 
     mechanism = "noisy_gd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+
+    @property
+    def lr(self) -> float:
+        """Step size eta, on the sum."""
+        return 2.0 / (self._smoothness + self.reg)
+
+    @property
+    def radius(self) -> float:
+        """Radius of the ball that iterates are projected on."""
+        return min(self.task.radius, safe(_ROOM * self.task.most_records * _constants(self.task)[0] / self.reg))
+
+    @property
+    def _smoothness(self) -> float:
+        return safe(self.task.most_records * _constants(self.task)[1] + self.reg)
+
+    def event(self) -> GDP:
+        """Returns what the last iterate charges."""
+        task, most, (lipschitz, smoothness) = self.task, self.task.most_records, _constants(self.task)
+        beta, radius = self._smoothness, self.radius
+        contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
+        moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
+        # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+        moved += 2 * gradient_rounding(
+            most,
+            task.width,
+            lipschitz=lipschitz,
+            smoothness=smoothness,
+            reg=self.reg,
+            norm=radius,
+            weight=most,
+            score_offset=task.problem.score_offset or 0.0,
+        )
+        # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
+        # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+        moved += 2 * 8 * DOUBLE * radius / self.lr
+        # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        return GDP(noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
-        assert self.task.lipschitz is not None  # of plan_noisy_gd
-        return self.noise_std / math.sqrt(self.steps), self.task.n * self.task.lipschitz, "the mean of all steps"
+        return self.noise_std / math.sqrt(self.steps), self.task.n * _constants(self.task)[0], "the mean of all steps"
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -78,7 +114,7 @@ class NoisyGDPlan(LinearPlan):
         """Charges, and makes the steps from 0: returns the private last iterate; see `LinearPlan`."""
         objective = build_objective(self.task, self.reg, solved)
         # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.charged)
+        accountant.authorize(self.event())
         w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
         for _ in range(self.steps):
             # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
@@ -105,6 +141,19 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None
     require_gaussian(
         secure, "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'"
     )
+    lipschitz, smoothness = _constants(task)
+    if task.reg is None:
+        task = replace(task, reg=objpert_reg(task.target.epsilon, smoothness))
+    draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0)
+    converged = min(math.ceil(3 * draft._smoothness / draft.reg), _MOST_STEPS)
+    draft = replace(draft, steps=converged if steps is None else steps)
+    if task.noise_multiplier is not None:
+        return replace(draft, noise_std=task.noise_multiplier * lipschitz)
+    return replace(draft, noise_std=safe(draft.event().mu / gaussian_mu(task.target.epsilon, task.target.delta)))
+
+
+def _constants(task: LinearTask) -> tuple[float, float]:
+    """Returns bounds on gradient and curvature of a record's loss."""
     if task.pure:
         raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")
     if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
@@ -112,40 +161,4 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None
             f"noisy gradient descent needs a sum of smooth losses with bounded gradients (got {task.loss!r}): give a "
             f"residual_clip, or use output perturbation"
         )
-    most = task.most_records
-    reg = objpert_reg(task.target.epsilon, task.smoothness) if task.reg is None else task.reg
-    beta = safe(most * task.smoothness + reg)
-    lr = 2.0 / (beta + reg)
-    contraction = (beta - reg) / (beta + reg) * (1 + 1e-15)  # at both ends of [reg, beta]
-    total = min(math.ceil(3 * beta / reg), _MOST_STEPS) if steps is None else check.positive_count(steps=steps)
-    moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * task.lipschitz
-    radius = min(task.radius, safe(_ROOM * most * task.lipschitz / reg))
-    # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
-    moved += 2 * gradient_rounding(
-        most,
-        task.width,
-        lipschitz=task.lipschitz,
-        smoothness=task.smoothness,
-        reg=reg,
-        norm=radius,
-        weight=most,
-        score_offset=task.problem.score_offset or 0.0,
-    )
-    # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
-    # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
-    moved += 2 * 8 * DOUBLE * radius / lr
-    if task.noise_multiplier is None:
-        mu = gaussian_mu(task.target.epsilon, task.target.delta)
-        noise = safe(noisy_gd_mu(total, contraction, moved, 1.0) / mu)
-    else:
-        noise = task.noise_multiplier * task.lipschitz
-        mu = noisy_gd_mu(total, contraction, moved, noise)
-    return NoisyGDPlan(
-        task=task,
-        reg=reg,
-        charged=GDP(mu, (task.adjacency,)),
-        lr=lr,
-        steps=total,
-        noise_std=noise,
-        radius=radius,
-    )
+    return task.lipschitz, task.smoothness

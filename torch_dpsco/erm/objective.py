@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -38,6 +39,8 @@ from torch_dpsco.theory.exact_noise import require_gaussian
 from torch_dpsco.theory.objective_perturbation import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
+    amp_delta_general,
+    amp_delta_monotone,
     amp_noise_std,
     amp_sigma_general,
     amp_sigma_monotone,
@@ -57,17 +60,62 @@ class ObjectivePlan(LinearPlan):
 
     Args:
         noise_scale: std of b, or 1/g.
-        distance: that the solver has to certify, tau / reg.
-        output_scale: std, or scale of the K-norm's, of the noise on the answer.
+        charge: "approx" or "curve", see `plan_objective`.
         solver: see `solvers.solve`; never trusted.
     """
 
     noise_scale: float
-    distance: float
-    output_scale: float
+    charge: str = "approx"
     solver: str = "auto"
 
     mechanism = "objective"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice(("approx", "curve"), charge=self.charge), check.positive(noise_scale=self.noise_scale)
+        if isinstance(self.task.loss, SoftmaxCrossEntropy) and (self.curve or self.task.pure):
+            raise ConditionError(
+                "charge must be 'approx' for softmax, of a budget with delta > 0 (use output perturbation for others): "
+                "no curve and no pure epsilon is proved for several scores"
+            )
+        if self.curve and self.task.noise_multiplier is None:
+            # it costs more than the budget that its noise was chosen for, where it stands alone
+            object.__setattr__(self, "budget", None)
+        self.distance  # noqa: B018  raises where nothing is proved, or rounding would hide it
+
+    @property
+    def curve(self) -> bool:
+        """Whether a Renyi curve is charged."""
+        return not self.task.pure and (self.charge == "curve" or self.task.noise_multiplier is not None)
+
+    @cached_property
+    def distance(self) -> float:
+        """What the solver has to certify, tau / reg."""
+        tolerance = amp_tolerance(_constants(self.task)[0], _rounding(self.task, self.reg, self.noise_scale))
+        return tolerance / self.reg
+
+    @property
+    def output_scale(self) -> float:
+        """Std of the noise on the answer, or scale of the K-norm's."""
+        if not self.task.pure:
+            return amp_noise_std(self.distance, 1.0)
+        # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
+        return 2 * self.distance / (AMP_PURE_SHARE * self.task.target.epsilon) * (1 + 1e-15)
+
+    def event(self) -> ApproxDP | Pure | RDPCurve:
+        """Returns what the release charges."""
+        task = self.task
+        if task.pure:
+            determinant, moved, _ = _general(task, self.reg)
+            parts = moved / self.noise_scale, 2 * self.distance / self.output_scale
+            # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+            spent = math.fsum([determinant, *(math.nextafter(part, math.inf) for part in parts)])
+            return Pure(math.nextafter(spent, math.inf), (task.adjacency,))
+        if self.curve:
+            numbers = (self.noise_scale, self.reg, *_constants(task))
+            return _curve(*numbers, monotone=task.monotone, mu_out=AMP_MU_OUT, adjacency=task.adjacency)
+        # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        return ApproxDP(task.target.epsilon, _delta(task, self.reg, self.noise_scale), (task.adjacency,))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -80,13 +128,13 @@ class ObjectivePlan(LinearPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        if isinstance(self.charged, RDPCurve):
+        if self.curve:
             yield "charged", "a Renyi curve, which composes well with others and costs more alone"
 
     def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
         """Charges, draws b, solves, adds noise: returns the private vector; see `LinearPlan`."""
         # PRIVACY: charged before b is drawn (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.charged)
+        accountant.authorize(self.event())
         draw, dim = knorm_vector if self.task.pure else gaussian_vector, self.task.parameters
         objective = build_objective(self.task, self.reg, solved, draw(dim, self.noise_scale, generator))
         found = solve(objective, self.distance, solver=self.solver)
@@ -117,36 +165,16 @@ def plan_objective(
     require_gaussian(
         secure, "objective perturbation is proved in a continuous law; use OutputPerturbation, mechanism='output'"
     )
-    curve = check.choice(("approx", "curve"), charge=charge) == "curve" or task.noise_multiplier is not None
     ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
     reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
     size = _pure_scale if task.pure else _noise_std
     scale = size(task, reg, lipschitz, smoothness)
-    rounding = _rounding(task, reg, scale)
-    while task.reg is None and 4 * rounding > 9e-5 * lipschitz:  # a large epsilon asks for less than float64 can solve
+    while task.reg is None and 4 * _rounding(task, reg, scale) > 9e-5 * lipschitz:  # less than float64 can solve
         reg *= 2  # b can only be smaller then
-        rounding = _rounding(task, reg, scale)
-    tolerance = amp_tolerance(lipschitz, rounding)
-    noise = size(task, reg, lipschitz, smoothness)
-    distance = tolerance / reg
-    charged: ApproxDP | Pure | RDPCurve
-    if task.pure:
-        charged = Pure(task.target.epsilon, (task.adjacency,))
-        # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
-        output = 2 * distance / (AMP_PURE_SHARE * task.target.epsilon) * (1 + 1e-15)
-    else:
-        output = amp_noise_std(tolerance, reg)
-        if curve:
-            charged = _event(task, reg, noise, lipschitz, smoothness)
-        else:
-            charged = ApproxDP(task.target.epsilon, _spent(task.target.delta), (task.adjacency,))
     return ObjectivePlan(
-        task=task,
-        reg=reg,
-        charged=charged,
-        noise_scale=noise,
-        distance=distance,
-        output_scale=output,
+        task=replace(task, reg=reg),
+        noise_scale=size(task, reg, lipschitz, smoothness),
+        charge=charge,
         solver=check.choice(SOLVERS, solver=solver),
     )
 
@@ -193,40 +221,35 @@ def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float
     if task.noise_multiplier is not None:
         return task.noise_multiplier * lipschitz
     epsilon, delta = task.target.epsilon, _spent(task.target.delta)
-    replaced = task.adjacency == REPLACE_ONE
-    moved = (1 + replaced) * lipschitz
     if task.monotone:
-        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, task.adjacency)
+        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
+    return _general_std(epsilon, delta, *_general(task, reg), AMP_MU_OUT)
+
+
+def _delta(task: LinearTask, reg: float, noise: float) -> float:
+    """Returns what noise of this std spends at the budget's epsilon: of `_noise_std` at most `_spent`."""
+    epsilon, (lipschitz, smoothness) = task.target.epsilon, _constants(task)
+    if task.monotone:
+        return _monotone_delta(epsilon, noise, float(reg), lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
+    return _general_delta(epsilon, noise, *_general(task, reg), AMP_MU_OUT)
+
+
+def _general(task: LinearTask, reg: float) -> tuple[float, float, int]:
+    """Returns the bound on the determinants, how far a record moves the gradients, and in how many dimensions."""
+    (lipschitz, smoothness), sides = _constants(task), 1 + (task.adjacency == REPLACE_ONE)
     if isinstance(task.loss, SoftmaxCrossEntropy):
         classes = task.loss.num_classes
-        determinant = softmax_log_det(task.preparation.bound, reg, classes)
-        return _general_std(epsilon, delta, determinant, moved, (1 + replaced) * (classes - 1))
-    return _general_std(epsilon, delta, log_det(reg, smoothness), moved, 1 + replaced)
+        return softmax_log_det(task.preparation.bound, reg, classes), sides * lipschitz, sides * (classes - 1)
+    return log_det(reg, smoothness), sides * lipschitz, sides
 
 
-@functools.lru_cache(maxsize=256)  # a plan is made more than once, and the quadrature takes a second
-def _monotone_std(
-    epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float, adjacency: str
-) -> float:
-    return amp_sigma_monotone(epsilon, delta, reg, lipschitz, smoothness, AMP_MU_OUT, adjacency)
-
-
-@functools.lru_cache(maxsize=256)
-def _general_std(epsilon: float, delta: float, determinant: float, diameter: float, subspace_dim: int) -> float:
-    return amp_sigma_general(epsilon, delta, determinant, diameter, subspace_dim, AMP_MU_OUT)
-
-
-def _event(task: LinearTask, reg: float, noise: float, lipschitz: float, smoothness: float) -> RDPCurve:
-    if isinstance(task.loss, SoftmaxCrossEntropy):
-        raise ConditionError("charge must be 'approx' for softmax, of a budget: no curve is proved for several scores")
-    return objective_curve(
-        noise, reg, lipschitz, smoothness, monotone=task.monotone, mu_out=AMP_MU_OUT, adjacency=task.adjacency
-    )
+_cached = functools.lru_cache(maxsize=256)  # a plan is made more than once, and the quadrature takes a second
+_monotone_std, _general_std = _cached(amp_sigma_monotone), _cached(amp_sigma_general)
+_monotone_delta, _general_delta = _cached(amp_delta_monotone), _cached(amp_delta_general)
+_curve = _cached(objective_curve)
 
 
 def _pure_scale(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
     """Returns 1/g, the scale of b for the part of epsilon that it has."""
-    if isinstance(task.loss, SoftmaxCrossEntropy):
-        raise ConditionError("a pure epsilon is proved for one score only: use output perturbation for softmax")
     epsilon = (1 - AMP_PURE_SHARE) * task.target.epsilon * (1 - 1e-15)
     return 1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -56,33 +58,72 @@ from torch_dpsco.theory.tilted import tilted_sensitivity, tilted_strong_convexit
 
 __all__ = ["OutputPlan", "markov_plan", "plan_output"]
 
+_MODES = ("tight", "paper")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan(LinearPlan):
     """Public numbers of one release.
 
     Args:
-        strong_convexity: of the objective that is solved, in its own form.
-        sensitivity: Delta of exact minimizers.
-        distance: r, that the solver has to certify; inf for a promise in place of a certificate.
         noise_scale: std of Gaussian noise, or scale of the K-norm's.
-        secure: "exact" for noise in integers on a public grid, which is in the event; None for floating point.
+        secure: "exact" for noise in integers on a public grid; None for floating point.
         solver: see `solvers.solve`; never trusted.
+        expected_accuracy: promised for every data set, in place of a certificate; None for none.
+        failure: probability that delta pays for, with a promised accuracy; None for none.
     """
 
-    strong_convexity: float
-    sensitivity: float
-    distance: float
     noise_scale: float
     secure: str | None = None
     solver: str = "auto"
+    expected_accuracy: float | None = None
+    failure: float | None = None
 
     mechanism = "output"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.expected_accuracy is None) != (self.failure is None):
+            raise ValueError(
+                f"expected_accuracy and failure must be given for guarantee='markov', and for it only (got "
+                f"{self.expected_accuracy} and {self.failure})"
+            )
 
     @property
     def trusted(self) -> bool:
         """Whether no certificate is asked for: a promised accuracy takes its place."""
-        return math.isinf(self.distance)
+        return self.failure is not None
+
+    @property
+    def sensitivity(self) -> float:
+        """Delta, how far one record moves the minimizer."""
+        return self._moves.minimizer
+
+    @property
+    def distance(self) -> float:
+        """r, that the solver has to certify; inf for a promise in its place."""
+        return self._moves.distance
+
+    @cached_property
+    def _moves(self) -> _Moves:
+        if self.expected_accuracy is None or self.failure is None:
+            return _certified(self.task, self.reg)
+        return _promised(self.task, self.reg, self.expected_accuracy, self.failure)
+
+    @property
+    def moved(self) -> float:
+        """How far one record moves what is released."""
+        # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+        return with_grid(self._moves.answer, asks_exact(self.secure))
+
+    def event(self) -> Gaussian | KNorm | Sequential:
+        """Returns what the release charges."""
+        scale, moved, adjacency = check.positive(noise_scale=self.noise_scale), self.moved, self.task.adjacency
+        if self.failure is None and self.task.pure:
+            # PRIVACY: the epsilon of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+            return KNorm(math.nextafter(moved / scale, math.inf), self.task.parameters, adjacencies=(adjacency,))
+        gaussian = Gaussian(scale, {adjacency: moved}, exact=asks_exact(self.secure))
+        return gaussian if self.failure is None else Sequential((gaussian, Failure(self.failure, "per_side")))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -114,7 +155,7 @@ class OutputPlan(LinearPlan):
                 raise SequenceError("guarantee='markov' releases what your loop left: call certify(dataset) after it")
             return start
         objective = build_objective(self.task, self.reg, records)
-        if objective.strong_convexity < self.strong_convexity * (1 - 1e-12):
+        if objective.strong_convexity < self._moves.strong_convexity * (1 - 1e-12):
             raise ConditionError("objective must be that of the plan: its strong convexity is less than planned")
         # a kinked loss needs no ball for its constants: the projection of the answer is enough
         ball = self.task.radius if objective.smoothness is not None else math.inf
@@ -124,8 +165,9 @@ class OutputPlan(LinearPlan):
         """Charges, draws the noise and returns the private vector; see `LinearPlan`."""
         # PRIVACY: charged before anything is drawn, which is after the solver has ended
         # (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.charged)
-        released = self.charged.events[0] if isinstance(self.charged, Sequential) else self.charged
+        event = self.event()
+        accountant.authorize(event)
+        released = event.events[0] if isinstance(event, Sequential) else event
         if is_exact(released):
             return project(exact_release(solved, released, generator), self.task.radius)
         draw = knorm_vector if isinstance(released, KNorm) else gaussian_vector
@@ -148,9 +190,52 @@ def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None
     Guarantee:
         The event of the plan, for a task's adjacency, if the released point is certified within `distance`.
     """
-    check.choice(("tight", "paper"), mode=mode)
     _require_solvable(task)
-    reg = least_risk_reg(task, plan_output) if task.reg is None else task.reg
+    draft = _draft(task, secure, solver=check.choice(SOLVERS, solver=solver))
+    if not task.pure:
+        return _with_gaussian(draft, mode)
+    check.choice(_MODES, mode=mode)
+    require_gaussian(secure)
+    return replace(draft, noise_scale=draft.moved / task.target.epsilon * (1 + 1e-15))
+
+
+def _draft(task: LinearTask, secure: str | None, **numbers: Any) -> OutputPlan:
+    """Returns a plan with the regularizer of the task, or the chosen one, and noise of scale 1."""
+    if task.reg is None:
+        task = replace(task, reg=least_risk_reg(task, plan_output))
+    return OutputPlan(task=task, noise_scale=1.0, secure=secure, **numbers)
+
+
+def _with_gaussian(draft: OutputPlan, mode: str, delta: float | None = None) -> OutputPlan:
+    """Returns a plan with Gaussian noise for its task's budget, at the budget's delta or what is left of it."""
+    task, moved = draft.task, draft.moved
+    chosen = gaussian_sigma if check.choice(_MODES, mode=mode) == "tight" else gaussian_sigma_zhao
+    if task.noise_multiplier is not None:
+        sigma = task.noise_multiplier * moved
+    else:
+        sigma = chosen(task.target.epsilon, task.target.delta if delta is None else delta, moved)
+    if asks_exact(draft.secure):
+        exact_grid(sigma, moved, task.parameters)  # raises before anything is spent
+    return replace(draft, noise_scale=sigma)
+
+
+class _Moves(NamedTuple):
+    """How far one record moves things.
+
+    Args:
+        strong_convexity: of the objective that is solved, in its own form.
+        minimizer: how far the minimizer moves.
+        distance: between minimizer and answer, certified; inf if it is promised in expectation.
+        answer: how far the answer moves.
+    """
+
+    strong_convexity: float
+    minimizer: float
+    distance: float
+    answer: float
+
+
+def _certified(task: LinearTask, reg: float) -> _Moves:
     sensitivity, mu = _sensitivity(task, reg)
     kinked = task.smoothness is None
     distance = solver_tolerance(sensitivity, mu, kinked) / mu
@@ -162,43 +247,16 @@ def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None
     else:
         check_tolerance(mu * distance, _rounding(task, reg))
     # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
-    moved = certified_sensitivity(sensitivity, mu, mu * distance)
-    event: Gaussian | KNorm
-    if task.pure:
-        require_gaussian(secure)
-        epsilon = task.target.epsilon
-        event = KNorm(epsilon, task.parameters, adjacencies=(task.adjacency,))
-        scale = moved / epsilon * (1 + 1e-15)
-    else:
-        event = _gaussian(task, moved, mode, secure)
-        scale = event.sigma
-    return OutputPlan(
-        task=task,
-        reg=reg,
-        charged=event,
-        strong_convexity=mu,
-        sensitivity=sensitivity,
-        distance=distance,
-        noise_scale=scale,
-        secure=secure,
-        solver=check.choice(SOLVERS, solver=solver),
-    )
+    return _Moves(mu, sensitivity, distance, certified_sensitivity(sensitivity, mu, mu * distance))
 
 
-def _gaussian(task: LinearTask, moved: float, mode: str, secure: str | None, delta: float | None = None) -> Gaussian:
-    """Returns the event of noise for this sensitivity, at the budget's delta or what is left of it."""
-    exact = asks_exact(secure)
-    chosen = gaussian_sigma if check.choice(("tight", "paper"), mode=mode) == "tight" else gaussian_sigma_zhao
-    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
-    moved = with_grid(moved, exact)
-    if task.noise_multiplier is not None:
-        sigma = task.noise_multiplier * moved
-    else:
-        sigma = chosen(task.target.epsilon, task.target.delta if delta is None else delta, moved)
-    event = Gaussian(sigma, {task.adjacency: moved}, exact=exact)
-    if exact:
-        exact_grid(event.sigma, moved, task.parameters)  # raises before anything is spent
-    return event
+def _promised(task: LinearTask, reg: float, accuracy: float, failure: float) -> _Moves:
+    # PRIVACY: the loop is not constrained to the ball (test_a_promised_accuracy_is_that_of_an_unconstrained_loop)
+    sensitivity, mu = _sensitivity(replace(task, radius=math.inf), reg)
+    if task.tilt:
+        accuracy = accuracy / task.n
+    moved = expected_suboptimal_sensitivity(sensitivity, mu, accuracy, failure)
+    return _Moves(mu, sensitivity, math.inf, moved)
 
 
 def _require_solvable(task: LinearTask) -> None:
@@ -287,20 +345,5 @@ def markov_plan(
         raise ConditionError(
             f"failure must be below delta / (1 + e^epsilon) = {delta / (1 + math.exp(epsilon)):.3g} (got {failure:g})"
         )
-    reg = least_risk_reg(task, plan_output) if task.reg is None else task.reg
-    # PRIVACY: the loop is not constrained to the ball (test_a_promised_accuracy_is_that_of_an_unconstrained_loop)
-    sensitivity, mu = _sensitivity(replace(task, radius=math.inf), reg)
-    if task.tilt:
-        expected_accuracy = expected_accuracy / task.n
-    moved = expected_suboptimal_sensitivity(sensitivity, mu, expected_accuracy, failure)
-    gaussian = _gaussian(task, moved, mode, secure, left)
-    return OutputPlan(
-        task=task,
-        reg=reg,
-        charged=Sequential((gaussian, Failure(failure, "per_side"))),
-        strong_convexity=mu,
-        sensitivity=sensitivity,
-        distance=math.inf,
-        noise_scale=gaussian.sigma,
-        secure=secure,
-    )
+    draft = _draft(task, secure, expected_accuracy=expected_accuracy, failure=failure)
+    return _with_gaussian(draft, mode, left)

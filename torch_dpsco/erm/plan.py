@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.erm.task import LinearTask, Preparation
 from torch_dpsco.objectives.records import Records
 from torch_dpsco.plan import Plan
@@ -25,17 +25,13 @@ __all__ = ["LinearPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan(Plan):
-    """Public numbers of one release.
+    """Public numbers of one release; what it charges is computed from those that it is made with.
 
     Args:
-        task: what was planned for, its budget and adjacency included.
-        reg: of the objective, in sum form.
-        charged: event of the release.
+        task: what was planned for: budget, adjacency and the regularizer that was chosen included.
     """
 
     task: LinearTask
-    reg: float
-    charged: BaseEvent
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
@@ -43,16 +39,18 @@ class LinearPlan(Plan):
     mechanism: ClassVar[str]
 
     def __post_init__(self) -> None:
-        chosen = self.task.noise_multiplier is None
-        # a curve costs more than the budget that its noise was chosen for, where it stands alone
-        budget = None if chosen and isinstance(self.charged, RDPCurve) else self.task.budget
-        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "budget", self.task.budget)
         object.__setattr__(self, "adjacency", self.task.adjacency)
         super().__post_init__()
 
+    @property
+    def reg(self) -> float:
+        """Regularizer of the objective, in sum form."""
+        return check.positive(reg=self.task.reg)
+
+    @abstractmethod
     def event(self) -> BaseEvent:
-        """Returns what the release charges."""
-        return self.charged
+        """Returns what the release charges: of the noise that it draws, and how far a record moves what is released."""
 
     @property
     @abstractmethod

@@ -250,7 +250,7 @@ class LinearModel(BaseEstimator):
         promises = ["All settings (bounds, center, scale, classes, n) were chosen without a look at these data."]
         if task.adjacency == ADD_REMOVE:
             promises.append(f"There are no more than n_max = {task.n_max} examples.")
-        run = OneRelease(type(self).__name__, Full(task.n), self.plan_.charged, 0, 0, True, tuple(promises))
+        run = OneRelease(type(self).__name__, Full(task.n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 
     def __sklearn_tags__(self) -> Any:

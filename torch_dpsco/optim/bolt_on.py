@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -29,10 +30,13 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.linear_layer import loss_promises
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.row_free_plan import RowFreePlan, target_of, whole_epochs
+from torch_dpsco.optim.row_free_plan import RowFreePlan, numbers_of, target_of, whole_epochs
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.theory.bolt_on import bolt_on_sensitivity
 from torch_dpsco.theory.bolt_on_plan import plan_bolt_on
+from torch_dpsco.theory.exact_noise import asks_exact, with_grid
+from torch_dpsco.theory.holder_plan import HIT_CONSTANTS
 from torch_dpsco.theory.holder_rounding import scaled_up
 
 __all__ = ["BoltOnPSGD", "BoltOnPlan"]
@@ -55,6 +59,24 @@ class BoltOnPlan(RowFreePlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.choice(_NOISES, noise=self.noise), check.nonnegative(reg=self.reg)
+        if not isinstance(self.design, Shuffled):
+            raise ValueError(f"design must be Shuffled (got {self.design})")
+
+    @cached_property
+    def sensitivity(self) -> float:
+        """How far one record moves the answer, rounding included."""
+        moved = bolt_on_sensitivity(
+            self.promises,
+            self.sizes,
+            reg=self.reg,
+            average=self.average,
+            batch_size=self.batch_size,
+            steps_per_epoch=self.design.steps_per_epoch,
+            hit_constant=HIT_CONSTANTS[self.adjacency],
+            dim=self.dim,
+        )
+        # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+        return with_grid(moved, asks_exact(self.secure))
 
     @property
     def noise_std(self) -> float:
@@ -71,9 +93,9 @@ class BoltOnPlan(RowFreePlan):
         """Returns the only release."""
         if self.noise == "gaussian":
             return super().event()
-        moved, scale = check.nonnegative(sensitivity=self.sensitivity), check.positive(noise_scale=self.noise_scale)
         # PRIVACY: the epsilon of the noise that is drawn (test_a_plan_with_half_the_noise_is_refused)
-        return KNorm(scaled_up(moved / scale, 2), self.dim, adjacencies=(self.adjacency,))
+        scale = check.positive(noise_scale=self.noise_scale)
+        return KNorm(scaled_up(self.sensitivity / scale, 2), self.dim, adjacencies=(self.adjacency,))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -197,7 +219,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             secure=secure,
         )
         plan = BoltOnPlan(
-            **vars(run),
+            **numbers_of(run),
             budget=budget,
             adjacency=adjacency,
             problem=problem,

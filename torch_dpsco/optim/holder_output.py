@@ -18,20 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
-from torch_dpsco.accounting.events import Adjacency, ApproxDP, SimpleEvent
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, ApproxDP, NonPrivate, SimpleEvent
 from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.linear_layer import loss_promises
 from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.row_free_plan import RowFreePlan, target_of, whole_epochs
+from torch_dpsco.optim.row_free_plan import RowFreePlan, numbers_of, target_of, whole_epochs
 from torch_dpsco.problem import Problem
-from torch_dpsco.theory.holder_plan import plan_output
-from torch_dpsco.theory.holder_promises import LossPromises
+from torch_dpsco.theory.exact_noise import asks_exact, with_grid
+from torch_dpsco.theory.holder_mixture import weighted_law
+from torch_dpsco.theory.holder_plan import HIT_CONSTANTS, paper_sensitivity, plan_output
+from torch_dpsco.theory.holder_promises import LossPromises, output_path
+from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity
 
 __all__ = ["HolderOutputPlan", "HolderOutputSGD"]
 
@@ -48,18 +54,58 @@ class HolderOutputPlan(RowFreePlan):
 
     mode: str = "tight"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        paper = check.choice(("tight", "paper"), mode=self.mode) == "paper"
+        check.choice(("uniform",), average=self.average)
+        if not isinstance(self.design, (Shuffled, Fixed)):
+            raise ValueError(f"design must be Shuffled or Fixed (got {self.design})")
+        if paper and not (self.design == Fixed(1, self.n) and self.adjacency == REPLACE_ONE):
+            raise ConditionError(
+                f"mode='paper' is proved for replace_one and Fixed(1, n) (got {self.adjacency} and {self.design})"
+            )
+
     @property
     def promises(self) -> LossPromises:
         """What the sensitivity rests on."""
         return _promises(self.problem, self.gradient_error, self.mode)
 
+    @cached_property
+    def path(self) -> RunPath:
+        """What each step adds to the distance of two runs."""
+        hit = HIT_CONSTANTS[self.adjacency]
+        return output_path(self.promises, self.sizes, batch_size=self.batch_size, hit_constant=hit, dim=self.dim)
+
+    @cached_property
+    def sensitivity(self) -> float | None:
+        """How far one record moves the answer, rounding included; but for half of delta in mode "paper"."""
+        if self.mode == "paper":
+            return paper_sensitivity(self.promises, self.path, self.sizes, self.n, self._target["delta"] / 2)
+        if isinstance(self.design, Fixed):
+            return None
+        # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+        return with_grid(path_sensitivity(self.path, self.design.steps_per_epoch), asks_exact(self.secure))
+
+    @property
+    def _target(self) -> dict[str, float]:
+        return target_of(self.budget, None)
+
     def event(self) -> SimpleEvent:
         """Returns the only release."""
-        if self.sensitivity is not None and self.mode == "tight":
-            return super().event()
-        # the number of hits is random: the calibrated pair is what is proved
-        target = target_of(self.budget, None)
-        return ApproxDP(target["epsilon"], target["delta"], (self.adjacency,))
+        return self._of_random_hits if isinstance(self.design, Fixed) else super().event()
+
+    @cached_property
+    def _of_random_hits(self) -> SimpleEvent:
+        """Where the number of hits is random: what the noise that is drawn leaves of delta at the budget's epsilon."""
+        if self.noise_scale == 0:
+            return NonPrivate()
+        epsilon, delta = self._target["epsilon"], self._target["delta"]
+        if self.sensitivity is None:
+            spent = weighted_law(self.path, self.batch_size / self.n).delta(self.noise_scale, epsilon)
+        else:
+            spent = delta / 2 + gaussian_delta(self.sensitivity / self.noise_scale, epsilon)
+        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        return ApproxDP(epsilon, spent, (self.adjacency,))
 
 
 class HolderOutputSGD(RowFreeOptimizer):
@@ -174,7 +220,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             secure=secure,
         )
         plan = HolderOutputPlan(
-            **vars(run),
+            **numbers_of(run),
             budget=budget,
             adjacency=adjacency,
             problem=problem,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design
@@ -17,9 +22,9 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.theory.exact_noise import asks_exact
-from torch_dpsco.theory.holder_promises import LossPromises
+from torch_dpsco.theory.holder_promises import LossPromises, OutputRun
 
-__all__ = ["RowFreePlan", "target_of", "whole_epochs"]
+__all__ = ["RowFreePlan", "numbers_of", "target_of", "whole_epochs"]
 
 _HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta needs to be met
 
@@ -35,7 +40,6 @@ class RowFreePlan(Plan):
         steps: number of steps T.
         lr: step size, or one per step.
         average: what is released: "uniform" or "weighted" (by step) average of w_1..w_T, or "last", w_{T+1}.
-        sensitivity: how far one record moves the answer, rounding included; None where that is random.
         noise_scale: std of Gaussian noise on each coordinate of the answer, or scale of K-norm noise.
         risk_bound: on the expected excess risk over models within `distance`; None where it is not proved.
         rounding_share: share of what a record moves that is due to floating-point rounding.
@@ -50,7 +54,6 @@ class RowFreePlan(Plan):
     steps: int
     lr: float | tuple[float, ...]
     average: str
-    sensitivity: float | None
     noise_scale: float
     risk_bound: float | None
     rounding_share: float
@@ -65,6 +68,13 @@ class RowFreePlan(Plan):
         check.choice((REPLACE_ONE, ZERO_OUT), adjacency=self.adjacency)
         check.positive_count(dim=self.dim), check.positive_count(steps=self.steps)
         check.nonnegative(noise_scale=self.noise_scale)
+        if isinstance(self.lr, tuple) and len(self.lr) != self.steps:
+            raise ValueError(f"lr must be a number or {self.steps} numbers, one per step (got {len(self.lr)})")
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float | None:
+        """How far one record moves the answer, rounding included; None where that is random."""
 
     @property
     def n(self) -> int:
@@ -75,6 +85,11 @@ class RowFreePlan(Plan):
     def batch_size(self) -> int:
         """Nominal size of a batch, and divisor of a step."""
         return self.design.batch_size
+
+    @property
+    def sizes(self) -> NDArray[np.float64]:
+        """Step sizes (T,)."""
+        return np.array(np.broadcast_to(self.lr, (self.steps,)))
 
     @property
     def promises(self) -> LossPromises:
@@ -97,6 +112,7 @@ class RowFreePlan(Plan):
 
     def event(self) -> SimpleEvent:
         """Returns the only release."""
+        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         moved = check.nonnegative(sensitivity=self.sensitivity)
         return Gaussian(self.noise_scale, {self.adjacency: moved}, exact=asks_exact(self.secure))
 
@@ -126,6 +142,11 @@ class RowFreePlan(Plan):
             )
         if isinstance(self.event(), Gaussian) and self.noise_scale > 0:
             yield exact_cost(self.secure)
+
+
+def numbers_of(run: OutputRun) -> dict[str, Any]:
+    """Returns what a plan takes over of what theory chose: all but the sensitivity, which it computes itself."""
+    return {name: value for name, value in vars(run).items() if name != "sensitivity"}
 
 
 def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str, float]:

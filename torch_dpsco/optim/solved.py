@@ -261,7 +261,7 @@ class SolvedOptimizer(FromPlan, CommonOptimizer):
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
-        run = OneRelease(type(self).__name__, Full(self._plan.task.n), self._plan.charged, 0, 0, self._finalized)
+        run = OneRelease(type(self).__name__, Full(self._plan.task.n), self._plan.event(), 0, 0, self._finalized)
         return self._statement(run, delta, run.ahead())
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,4 +272,4 @@ class SolvedOptimizer(FromPlan, CommonOptimizer):
         return super().state_dict()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._plan.charged}, finalized={self._finalized})"
+        return f"{type(self).__name__}({self._plan.event()}, finalized={self._finalized})"

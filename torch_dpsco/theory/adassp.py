@@ -24,7 +24,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 
-__all__ = ["AdaSSPConstants", "AdaSSPPaperConstants", "adassp_constants", "adassp_constants_paper"]
+__all__ = ["AdaSSPConstants", "AdaSSPPaperConstants", "adassp_constants", "adassp_constants_paper", "adassp_mu"]
 
 
 class AdaSSPConstants(NamedTuple):
@@ -137,6 +137,35 @@ def adassp_constants_paper(
     std = scaled_up(math.sqrt(log_term) / third, 8)
     cap = math.sqrt(d * log_term * math.log(2 * d * d / failure)) * square / third
     return AdaSSPPaperConstants(std * square, std * square, log_term / third * square, std * product, cap)
+
+
+def adassp_mu(
+    constants: AdaSSPConstants, bound_x: float, bound_y: float, dim: int, adjacency: str = "add_remove"
+) -> float:
+    """Returns mu of the joint release with this noise, rounded up.
+
+    Args:
+        constants: whose stds are > 0.
+        bound_x: B > 0.
+        bound_y: Y > 0.
+        dim: d >= 1.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Guarantee: mu-GDP of the three releases together, under the adjacency.
+
+    Source: docs/proofs/output.md#least-squares-from-noisy-statistics
+
+    Example:
+        >>> noise = adassp_constants(1.0, 1e-6, bound_x=1.0, bound_y=1.0, dim=10)
+        >>> gaussian_mu(1.0, 1e-6) * (1 - 1e-12) < adassp_mu(noise, 1.0, 1.0, 10) <= gaussian_mu(1.0, 1e-6)
+        True
+    """
+    lmin, diagonal, off_diagonal, xty = (check.positive(std=std) for std in constants[:4])
+    square, product, replaced = bound_x**2, bound_x * bound_y, sensitivity_factor(adjacency) == 2
+    # squares off the diagonal count twice in the Frobenius norm, and their noise once
+    xtx = min(diagonal, math.sqrt(2) * off_diagonal) if dim > 1 else diagonal
+    moved = ((1.0, square, lmin), (math.sqrt(2) if replaced else 1.0, square, xtx), (1.0 + replaced, product, xty))
+    return scaled_up(math.hypot(*(factor * size / std for factor, size, std in moved)), 6)
 
 
 def _shares(weights: Sequence[float]) -> tuple[float, float, float]:

@@ -41,13 +41,14 @@ from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.holder_schedules import lr_theorem, steps_theorem
 from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity
 
-__all__ = ["HIT_CONSTANTS", "plan_output"]
+__all__ = ["HIT_CONSTANTS", "paper_sensitivity", "plan_output"]
 
 FloatArray = NDArray[np.float64]
 
 HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}
 _SAMPLING, _MODES = ("shuffled", "fixed"), ("tight", "paper")
 _MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
+_PaperRun = tuple[float, float, float, float | None, float | None, float, int, int]
 
 
 def plan_output(
@@ -277,22 +278,49 @@ def _noise(request: _Request, path: RunPath, lr: FloatArray, exact: bool) -> tup
     return sensitivity, noise
 
 
-def _paper_noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float, float]:
-    promises, n, failure = request.promises, request.n, request.delta / 2
-    if not np.all(lr == lr[0]):
-        raise ConditionError("mode='paper' is proved for one step size (got several)")
-    if promises.grad_at_zero is None:
-        raise MissingConstantError("grad_at_zero is needed in mode='paper' (got None)")
-    constants = (promises.holder_exponent, promises.holder_constant, promises.grad_at_zero, promises.loss_at_zero)
-    radius, domain = (promises.radius, "bounded") if request.bounded else (None, "unbounded")
-    run = (radius, float(lr[0]), lr.size, n)
-    sensitivity = output_sensitivity_paper(*constants, *run, failure, domain)
+def paper_sensitivity(promises: LossPromises, path: RunPath, lr: FloatArray, n: int, failure: float) -> float:
+    """Returns the sensitivity of mode "paper", which holds but for the failure.
+
+    Args:
+        promises: constants of the loss, grad_at_zero included.
+        path: of `output_path`, rounding included.
+        lr: step sizes (T,), all the same.
+        n: public number of records.
+        failure: in (0, 1).
+
+    Raises:
+        ConditionError: several step sizes, or rounding exceeds what the paper's sensitivity leaves room for.
+        MissingConstantError: grad_at_zero is missing.
+    """
+    sensitivity = output_sensitivity_paper(*_paper_run(promises, lr, n), failure, _domain(promises))
     hits = (lr.size / n) * (1 + chernoff_factor(n, lr.size, failure))
     # PRIVACY: rounding must fit into what the paper's bound is too large by
     # (test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack)
     if path.drift + hits * float(path.hits.max(initial=0.0)) > sensitivity:
         raise ConditionError("mode='paper' leaves no room for rounding here; use mode='tight' or double precision")
-    return sensitivity, output_sigma_paper(*constants, *run, request.epsilon, request.delta, domain)
+    return sensitivity
+
+
+def _paper_noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float, float]:
+    promises, n = request.promises, request.n
+    sensitivity = paper_sensitivity(promises, path, lr, n, request.delta / 2)
+    run = _paper_run(promises, lr, n)
+    return sensitivity, output_sigma_paper(*run, request.epsilon, request.delta, _domain(promises))
+
+
+def _paper_run(promises: LossPromises, lr: FloatArray, n: int) -> _PaperRun:
+    """Returns what the paper's formulas take: constants, radius, step size, T and n."""
+    if not np.all(lr == lr[0]):
+        raise ConditionError("mode='paper' is proved for one step size (got several)")
+    if promises.grad_at_zero is None:
+        raise MissingConstantError("grad_at_zero is needed in mode='paper' (got None)")
+    constants = (promises.holder_exponent, promises.holder_constant, promises.grad_at_zero, promises.loss_at_zero)
+    radius = promises.radius if math.isfinite(promises.radius) else None
+    return *constants, radius, float(lr[0]), lr.size, n
+
+
+def _domain(promises: LossPromises) -> str:
+    return "bounded" if math.isfinite(promises.radius) else "unbounded"
 
 
 def _risk(request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float) -> float | None:
