@@ -184,7 +184,7 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, make = MADE[name]
     plan = make()
     lines = str(plan).splitlines()
-    assert lines[0] == f"{type(plan).__name__} for one {plan.unit}, {plan.adjacency}"
+    assert lines[0] == f"{type(plan).__name__}: privacy for one {plan.unit} ({plan.adjacency})"
     assert max(map(len, lines)) <= 110
     labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
     assert labels[:4] == ["promise", "epsilon", "batches", "steps"]
@@ -212,9 +212,7 @@ def planned_and_made(model: nn.Module, cls: Any, plan: StepPlan) -> tuple[Any, d
 @pytest.mark.parametrize("records", [N - 1, N, N + 1])
 def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: int) -> None:
     plan, optimizer = FILLED[name](dp.attach(nn.Linear(DIM, 1)))
-    (rows,) = re.findall(
-        r"^  filled +a draw, whose size is private, is filled up to (\d+) rows$", str(plan), re.MULTILINE
-    )
+    (rows,) = re.findall(r"^  filled +each draw is filled up to (\d+) rows, since", str(plan), re.MULTILINE)
     data = TensorDataset(torch.randn(records, DIM), torch.ones(records, 1))
     x, _ = next(iter(optimizer.loader(data)))
     assert len(x) == int(rows)
@@ -234,7 +232,7 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     optimizer = cls(nn.Linear(DIM, 1).parameters(), plan)
     places = optimizer._slots(None, None, optimizer._new_sampler(plan.n, plan.steps, False)).capacity
     text = dict(plan.lines())["filled"]
-    assert text == f"a draw, whose size is private, is filled up to {places} places for users"
+    assert text == f"each draw is filled up to {places} places for users, since its true size is private"
 
 
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
@@ -247,7 +245,7 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
         (str(holder(budget=BUDGET, steps=3)()), "on request"),
         (str(MADE["HolderSGD, exact"][1]()), "chosen"),
     ):
-        (said,) = re.findall(rf"exact noise {chosen}: some (\d+) ns more a step and parameter", text)
+        (said,) = re.findall(rf"exact noise {chosen}, by secure='exact': about (\d+) ns more per step", text)
         assert [round(value, -1) for value in more] == [int(said)] * len(more)
     with pytest.warns(dp.UtilityWarning, match="no sampling declared"):
         silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
@@ -296,13 +294,13 @@ def test_the_way_before_plans_says_what_to_write(name: str) -> None:
         cls.calibrated(params, problem=PROBLEM, n=N, budget=BUDGET)
     with pytest.raises(ValueError, match=rf"lr, problem must be given to {name}.plan\(...\)"):
         cls(params, lr=0.1, problem=PROBLEM)
-    with pytest.raises(ValueError, match=rf"plan must be given to {name}.plan\(...\), .* \(got 0.1\)"):
+    with pytest.raises(ValueError, match=rf"plan must be made by {name}.plan\(...\): .* \(got 0.1\)"):
         cls(params, 0.1)
 
 
 def test_a_plan_is_run_by_its_own_class() -> None:
     plan = MADE["AcceleratedSGD"][1]()
-    with pytest.raises(ValueError, match=r"plan must be given to ClippedSGD\.plan"):
+    with pytest.raises(ValueError, match=r"plan must be made by ClippedSGD\.plan"):
         dp.ClippedSGD(nn.Linear(DIM, 1).parameters(), plan)
 
 

@@ -191,7 +191,7 @@ _PLAIN: dict[Any, _Kind] = {
     float: _NUMBERS[0],
     int: _NUMBERS[1],
     bool: _Kind(lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
-    str: _Kind(lambda value: isinstance(value, str), "a name, as text"),
+    str: _Kind(lambda value: isinstance(value, str), "text"),
     Callable: _Kind(callable, "a function"),
 }
 _HOW = {  # how to make what an argument must be

@@ -32,11 +32,12 @@ from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["Plan", "exact_cost"]
+__all__ = ["Plan", "exact_cost", "passes"]
 
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
 _LABEL, _WIDTH = 12, 110
+_LAST = ("assumed", "trusted", "expected", "exact noise")  # lines that end every table, in this order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,8 @@ class Plan(ABC):
 
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
-        out = [f"{type(self).__name__} for one {self.unit}, {self.adjacency}"]
+        rows.sort(key=lambda row: _LAST.index(row[0]) if row[0] in _LAST else -1)
+        out = [f"{type(self).__name__}: privacy for one {self.unit} ({self.adjacency})"]
         for label, text in rows:
             out += textwrap.wrap(
                 text, _WIDTH, initial_indent=f"  {label:<{_LABEL}}", subsequent_indent=" " * (_LABEL + 2)
@@ -108,27 +110,30 @@ class Plan(ABC):
 
     def _promise(self) -> str:
         if self.budget is None:
-            return "no budget: noise and steps are given"
+            return "no budget limits the run"
         target, unit = self.budget, self.unit
-        worlds = {"replace_one": f"another {unit} in its place", "add_remove": "leaving it out"}
-        other = worlds.get(self.adjacency, f"an empty {unit} in its place")
+        changes = {"replace_one": f"replacing one {unit} by any other", "add_remove": f"adding or removing one {unit}"}
+        change = changes.get(self.adjacency, f"replacing one {unit} by an empty one")
         return (
-            f"what is released hardly changes by {other}: ({rounded_up(target.epsilon)}, {rounded_up(target.delta)})-"
+            f"{change} hardly changes what is released: ({rounded_up(target.epsilon)}, {rounded_up(target.delta)})-"
             f"differential privacy"
         )
 
     def _epsilons(self) -> str:
         delta = 1e-6 if self.budget is None else self.budget.delta
-        found = []
+        found, beyond = [], ""
         try:
             for adjacency in ADJACENCIES:
                 try:
-                    found.append(f"{adjacency} {rounded_up(self.epsilon(delta, adjacency))}")
+                    epsilon = self.epsilon(delta, adjacency)
+                    found.append(f"{adjacency} {rounded_up(epsilon)}")
+                    if self.budget is not None and adjacency == self.adjacency and epsilon > self.budget.epsilon:
+                        beyond = "; what would pass the budget is refused"
                 except AdjacencyError:
-                    found.append(f"{adjacency} none")
+                    found.append(f"{adjacency} not proved")
         except ConditionError as error:
             return f"not known beforehand: {error}"
-        return f"{', '.join(found)} at delta {rounded_up(delta)}"
+        return f"{', '.join(found)} at delta {rounded_up(delta)}{beyond}"
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -162,8 +167,13 @@ class Plan(ABC):
 
 def exact_cost(secure: str | None) -> tuple[str, str]:
     """Returns (label, text) of what exact noise costs, where there is such."""
-    more = "some 20 ns more a step and parameter, and 0.03 % more noise (docs/performance.md)"
-    return "exact noise", f"{'chosen' if secure else 'on request'}: {more}"
+    more = "about 20 ns more per step and parameter, and 0.03 % more noise (docs/performance.md)"
+    return "exact noise", f"{'chosen' if secure else 'on request'}, by secure='exact': {more}"
+
+
+def passes(number: float) -> str:
+    """Returns a number of passes over the data in words."""
+    return "1 pass" if number == 1 else f"{number:.3g} passes"
 
 
 # -- what may be saved -------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_the_sum_of_all_noise_is_what_the_plan_expects() -> None:
     expected = float(strategy.prefix_std(20)[-1]) * strategy.norm / B
     assert spread(model.weight) == pytest.approx(expected, rel=0.11)
     assert expected < 0.6 * math.sqrt(20) / B  # of independent noise
-    share = f"{expected * B / math.sqrt(20):.2f} of the noise"
+    share = f"{expected * B / math.sqrt(20):.2f} of what independent noise"
     assert share in str(plan)
 
 

@@ -276,7 +276,7 @@ TRAINING: dict[str, Misuse] = {
     "no sampling declared": (
         lambda a: holder(a, n=None, sampling=dp.accounting.designs.Undeclared(BATCH)).loader(records()),
         dp.UnknownSamplerError,
-        r"give n= \(Poisson sampling\) or design=",
+        r"give n= \(Poisson sampling\) or sampling= to the plan \(design=",
     ),
 }
 

@@ -413,7 +413,7 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
 def test_a_schedule_of_another_kind_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="phases must be a LocalizedSchedule"):
         dp.LocalizedSGD.plan(phases=dp.Schedule((dp.Phase(3),)), n=30)
-    with pytest.raises(ValueError, match=r"budget and dim .* must be given for phases to be chosen, or phases="):
+    with pytest.raises(ValueError, match="budget, dim must be given for phases to be chosen, or phases="):
         dp.LocalizedSGD.plan(n=30)
     plan = dp.LocalizedSGD.plan(phases=LocalizedSchedule(phases=PHASES, rho=None), n=30)
     with pytest.raises(ValueError, match="pilots must be one per phase, 3"):

@@ -478,7 +478,7 @@ def test_parameters_that_are_no_linear_layer_of_the_task_are_refused(model: nn.M
 def test_a_plan_is_of_its_layer_and_its_optimizer() -> None:
     with pytest.raises(ValueError, match="params"):
         dp.OutputPerturbation(nn.Linear(4, 1).parameters(), planned())
-    with pytest.raises(ValueError, match=r"plan must be given to NoisyGD.plan\(...\)"):
+    with pytest.raises(ValueError, match=r"plan must be made by NoisyGD.plan\(...\)"):
         dp.NoisyGD(nn.Linear(3, 1).parameters(), planned())
     assert planned(model=list(nn.Linear(3, 1).parameters())) == planned()
 

@@ -296,7 +296,7 @@ def undeclared_sampling(script: Script, evidence: Evidence) -> Iterator[Finding]
             "warning",
             "undeclared-sampling",
             "the optimizer knows no sampling: each step is accounted as if it used all records, under replace_one only",
-            "give n= (Poisson batches) or design= to the optimizer, and loader = optimizer.loader(dataset)",
+            "give n= (Poisson batches) or sampling= to the plan, and loader = optimizer.loader(dataset)",
         )
 
 

@@ -90,8 +90,13 @@ class LinearPlan(Plan):
             f"reg={self.reg:.4g} on the sum of {task.n} losses",
         )
         norm = std * math.sqrt(task.parameters)
-        yield "noise", f"std {std:.3g} a parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}"
+        yield (
+            "noise",
+            f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}",
+        )
         most = (
-            f"there are at most n_max={task.n_max} of them" if task.adjacency == ADD_REMOVE else f"n={task.n} is true"
+            f"there are at most n_max={task.n_max} of them"
+            if task.adjacency == ADD_REMOVE
+            else f"their number is n={task.n}"
         )
         yield "assumed", f"all settings were chosen without a look at the records; {most}"

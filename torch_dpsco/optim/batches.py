@@ -35,7 +35,7 @@ __all__ = ["LogicalBatch"]
 
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
-    "design= to the optimizer and use optimizer.loader(dataset)"
+    "sampling= to the plan (design= to a PrivateOptimizer) and use optimizer.loader(dataset)"
 )
 
 

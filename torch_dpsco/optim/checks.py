@@ -140,7 +140,7 @@ def require_one_step(
         accountant.ledger.cost(adjacency, extra=step)
     except AdjacencyError as error:
         raise AdjacencyError(
-            f"{error}; give n= (Poisson batches, every adjacency), another design=, or adjacency='replace_one'"
+            f"{error}; give n= (Poisson batches, every adjacency), another sampling=, or adjacency='replace_one'"
         ) from error
     budget = accountant.budget
     if budget is None or accountant.interrupted or accountant.admits(step):

@@ -58,8 +58,18 @@ class CorrelatedPlan(StepPlan):
         strategy = Banded(self.coefficients)
         left = float(strategy.prefix_std(self.steps)[-1]) * strategy.norm / self.steps**0.5
         std = self.noise_multiplier * strategy.norm * self.clip / self.batch_size
-        yield "noise", f"std {std:.3g} on a mean clipped at {self.clip:g}; {strategy.bands - 1} past ones are kept"
-        yield "expected", f"{left:.2f} of the noise that {self.steps} independent releases at this cost would sum up to"
+        past = {0: "", 1: ", less a part of the noise of the step before"}.get(
+            strategy.bands - 1, f", less parts of the noise of the {strategy.bands - 1} steps before"
+        )
+        yield (
+            "noise",
+            f"std {std:.3g} per coordinate of a mean gradient of norm at most {self.clip:g}{past}",
+        )
+        yield "assumed", "rows do not depend on other records; equal rows have equal sums"
+        yield (
+            "expected",
+            f"the noise of all steps together is {left:.2f} of what independent noise would sum up to at the same cost",
+        )
 
 
 class CorrelatedSGD(PlannedOptimizer):
@@ -119,7 +129,9 @@ class CorrelatedSGD(PlannedOptimizer):
         """
         adjacency = agreed_adjacency(adjacency, budget)
         if adjacency == ADD_REMOVE:
-            raise AdjacencyError("adjacency must be zero_out or replace_one for correlated noise, where positions stay")
+            raise AdjacencyError(
+                f"adjacency must be zero_out or replace_one: records keep their places (got {adjacency})"
+            )
         batch_size = min(check.positive_count(batch_size=batch_size), check.positive_count(n=n))
         batches = math.ceil(n / batch_size)
         if steps is not None and epochs is not None:

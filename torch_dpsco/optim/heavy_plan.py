@@ -15,7 +15,7 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.optim.planned import StepPlan
+from torch_dpsco.optim.planned import StepPlan, noise_on_mean
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased
@@ -124,8 +124,14 @@ class ClippedPlan(StepPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        clip = "the clip" if self.clip is None else f"the clip, {self.clip:.3g}"
-        yield "noise", f"std {self.noise_multiplier / self.batch_size:.2g} of {clip}, beside a mean of at most the clip"
+        share = self.noise_multiplier / self.batch_size
+        if self.clip is None:
+            yield (
+                "noise",
+                f"std {share:.2g} of the clip per coordinate of a mean gradient, whose norm is at most the clip",
+            )
+        else:
+            yield noise_on_mean(share, self.clip)
         if self.pilot is not None:
             yield "pilot", str(self.pilot)
         yield "assumed", "rows do not depend on other records; nothing about moments, since rows are clipped"

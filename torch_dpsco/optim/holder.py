@@ -34,6 +34,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    noise_on_mean,
     sampled,
     steps_of,
 )
@@ -86,15 +87,11 @@ class HolderPlan(StepPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         if isinstance(self.noise_std, float):
-            share = self.noise_std / self.grad_bound
-            where = "at the start" if math.isinf(self.radius) and self.noise == "adaptive" else "at most"
-            yield (
-                "noise",
-                f"std {self.noise_std:.3g} on a mean of norm {self.grad_bound:.3g} {where}: {share:.2g} of it",
-            )
+            where = " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
+            yield noise_on_mean(self.noise_std / self.grad_bound, self.grad_bound, where)
         yield "assumed", "rows do not depend on other records; the bounds of the problem are enforced by clipping"
         if self.risk_bound is not None:
-            yield "expected", f"excess risk of the average at most {self.risk_bound:.3g}, if the promises hold"
+            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
 
 
 class HolderSGD(PlannedOptimizer):

@@ -145,10 +145,7 @@ class LocalizedSGD(PlannedOptimizer):
                 raise ValueError(f"{', '.join(given)} must not be given beside phases, which are chosen (got {phases})")
         else:
             if budget is None or dim is None:
-                raise ValueError(
-                    f"budget and dim (the model) must be given for phases to be chosen, or phases= of your own (got "
-                    f"{budget} and {dim})"
-                )
+                check.required(" for phases to be chosen, or phases= of your own", budget=budget, dim=dim)
             if budget.mode != "planned":
                 raise ValueError(f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})")
             if distance is not None:

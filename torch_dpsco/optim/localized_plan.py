@@ -89,13 +89,13 @@ class LocalizedPlan(StepPlan):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
-        yield "batches", f"{len(self.schedule().phases)} phases on records of their own, of {self.n} {self.unit}s"
+        yield "batches", f"{len(self.schedule().phases)} phases, each on {self.unit}s of its own, of {self.n}"
         yield "steps", f"{self.steps} steps, answer: the last iterate, which is the center of the next phase"
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             if pilot is not None:
                 yield "pilot", str(pilot)
-            copies = "" if phase.copies == 1 else f"{phase.copies} times, the most central answer counts: "
-            clip = f"the clip, {phase.clip:.3g}" if not any(self.pilots) else "the clip"
+            copies = "" if phase.copies == 1 else f"{phase.copies} times, of which the most central answer is kept: "
+            clip = f"the clip ({phase.clip:.3g})" if not any(self.pilots) else "the clip"
             yield (
                 f"phase {phase.index}",
                 f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s, lambda {phase.reg:.3g}, "

@@ -149,6 +149,6 @@ class PilotPlan:
 
     def __str__(self) -> str:
         return (
-            f"the clip is a private quantile, {self.quantile:.3g}, of the gradient norms of {self.size} records, in "
-            f"[{self.c_min:g}, {self.c_max:g}]"
+            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of {self.size} examples, "
+            f"within [{self.c_min:g}, {self.c_max:g}]"
         )

@@ -25,7 +25,7 @@ from torch_dpsco.optim.assembly import sizes_are_private
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.charges import first_charges, planned_event
 from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.plan import Plan, exact_cost
+from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import SGD, UpdateRule
 from torch_dpsco.rules.base import AVERAGES
@@ -43,6 +43,7 @@ __all__ = [
     "costs",
     "dimension",
     "drawing",
+    "noise_on_mean",
     "sampled",
     "steps_of",
 ]
@@ -128,13 +129,17 @@ class StepPlan(Plan):
         often = "steps until the budget is spent"
         if self.steps is not None:
             declared = not isinstance(self.design, Undeclared)
-            passes = f", {_rows(self.design, self.steps) / self.design.n:.3g} passes" if declared else ""
-            often = f"{self.steps} steps{passes}"
+            over = f", {passes(_rows(self.design, self.steps) / self.design.n)}" if declared else ""
+            often = f"{self.steps} steps{over}"
         yield "steps", f"{often}, step size {self.lr:g}, answer: {ANSWERS[self.average]}"
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
 
 
-ANSWERS = {"last": "the last iterate", "uniform": "the average of all iterates", "weighted": "later iterates more"}
+ANSWERS = {
+    "last": "the last iterate",
+    "uniform": "the average of all iterates",
+    "weighted": "an average in which later iterates weigh more",
+}
 
 
 def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None) -> Iterator[tuple[str, str]]:
@@ -148,10 +153,16 @@ def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None
     """
     if sizes_are_private(design, adjacency, oracle.unit):
         units = "rows" if oracle.unit == "example" else f"places for {oracle.unit}s"
-        yield "filled", f"a draw, whose size is private, is filled up to {capacity(design)} {units}"
+        yield "filled", f"each draw is filled up to {capacity(design)} {units}, since its true size is private"
     with suppress(ConditionError):  # there is none
         oracle.use_exact_noise()
         yield exact_cost(secure)
+
+
+def noise_on_mean(share: float, bound: float, where: str = "") -> tuple[str, str]:
+    """Returns (label, text) of noise whose std is a share of the bound on a mean gradient."""
+    gradient = f"a mean gradient of norm at most {bound:.3g}{where}"
+    return "noise", f"std {share * bound:.3g} per coordinate of {gradient}: {share:.2g} of it"
 
 
 def drawing(design: Design, unit: str) -> str:
@@ -192,10 +203,14 @@ class FromPlan:
             AdjacencyError: the accountant has another budget or adjacency.
         """
         name = cls.__name__
-        if moved or type(plan) is not cls.plans:
+        if moved:
             raise ValueError(
-                f"{', '.join(moved) or 'plan'} must be given to {name}.plan(...), whose plan is the second argument: "
-                f"{name}(params, {name}.plan(...)) (got {shown(plan)})"
+                f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the optimizer: "
+                f"{name}(params, {name}.plan(...))"
+            )
+        if type(plan) is not cls.plans:
+            raise ValueError(
+                f"plan must be made by {name}.plan(...): {name}(params, {name}.plan(...)) (got {shown(plan)})"
             )
         if accountant is None:
             return plan.ledger()

@@ -17,7 +17,7 @@ from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Gaussian, Simpl
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim.linear_layer import loss_promises, reach
 from torch_dpsco.optim.planned import ANSWERS, drawing
-from torch_dpsco.plan import Plan, exact_cost
+from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules.base import AVERAGES
@@ -119,16 +119,16 @@ class RowFreePlan(Plan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
         yield "batches", drawing(self.design, self.unit)
-        passes, lr = self.steps / -(-self.n // self.batch_size), self.lr
+        over, lr = passes(self.steps / -(-self.n // self.batch_size)), self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
         yield (
             "steps",
-            f"{self.steps} secret steps, {passes:.3g} passes, step size{sizes}, answer: {ANSWERS[self.average]}",
+            f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}",
         )
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
         moved = "" if self.sensitivity is None else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
         norm = self.noise_std * math.sqrt(self.dim)
-        yield "noise", f"std {self.noise_std:.3g}, of norm {norm:.3g}, on an answer of norm {far}{moved}"
+        yield "noise", f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}{moved}"
         yield (
             "assumed",
             "the promises of the problem: nothing is clipped, so that with a loss that breaks them nothing is private; "

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled, steps_of
+from torch_dpsco.optim.planned import agreed_adjacency, dimension, noise_on_mean, sampled, steps_of
 from torch_dpsco.optim.user_base import UserOptimizer, UserPlan
 from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped
@@ -49,10 +49,9 @@ class UserClippedPlan(UserPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        share = self.noise_multiplier / self.batch_size
-        yield "noise", f"std {share * self.clip:.3g} on a mean of norm {self.clip:.3g} at most: {share:.2g} of it"
+        yield noise_on_mean(self.noise_multiplier / self.batch_size, self.clip)
         if self.center_decay is not None:
-            yield "center", f"users are measured from an average of the releases, of decay {self.center_decay:g}"
+            yield "center", f"gradients are measured from a running average of releases, of decay {self.center_decay:g}"
         yield "assumed", self.assumed
 
 

@@ -33,7 +33,7 @@ from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.optim.user_plan import FilterPlan, lipschitz_of, warn_if_users_are_buried
+from torch_dpsco.optim.user_plan import FilterPlan, disagreement, lipschitz_of, near, warn_if_users_are_buried
 from torch_dpsco.oracles.user_filtered import UserFiltered
 from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.problem import Problem
@@ -109,16 +109,24 @@ class UserFilteredPlan(FilterPlan):
         yield from super().lines()
         own = self.filter
         if self.search is not None:
-            yield "search", f"the first step spends epsilon {self.search.epsilon:g} on a pair radius, and moves nothing"
+            yield (
+                "search",
+                f"the first step spends epsilon {self.search.epsilon:g} on choosing the pair radius, and moves nothing",
+            )
             ratio = own.noise_std / own.pair_radius
-            yield "noise", f"std {ratio:.3g} times that radius on the mean of users within it of each other"
+            yield (
+                "noise",
+                f"std {ratio:.3g} times that radius, per coordinate of the mean of users within it of each other",
+            )
         else:
-            yield "noise", f"std {own.noise_std:.3g} on the mean of users within {own.pair_radius:.3g} of each other"
+            yield "noise", near(own)
         if isinstance(own, UserFilterPlan):
-            risk = f"with probability {own.halt_probability():.2g} at most, if they agree as guessed"
-            yield "tests", f"the run ends where users do not agree, {risk}; a step compares all pairs of them"
+            yield "tests", disagreement("the run", own.halt_probability())
         else:
-            yield "tests", "a step whose users do not agree is charged and moves nothing; it compares all pairs of them"
+            yield (
+                "tests",
+                "a step whose users disagree is charged and moves nothing; each step compares all pairs of users",
+            )
         yield from self.ending()
 
 
@@ -236,10 +244,7 @@ class UserFilteredSGD(UserOptimizer):
                 if value is not None:
                     raise ValueError(f"{name} must be None beside numbers of the filter, which have it (got {value})")
         elif n_users is None or budget is None:
-            raise ValueError(
-                f"n_users and budget must be given, or filter=, numbers of theory.user_level (got {n_users} and "
-                f"{budget})"
-            )
+            check.required(", or filter=, numbers of theory.user_level", n_users=n_users, budget=budget)
         else:
             if search is not None and (lr is None or steps is None):
                 raise MissingConstantError("lr and steps must be given beside a search: its bound is not known before")
@@ -359,9 +364,9 @@ def _sampled(
     skip_probability: float,
 ) -> PoissonFilterPlan:
     if lr is None or steps is None or batch_size is None:
+        missing = [name for name, value in (("lr", lr), ("steps", steps), ("batch_size", batch_size)) if value is None]
         raise MissingConstantError(
-            f"lr, steps and batch_size must be given under add_remove, where no bound chooses them (got {lr}, {steps} "
-            f"and {batch_size})"
+            f"{', '.join(missing)} must be given under add_remove, where no bound chooses them (got None)"
         )
     n = target["n_users"]
     score = n if typical_score is None else check.between(0.0, n, typical_score=typical_score)

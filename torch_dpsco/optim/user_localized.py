@@ -23,7 +23,7 @@ from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.optim.user_plan import FilterPlan, lipschitz_of, warn_if_users_are_buried
+from torch_dpsco.optim.user_plan import FilterPlan, disagreement, lipschitz_of, near, warn_if_users_are_buried
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
@@ -55,12 +55,9 @@ class UserLocalizedPlan(FilterPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         for phase in self.phases:
-            own = phase.plan
-            noise = f"std {own.noise_std:.3g} on the mean of users within {own.pair_radius:.3g} of each other"
-            yield f"phase {phase.index}", f"{phase.steps} steps of size {phase.lr:.3g}, noise of {noise}"
+            yield f"phase {phase.index}", f"{phase.steps} steps of size {phase.lr:.3g}, noise of {near(phase.plan)}"
         worst = max(phase.plan.halt_probability() for phase in self.phases)
-        risk = f"with probability {worst:.2g} at most, if they agree as guessed"
-        yield "tests", f"a phase ends where users do not agree, {risk}; a step compares all pairs of them"
+        yield "tests", disagreement("a phase", worst)
         yield from self.ending()
 
 
@@ -160,9 +157,12 @@ class LocalizedUserSGD(UserOptimizer):
                 raise ValueError(f"n_users must be None beside phases, which have it (got {n_users})")
             made = phases
         elif n_users is None or budget is None or problem is None or dim is None:
-            raise ValueError(
-                f"n_users, budget, problem and dim (the number of parameters, or the model) must be given, or phases=, "
-                f"a theory.user_level.LocalizedUserPlan (got {n_users}, {budget}, {problem} and {dim})"
+            check.required(
+                ", or phases=, a theory.user_level.LocalizedUserPlan",
+                n_users=n_users,
+                budget=budget,
+                problem=problem,
+                dim=dim,
             )
         else:
             lipschitz, convexity = _constants(problem, reg)

@@ -21,7 +21,7 @@ from torch_dpsco.oracles.user_search import UserSearched
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.user_level import PairRadiusSearch, PoissonFilterPlan, UserFilterPlan, UserPhase
 
-__all__ = ["FilterPlan", "lipschitz_of", "warn_if_users_are_buried"]
+__all__ = ["FilterPlan", "disagreement", "lipschitz_of", "near", "warn_if_users_are_buried"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,24 @@ class FilterPlan(UserPlan):
         yield "assumed", self.assumed
         if self.risk_bound is not None:
             yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+
+
+def near(plan: UserFilterPlan | PoissonFilterPlan) -> str:
+    """Returns in words the noise of a filter, beside the distance of users that it allows."""
+    return f"std {plan.noise_std:.3g} per coordinate of the mean of users within {plan.pair_radius:.3g} of each other"
+
+
+def disagreement(stops: str, risk: float) -> str:
+    """Returns in words what happens where the users of a step disagree.
+
+    Args:
+        stops: what ends then.
+        risk: bound on the probability of that among users who agree as guessed.
+    """
+    return (
+        f"{stops} ends early if users disagree, which has probability at most {risk:.2g} if they agree as guessed; "
+        "each step compares all pairs of users"
+    )
 
 
 def warn_if_users_are_buried(

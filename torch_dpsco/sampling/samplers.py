@@ -246,5 +246,6 @@ def kind_of(design: Design) -> type[DesignSampler]:
         if isinstance(design, sampler.kind):
             return sampler
     raise UnknownSamplerError(
-        "no sampling was declared: give n= (Poisson sampling) or design= to the optimizer to get a loader from it"
+        "no sampling was declared: give n= (Poisson sampling) or sampling= to the plan (design= to a PrivateOptimizer) "
+        "to get a loader from the optimizer"
     )

@@ -141,7 +141,7 @@ class _Request:
             if self.delta != 0:
                 check.open_interval(0.0, 1.0, delta=self.delta)
         if self.adjacency not in HIT_CONSTANTS:
-            raise AdjacencyError(f"bolt-on SGD is private under replace_one, zero_out (got {self.adjacency})")
+            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
 
     @property
     def steps_per_epoch(self) -> int:

@@ -151,7 +151,7 @@ class _Request:
         if _validate.positive_count(batch_size=self.batch_size) > n:
             raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
         if self.adjacency not in HIT_CONSTANTS:
-            raise AdjacencyError(f"output perturbation is private under replace_one, zero_out (got {self.adjacency})")
+            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
         if _validate.choice(_MODES, mode=self.mode) == "paper":
             if self.adjacency != "replace_one":
                 raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {self.adjacency})")

@@ -210,7 +210,7 @@ def step_sizes(lr: ArrayLike) -> FloatArray:
     """Returns step sizes as an array (T,); raises ValueError unless all are finite and > 0."""
     sizes = np.asarray(lr, dtype=np.float64)
     if sizes.ndim != 1 or sizes.size == 0 or not (np.isfinite(sizes).all() and (sizes > 0).all()):
-        raise ValueError(f"lr must be a nonempty list of finite numbers > 0 (got shape {sizes.shape})")
+        raise ValueError(f"lr must be a nonempty list of finite numbers > 0 (got {_validate.shown(sizes.tolist())})")
     return sizes
 
 
