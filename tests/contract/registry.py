@@ -1,143 +1,48 @@
-"""The rows of the optimizer contract: one per optimizer class or configuration, and what every test needs to run it.
+"""The rows of the optimizer contract: one per optimizer class, oracle or configuration.
 
-A new optimizer enters the suite by one line in `ROWS`. All rows share one tiny task: 24 records, batches of 6 (of 24
-under `Full`), 4 planned steps, so that a one-pass design uses each record once.
+A new optimizer or oracle enters the suite by a line in `ROWS`, with the `FACTS` that it lacks; a test says by `having`
+which of them it needs. Optimizers that release their answer alone are in `test_release_once.py`.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.streams import seeded
+from tests.contract.runs import DIM, FACTS, LOSS, STEPS, Build, N, Row, Settings, agreeing
+from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
-from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.mechanisms.shuffle import ShuffleParameters
+from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.user_level import LocalizedUserPlan, UserFilterPlan, UserPhase, calibrate_filter
+from torch_dpsco.theory.user_level import (
+    LocalizedUserPlan,
+    PoissonFilterPlan,
+    UserFilterPlan,
+    UserPhase,
+    calibrate_filter,
+    poisson_filter_plan,
+)
+from torch_dpsco.theory.user_radius import pair_radius_search
 
-N, BATCH, STEPS, DIM = 24, 6, 4, 3
-LOSS = dp.losses.Logistic()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a test may vary; `scale` multiplies the clip, or the record bound that the clip follows from."""
-
-    noise: float = 1.0
-    scale: float = 1.0
-    batch: int = BATCH
-    steps: int | None = STEPS
-    lr: float = 0.1
-    accountant: dp.Accountant | None = None
-    generator: torch.Generator | None = None
+INF = float("inf")
+ADD, REPLACE = "add_remove", "replace_one"
 
 
-Build = Callable[[Any, Settings], dp.PrivateOptimizer]
+def having(*facts: str) -> pytest.MarkDecorator:
+    """Runs a test on the rows that have these facts."""
+    assert set(facts) <= FACTS.keys()
+    rows = [row for row in ROWS if not row.lacks & set(facts)]
+    return pytest.mark.parametrize("row", rows, ids=[row.name for row in rows])
 
 
-@dataclass(frozen=True)
-class Row:
-    """An optimizer under contract.
-
-    `exact`: the update is the plain w - lr * mean. `poisson`: draws may be empty. `clip(norm, scale)`: the bound that
-    the row must clip at when the parameters have that norm.
-    """
-
-    name: str
-    build: Build
-    adjacency: str
-    clip: Callable[[float, float], float]
-    exact: bool = True
-    poisson: bool = True
-
-    def make(self, settings: Settings | None = None, model: nn.Module | None = None, **changes: Any) -> Run:
-        """Returns a fresh (attached, zero) model with its optimizer."""
-        settings = replace(settings or Settings(), **changes)
-        model = dp.attach(zeros()) if model is None else model
-        return Run(model, self.build(model.parameters(), settings))
-
-
-def zeros(dtype: torch.dtype = torch.float32) -> nn.Linear:
-    model = nn.Linear(DIM, 1, dtype=dtype)
-    for p in model.parameters():
-        nn.init.zeros_(p)
-    return model
-
-
-def attached(dtype: torch.dtype) -> nn.Linear:
-    """Returns an attached model; a half-precision one needs a sum loss."""
-    return dp.attach(zeros(dtype), loss_reduction="sum" if dtype == torch.bfloat16 else "mean")
-
-
-def records(n: int = N, dtype: torch.dtype = torch.float32) -> TensorDataset:
-    """Returns n records with |x| <= 3 and labels +-1."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(n, DIM, generator=generator)
-    features = features * (3 * torch.rand(n, 1, generator=generator) / features.norm(dim=1, keepdim=True))
-    labels = torch.sign(torch.randn(n, 1, generator=generator))
-    return TensorDataset(features.to(dtype), labels.to(dtype))
-
-
-@dataclass
-class Run:
-    """A model, its optimizer, and a training loop over batches that a seed repeats."""
-
-    model: nn.Module
-    opt: dp.PrivateOptimizer
-
-    def loader(
-        self, seed: int = 1, steps: int = STEPS, *, size: int = N, physical: int | None = None, dtype: Any = None
-    ) -> PrivateLoader:
-        """Returns a bound loader of repeatable draws."""
-        dataset = records(size, dtype or next(self.model.parameters()).dtype)
-        sampler = make_sampler(self.opt.design, size=size, steps=steps, seed=seed)
-        return self.opt.bind(PrivateLoader(dataset, sampler, physical_batch_size=physical))
-
-    def backward(self, batch: Iterable[Tensor]) -> Tensor:
-        """Leaves per-sample gradients on the parameters and returns the loss."""
-        features, labels = batch
-        loss = LOSS(self.model(features), labels, reduction="mean" if self.model._dpsco.mean else "sum")
-        loss.backward()
-        return loss
-
-    def train(self, steps: int = STEPS, seed: int = 1, noise_seed: int | None = 5, **loader: Any) -> Run:
-        """Makes steps on repeatable batches with repeatable noise (with noise of its own if `noise_seed` is None)."""
-        if noise_seed is not None:
-            self.opt._noise = seeded(noise_seed)
-        for batch in self.loader(seed, steps, **loader):
-            self.opt.zero_grad()
-            self.backward(batch)
-            self.opt.step()
-        return self
-
-    def parameters(self) -> list[Tensor]:
-        """Returns a copy of the parameters."""
-        return [p.detach().clone() for p in self.model.parameters()]
-
-    def answer(self) -> list[Tensor]:
-        """Returns the private answer so far."""
-        with self.opt.released():
-            return self.parameters()
-
-    def ledger(self) -> str:
-        return self.opt.accountant.ledger.digest()
-
-    def copy(self) -> Run:
-        return Run(*copy.deepcopy((self.model, self.opt)))
-
-
-def same(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
-    """Returns whether two lists of tensors agree bit for bit, dtypes included."""
-    pairs = list(zip(first, second, strict=True))
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+# -- builds -----------------------------------------------------------------------------------------------------------
 
 
 def _problem(scale: float, radius: float) -> dp.Problem:
@@ -146,7 +51,7 @@ def _problem(scale: float, radius: float) -> dp.Problem:
 
 def _holder(
     design: type[dp.Poisson] | type[dp.Fixed] = dp.Poisson,
-    adjacency: str = "replace_one",
+    adjacency: str = REPLACE,
     *,
     radius: float = 3.0,
     noise: str = "adaptive",
@@ -178,14 +83,22 @@ def _holder(
     return build
 
 
-def _clipped(design: Callable[[int], Design], adjacency: str = "replace_one", *, first_phase: bool = False) -> Build:
+def _own(
+    oracle: Callable[[Settings, int], MeanOracle],
+    design: Callable[[int], Design],
+    adjacency: str = REPLACE,
+    *,
+    first_phase: bool = False,
+) -> Build:
+    """An oracle under `PrivateOptimizer`, made of settings and the batch size of the design."""
+
     def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
         own = design(s.batch)
         phases = (dp.Phase(3), dp.Phase(s.steps and s.steps - 3)) if first_phase else (dp.Phase(s.steps),)
         return dp.PrivateOptimizer(
             params,
             s.lr,
-            oracle=dp.oracles.Clipped(clip=1.5 * s.scale, noise_multiplier=s.noise, batch_size=own.batch_size),
+            oracle=oracle(s, own.batch_size),
             rule=dp.rules.SGD("uniform"),
             design=own,
             schedule=dp.Schedule(phases),
@@ -197,7 +110,51 @@ def _clipped(design: Callable[[int], Design], adjacency: str = "replace_one", *,
     return build
 
 
-def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = "replace_one") -> Build:
+def _clip(s: Settings, size: int) -> MeanOracle:
+    return oracles.Clipped(1.5 * s.scale, s.noise, size)
+
+
+def _adaptive(s: Settings, size: int) -> MeanOracle:
+    return oracles.AdaptiveClipped(1.5 * s.scale, s.noise, size, count_noise=10.0)
+
+
+def _auto(s: Settings, size: int) -> MeanOracle:
+    return oracles.AutoClip(1.5 * s.scale, s.noise, size)
+
+
+def _coordinatewise(s: Settings, size: int) -> MeanOracle:
+    return oracles.Coordinatewise(1.5 * s.scale, s.noise, size, groups=3)
+
+
+def _shuffled(cls: Any, **more: int) -> Callable[[Settings, int], MeanOracle]:
+    def make(s: Settings, size: int) -> MeanOracle:
+        return cls(1.5 * s.scale, ShuffleParameters(16, round(256 * s.noise), 0.5), size, DIM + 1, **more)
+
+    return make
+
+
+def _absolute(s: Settings, size: int) -> MeanOracle:
+    return oracles.HolderAbsolute(_problem(s.scale, 3.0), s.noise or 1e-20, size, radius=3.0)
+
+
+def _phased(s: Settings, size: int) -> MeanOracle:
+    return oracles.Phased([(_clip(s, size), 3), (_clip(replace(s, scale=0.5 * s.scale, noise=2 * s.noise), size), 100)])
+
+
+def _piloted(s: Settings, size: int) -> MeanOracle:
+    pilot = oracles.QuantilePilot(s.batch, 1.0)
+    return oracles.Phased([(pilot, 1), (oracles.PilotClipped(pilot, s.noise, s.batch), (N - 1) // s.batch)])
+
+
+def _pilot_parts(batch: int) -> Design:
+    return dp.Parts(((dp.Full(batch), 1), (dp.Disjoint(batch, N - batch), (N - 1) // batch)), N)
+
+
+def _exact(s: Settings, size: int) -> MeanOracle:
+    return oracles.Exact(size)
+
+
+def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = REPLACE) -> Build:
     def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
         plan = cls.plan(
             lr=s.lr,
@@ -220,14 +177,17 @@ def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
 
 def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    """One phase on all records, whose first step is that of size lr: lambda = 1/lr."""
-    steps = STEPS if s.steps is None else s.steps
-    phase = LocalizedPhase(
-        index=1, n=N, batch_size=N, clip=1.5 * s.scale, steps=steps, reg=1 / s.lr, radius=INF,
-        noise_std=s.noise * 1.5 * s.scale / N, error=None, uncapped_steps=steps,
-    )  # fmt: skip
+    """Two phases of as many steps, on half of the records and on a quarter."""
+
+    def phase(index: int, n: int, steps: int) -> LocalizedPhase:
+        return LocalizedPhase(
+            index=index, n=n, batch_size=n, clip=1.5 * s.scale, steps=steps, reg=index / s.lr, radius=INF,
+            noise_std=s.noise * 1.5 * s.scale / n, error=None, uncapped_steps=steps,
+        )  # fmt: skip
+
+    half = (STEPS if s.steps is None else s.steps) // 2
     plan = dp.LocalizedSGD.plan(
-        phases=LocalizedSchedule(phases=(phase,), rho=None),
+        phases=LocalizedSchedule(phases=(phase(1, N // 2, half), phase(2, N // 4, half)), rho=None),
         n=N,
         adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
@@ -242,18 +202,34 @@ def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
 
 @lru_cache
-def _filter_plan() -> UserFilterPlan:
-    return calibrate_filter(n_users=200, steps=STEPS, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=200)
+def _filter(steps: int) -> UserFilterPlan:
+    return calibrate_filter(
+        n_users=200, steps=steps, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=200, halt_probability=1e-9
+    )
 
 
-def _user_filtered(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    plan = dp.UserFilteredSGD.plan(filter=_filter_plan(), lr=s.lr)
-    return dp.UserFilteredSGD(params, plan, accountant=s.accountant, generator=s.generator)
+@lru_cache
+def _poisson_filter() -> PoissonFilterPlan:
+    return poisson_filter_plan(
+        n_users=400, batch_size=200, steps=STEPS, epsilon=8.0, delta=1e-3, pair_radius=1.0, skip_probability=1e-9
+    )
+
+
+def _filtered(plan: Callable[[float], Any]) -> Build:
+    def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
+        return dp.UserFilteredSGD(params, plan(s.lr), accountant=s.accountant, generator=s.generator)
+
+    return build
+
+
+def _searched(lr: float) -> Any:
+    radius = pair_radius_search(200, epsilon=20.0, smallest=0.05, points=16)
+    return dp.UserFilteredSGD.plan(filter=_filter(STEPS - 1), pair_radius=radius, lr=lr)
 
 
 def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
     phase = UserPhase(
-        index=1, plan=_filter_plan(), lr=s.lr, start_radius=1.0, smoothing_radius=0.0, uncapped_steps=STEPS, bound=None
+        index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, smoothing_radius=0.0, uncapped_steps=STEPS, bound=None
     )
     plan = dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=(phase,), n_users=200))
     return dp.LocalizedUserSGD(params, plan, accountant=s.accountant, generator=s.generator)
@@ -277,43 +253,71 @@ def _fixed_clip(norm: float, scale: float) -> float:
     return 1.5 * scale
 
 
-INF = float("inf")
-ADD, REPLACE = "add_remove", "replace_one"
-BALL = _grad_bound(3.0)
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+BALL, FIXED = _grad_bound(3.0), _fixed_clip
+
+
+def _row(name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **more: Any) -> Row:
+    return Row(name, build, adjacency, clip, frozenset(lacks.split()), **more)
+
+
+def _user(name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **more: Any) -> Row:
+    return _row(name, build, adjacency, clip, lacks, unit="user", **more)
+
+
+def _shuffle(b: int) -> Design:
+    return dp.Shuffled(b, N)
+
+
+def _disjoint(b: int) -> Design:
+    return dp.Disjoint(b, N)
+
+
+def _poisson(b: int) -> Design:
+    return dp.Poisson(b, N)
+
+
+FILTER = "clip quiet numbers batch endless empty"
 ROWS = [
-    Row("holder-poisson-add_remove", _holder(adjacency=ADD), ADD, BALL),
-    Row("holder-poisson-replace_one", _holder(), REPLACE, BALL),
-    Row("holder-fixed-replace_one", _holder(dp.Fixed), REPLACE, BALL, poisson=False),
-    Row("holder-paper", _holder(dp.Fixed, noise="paper"), REPLACE, _grad_bound(3.0, "paper"), poisson=False),
-    Row("holder-constant", _holder(noise="constant"), REPLACE, _grad_bound(3.0, "constant")),
-    Row("holder-unbounded", _holder(adjacency=ADD, radius=INF), ADD, _grad_bound(INF)),
-    Row("holder-tiny-ball", _holder(radius=0.02, average="uniform"), REPLACE, _grad_bound(0.02), exact=False),
-    Row("holder-uniform", _holder(average="uniform"), REPLACE, BALL),
-    Row("holder-weighted", _holder(average="weighted"), REPLACE, BALL),
-    Row("holder-momentum", _holder(adjacency=ADD, inner=_momentum), ADD, BALL, exact=False),
-    Row("holder-adam", _holder(adjacency=ADD, inner=torch.optim.Adam), ADD, BALL, exact=False),
-    Row("clipped-shuffled", _clipped(lambda b: dp.Shuffled(b, N)), REPLACE, _fixed_clip, poisson=False),
-    Row("clipped-disjoint", _clipped(lambda b: dp.Disjoint(b, N)), REPLACE, _fixed_clip, poisson=False),
-    Row("clipped-full", _clipped(lambda b: dp.Full(N), ADD), ADD, _fixed_clip, poisson=False),
-    Row(
-        "accelerated-disjoint",
-        _heavy(dp.AcceleratedSGD, lambda b: dp.Disjoint(b, N)),
-        REPLACE,
-        _fixed_clip,
-        poisson=False,
-    ),
-    Row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N), ADD), ADD, _fixed_clip),
-    Row("proximal-disjoint", _heavy(dp.ProximalSGD, lambda b: dp.Disjoint(b, N)), REPLACE, _fixed_clip, poisson=False),
-    Row("correlated", _correlated, REPLACE, _fixed_clip, poisson=False),
-    Row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, lambda b: dp.Poisson(b, N), ADD), ADD, _fixed_clip),
-    Row("clipped-two-phases", _clipped(lambda b: dp.Poisson(b, N), ADD, first_phase=True), ADD, _fixed_clip),
-]
-# Phases know the batch of each step: the contract's loaders, which start anew, are refused. What the contract says is
-# tested in tests/optim/test_localized.py.
-PHASED = [Row("localized", _localized, REPLACE, _fixed_clip, exact=False, poisson=False)]
-# Steps need the users of rows: what the contract says is tested in tests/optim/test_user_*.py, test_localized_user.py.
-USERS = [
-    Row("user-clipped", _user_clipped, REPLACE, _fixed_clip),
-    Row("user-filtered", _user_filtered, REPLACE, _fixed_clip, exact=False, poisson=False),
-    Row("localized-user", _localized_user, REPLACE, _fixed_clip, exact=False, poisson=False),
-]
+    _row("holder-poisson-add_remove", _holder(adjacency=ADD), ADD, BALL),
+    _row("holder-poisson-replace_one", _holder(), REPLACE, BALL),
+    _row("holder-fixed-replace_one", _holder(dp.Fixed), REPLACE, BALL, "empty"),
+    _row("holder-paper", _holder(dp.Fixed, noise="paper"), REPLACE, _grad_bound(3.0, "paper"), "empty"),
+    _row("holder-constant", _holder(noise="constant"), REPLACE, _grad_bound(3.0, "constant")),
+    _row("holder-unbounded", _holder(adjacency=ADD, radius=INF), ADD, _grad_bound(INF)),
+    _row("holder-tiny-ball", _holder(radius=0.02, average="uniform"), REPLACE, _grad_bound(0.02), "plain"),
+    _row("holder-uniform", _holder(average="uniform"), REPLACE, BALL),
+    _row("holder-weighted", _holder(average="weighted"), REPLACE, BALL),
+    _row("holder-momentum", _holder(adjacency=ADD, inner=_momentum), ADD, BALL, "plain"),
+    _row("holder-adam", _holder(adjacency=ADD, inner=torch.optim.Adam), ADD, BALL, "plain"),
+    _row("clipped-shuffled", _own(_clip, _shuffle), REPLACE, FIXED, "empty"),
+    _row("clipped-disjoint", _own(_clip, _disjoint), REPLACE, FIXED, "empty"),
+    _row("clipped-full", _own(_clip, lambda b: dp.Full(N), ADD), ADD, FIXED, "empty batch"),
+    _row("clipped-two-phases", _own(_clip, _poisson, ADD, first_phase=True), ADD, FIXED),
+    _row("adaptive", _own(_adaptive, _poisson, ADD), ADD, None, "clip"),
+    _row("auto", _own(_auto, _poisson, ADD), ADD, FIXED),
+    # noise of all coordinates in a group of a third of the batch; of 256 bits of each record on a grid of 16
+    _row("coordinatewise", _own(_coordinatewise, _disjoint), REPLACE, FIXED, "empty", louder=lambda _: 3 * 4**0.5),
+    _row("shuffled-clipped", _own(_shuffled(oracles.ShuffledClipped), _shuffle), REPLACE, FIXED, "empty quiet",
+         louder=lambda _: 6**0.5),
+    _row("shuffled-median", _own(_shuffled(oracles.ShuffledMedian, groups=3), _disjoint), REPLACE, FIXED,
+         "empty quiet", louder=lambda _: 3 * 2**0.5),
+    _row("absolute", _own(_absolute, _poisson, ADD), ADD, BALL, "alike", louder=lambda oracle: 6 / oracle.clip),
+    _row("phased", _own(_phased, _poisson, ADD), ADD, None, "clip alike"),
+    _row("piloted", _own(_piloted, _pilot_parts), REPLACE, None, "clip alike empty anew moving"),
+    _row("exact", _own(_exact, _poisson), REPLACE, None, "clip private numbers"),
+    _row("accelerated-disjoint", _heavy(dp.AcceleratedSGD, _disjoint), REPLACE, FIXED, "empty"),
+    _row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N), ADD), ADD, FIXED),
+    _row("proximal-disjoint", _heavy(dp.ProximalSGD, _disjoint), REPLACE, FIXED, "empty"),
+    _row("correlated", _correlated, REPLACE, FIXED, "empty", louder=lambda oracle: oracle.strategy.norm),
+    _row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, _poisson, ADD), ADD, FIXED),
+    _row("localized", _localized, REPLACE, FIXED, "plain empty anew rates batch endless alike"),
+    _user("user-clipped", _user_clipped, REPLACE, FIXED),
+    _user("user-filtered", _filtered(lambda lr: dp.UserFilteredSGD.plan(filter=_filter(STEPS), lr=lr)), REPLACE, None,
+          f"{FILTER} alike shared", data=agreeing),
+    _user("user-searched", _filtered(_searched), REPLACE, None, f"{FILTER} alike shared moving", data=agreeing),
+    _user("user-poisson-filtered", _filtered(lambda lr: dp.UserFilteredSGD.plan(filter=_poisson_filter(), lr=lr)), ADD,
+          None, f"{FILTER} alike", data=agreeing),
+    _user("localized-user", _localized_user, REPLACE, None, f"{FILTER} alike shared anew rates", data=agreeing),
+]  # fmt: skip

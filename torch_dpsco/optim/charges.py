@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import Event, Repeat
+from torch_dpsco.accounting.events import Event, Repeat, Sequential
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
+from torch_dpsco.oracles.phased import Phased
 
 __all__ = ["Paid", "first_charges", "planned_event", "refuse_copy", "refuse_load", "refuse_lost"]
 
@@ -48,12 +49,19 @@ def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
 
 def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned") -> Event:
     """Returns the event of the draws in [start, stop) of a run."""
-    bases = [member.event() for member in oracle.members]
     if design.one_pass:
-        return design.between(start, stop, bases, partition)
+        return design.between(start, stop, [member.event() for member in oracle.members], partition)
+    if isinstance(oracle, Phased):
+        # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
+        parts, first = [], 0
+        for member, steps in oracle.phases:
+            begin, end = max(start, first), min(stop, first + steps)
+            parts += [planned_event(member, design, begin, end, partition)] if begin < end else []
+            first += steps
+        return Sequential(tuple(parts))
     charge = oracle.charge(design, Draw(0, partition, "0"))
     if design.positional and charge.covers == 1:  # a pass is charged, not a draw
-        return design.between(start, stop, bases)
+        return design.between(start, stop, [oracle.event()])
     return Repeat(charge.event, math.ceil((stop - start) / charge.covers))
 
 
