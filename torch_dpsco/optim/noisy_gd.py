@@ -71,7 +71,7 @@ class NoisyGD(SolvedOptimizer):
             n: public number of records; a reference under add_remove.
             bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
             budget: target; delta > 0.
-            noise_multiplier: > 0, in place of a budget: std of a step's noise over the bound on a
+            noise_multiplier: > 0 (a budget then only limits the run): std of a step's noise over the bound on a
                 record's gradient; needs reg.
             adjacency: default the budget's, or "replace_one".
             bound_y: Y > 0, public, that real targets are clipped to.

@@ -82,7 +82,7 @@ class OutputPerturbation(SolvedOptimizer):
             n: public number of records; a reference under add_remove.
             bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
             budget: target; delta = 0 for a pure epsilon.
-            noise_multiplier: > 0, in place of a budget: std of Gaussian noise over how far one record
+            noise_multiplier: > 0 (a budget then only limits the run): std of Gaussian noise over how far one record
                 moves the answer.
             adjacency: default the budget's, or "replace_one".
             bound_y: Y > 0, public, that real targets are clipped to.
