@@ -310,7 +310,7 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
     """
     svt = "torch_dpsco.accounting.analysis.svt"
     name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
-    coefficient = resolve("torch_dpsco.theory.user_level", name)(n_users, plan.score_floor, plan.ramp_end)
+    coefficient = resolve("torch_dpsco.theory.user_sensitivity", name)(n_users, plan.score_floor, plan.ramp_end)
     mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std
     beta = resolve(svt, "bad_pass_probability")(plan.margin, steps, plan.threshold_scale, plan.query_scale)
     pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)

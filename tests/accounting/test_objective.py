@@ -10,6 +10,7 @@ from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.objective import objective_curve
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.theory import objective_perturbation as formulas
+from torch_dpsco.theory.objective_monotone import amp_delta_monotone
 
 REG, NOISE = 0.88, 6.0
 
@@ -36,7 +37,7 @@ def test_a_curve_is_nearly_as_good_alone_and_better_in_company():
     naive = [objpert_rdp_monotone(order, NOISE, REG, 1.0, 0.25) for order in curve.orders]
     assert all(value <= worse * (1 + 1e-12) + 1e-11 for value, worse in zip(curve.values, naive, strict=True))
     alone = rdp_epsilon(curve.orders, curve.values, 1e-6).epsilon
-    delta = formulas.amp_delta_monotone(alone, NOISE, REG, 1.0, 0.25, 0.0)
+    delta = amp_delta_monotone(alone, NOISE, REG, 1.0, 0.25, 0.0)
     assert 1e-7 < delta <= 1e-6  # a curve of divergences loses a part of delta
     many = [16 * value for value in curve.values]
     assert (

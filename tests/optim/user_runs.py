@@ -26,10 +26,10 @@ from torch_dpsco.theory.user_level import (
     PoissonFilterPlan,
     UserFilterPlan,
     UserPhase,
-    best_ramp_end,
     calibrate_filter,
     poisson_filter_plan,
 )
+from torch_dpsco.theory.user_sensitivity import best_ramp_end
 
 DELTA = 1e-3
 EPSILON = 4.0

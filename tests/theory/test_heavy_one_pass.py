@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from tests.reference.papers.heavy_tailed import proximal_pl_clip, strongly_convex_clip
 from torch_dpsco.errors import AdjacencyError, ConditionError, UtilityWarning
 from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.theory.heavy_accelerated import accelerated_clip_paper, accelerated_steps_paper
 from torch_dpsco.theory.heavy_inputs import least_steps
 from torch_dpsco.theory.heavy_tailed import (
-    accelerated_clip_paper,
     accelerated_plan,
-    accelerated_steps_paper,
     averaging_schedule,
     proximal_pl_plan,
     strongly_convex_coefficients,

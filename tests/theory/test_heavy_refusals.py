@@ -6,16 +6,15 @@ import math
 
 import pytest
 
-from tests.reference.papers.heavy_tailed import reduction_sizes
+from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.theory.heavy_localized import localized_schedule
 from torch_dpsco.theory.heavy_phases import halved_sizes
 from torch_dpsco.theory.heavy_tailed import (
     LocalizedSchedule,
     boosted_localized_schedule,
-    localized_schedule,
     localized_schedule_ballfree,
     localized_schedule_minibatch,
-    localized_schedule_paper,
     reduction_schedule,
 )
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from torch_dpsco.errors import ConditionError, MissingConstantError
-from torch_dpsco.theory.holder import Arithmetic, LossPromises, RunPath, output_path, path_sensitivity, run_path
-from torch_dpsco.theory.holder_rounding import DOUBLE, SINGLE, gamma
+from torch_dpsco.theory.holder_promises import LossPromises, output_path
+from torch_dpsco.theory.holder_rounding import DOUBLE, SINGLE, Arithmetic, gamma
+from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity, run_path
 
 BOUND_X, BOUND_Y = 1.0, 0.7
 

@@ -16,8 +16,8 @@ from tests.reference.papers.holder import count_law, uniform_delta, uniform_rdp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_log_delta
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory import holder_mixture
-from torch_dpsco.theory.holder import RunPath, run_path, uniform_sigma
-from torch_dpsco.theory.holder_mixture import weighted_law
+from torch_dpsco.theory.holder_mixture import uniform_sigma, weighted_law
+from torch_dpsco.theory.holder_stability import RunPath, run_path
 
 
 def patterns(path, rate):

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.reference.papers.accounting import rdp_epsilon_classic
-from tests.reference.papers.holder import gradient_noise_paper, search_gradient_noise_paper
+from tests.reference.papers.accounting import rdp_epsilon_classic, rdp_wor_gaussian_closed_form
+from tests.reference.papers.holder import feasibility_threshold_paper, gradient_noise_paper, search_gradient_noise_paper
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_wor_gaussian, rdp_wor_gaussian_closed_form
+from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_wor_gaussian
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.theory.holder_paper import feasibility_threshold_paper, search_split_paper, unconstrained_split
+from torch_dpsco.theory.holder_paper import search_split_paper, unconstrained_split
 
 sizes = st.integers(2, 10**6)
 epsilons = st.floats(0.05, 20.0)

@@ -15,17 +15,11 @@ from scipy.special import ndtr
 from tests.reference.papers.holder import log_expansion_constant, self_bounding_constant, uniform_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.holder import (
-    LossPromises,
-    balanced_output_lr,
-    lr_theorem,
-    output_path,
-    path_sensitivity,
-    plan_output,
-    steps_exponent,
-    steps_theorem,
-)
-from torch_dpsco.theory.holder_paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
+from torch_dpsco.theory.holder import lr_theorem, plan_output
+from torch_dpsco.theory.holder_output_paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
+from torch_dpsco.theory.holder_promises import LossPromises, balanced_output_lr, output_path
+from torch_dpsco.theory.holder_schedules import steps_exponent, steps_theorem
+from torch_dpsco.theory.holder_stability import path_sensitivity
 
 
 def hinge(q, radius=1.0):

@@ -23,7 +23,9 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory import objective_monotone as monotone
 from torch_dpsco.theory import objective_perturbation as op
+from torch_dpsco.theory.objective_general import amp_delta_general, objpert_delta_general
 from torch_dpsco.theory.objective_integrals import profile
+from torch_dpsco.theory.objective_monotone import amp_delta_monotone, objpert_delta_monotone
 
 mp.mp.dps = 35
 
@@ -63,7 +65,7 @@ def test_quadratures_are_never_below_the_integral(k, epsilon, sigma):
     points = [start, mode, *(mode + j for j in (1, 2, 4, 8, 16, 40))]
     points = sorted(set(points))
     exact = mp.quad(lambda t: (1 - mp.exp(left - s * t)) * chi_density(t, k), points)
-    ours = op.objpert_delta_general(epsilon, sigma, 0.04, 1.0, k)
+    ours = objpert_delta_general(epsilon, sigma, 0.04, 1.0, k)
     assert exact * (1 - mp.mpf("1e-12")) <= ours <= exact * (1 + mp.mpf("5e-9"))
 
 
@@ -79,7 +81,7 @@ def test_quadratures_with_output_noise_are_never_below_the_integral(mu_out, epsi
     with mp.workdps(60):
         tail = mp.quad(lambda t: mp.npdf(t) * exact_profile(left - s * s / 2 - s * t, mu_out), cuts)
         exact = mp.ncdf(-s / 2) * exact_profile(left, mu_out) + tail
-    ours = op.amp_delta_monotone(epsilon, sigma, 2.0, 1.0, 0.01, mu_out)
+    ours = amp_delta_monotone(epsilon, sigma, 2.0, 1.0, 0.01, mu_out)
     assert exact * (1 - mp.mpf("1e-12")) <= ours <= exact * (1 + mp.mpf("5e-9"))
 
 
@@ -194,25 +196,25 @@ epsilons = st.floats(-2.0, 1.5).map(lambda x: 10**x)
 def test_the_bounds_agree_where_they_must(epsilon, sigma, reg):
     c = op.log_det(reg, 0.25)
     folded = objpert_delta(epsilon, sigma, reg, 1.0, 0.25)
-    assert op.objpert_delta_general(epsilon, sigma, c, 1.0, 1) == folded
-    keeps_sign = op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, 0.25)
+    assert objpert_delta_general(epsilon, sigma, c, 1.0, 1) == folded
+    keeps_sign = objpert_delta_monotone(epsilon, sigma, reg, 1.0, 0.25)
     if epsilon >= c:
         assert keeps_sign <= folded * (1 + 1e-9) + 1e-13
     else:
         assert keeps_sign == 1.0
-    assert keeps_sign <= op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, "replace_one")
-    assert keeps_sign == op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, "zero_out")
-    assert op.objpert_delta_monotone(epsilon, sigma * 1.1, reg, 1.0, 0.25) <= keeps_sign
-    assert op.objpert_delta_monotone(epsilon * 1.1, sigma, reg, 1.0, 0.25) <= keeps_sign
+    assert keeps_sign <= objpert_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, "replace_one")
+    assert keeps_sign == objpert_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, "zero_out")
+    assert objpert_delta_monotone(epsilon, sigma * 1.1, reg, 1.0, 0.25) <= keeps_sign
+    assert objpert_delta_monotone(epsilon * 1.1, sigma, reg, 1.0, 0.25) <= keeps_sign
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 @pytest.mark.parametrize(("epsilon", "sigma"), [(0.5, 3.0), (1.0, 5.0), (2.0, 0.8), (0.3, 60.0)])
 def test_without_output_noise_amp_is_objective_perturbation(epsilon, sigma, adjacency):
     arguments = (epsilon, sigma, 2.0, 1.0, 0.25)
-    exact = op.objpert_delta_monotone(*arguments, adjacency)
-    assert op.amp_delta_monotone(*arguments, 0.0, adjacency) == exact
-    deltas = [op.amp_delta_monotone(*arguments, mu, adjacency) for mu in (1e-5, 1e-3, 0.05)]
+    exact = objpert_delta_monotone(*arguments, adjacency)
+    assert amp_delta_monotone(*arguments, 0.0, adjacency) == exact
+    deltas = [amp_delta_monotone(*arguments, mu, adjacency) for mu in (1e-5, 1e-3, 0.05)]
     assert deltas == sorted(deltas)
     assert deltas[0] == pytest.approx(exact, rel=2e-3 if exact > 1e-30 else 1.0)
     assert deltas[0] >= exact * (1 - 1e-9)
@@ -227,7 +229,7 @@ def test_amp_lies_between_its_closed_forms(epsilon, sigma, mu_out):
     left = epsilon - op.log_det(reg, 0.25)
     least = profile(left, math.hypot(s, mu_out))
     most = least + float(mp.ncdf(-s / 2)) * profile(left, mu_out)
-    keeps_sign = op.amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out)
+    keeps_sign = amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out)
     assert least < keeps_sign <= most * (1 + 2e-9)
     if mu_out < 0.1 * left:
         assert most <= least * (1 + 1e-9) < keeps_sign * (1 + 1e-10)
@@ -237,7 +239,7 @@ def test_amp_lies_between_its_closed_forms(epsilon, sigma, mu_out):
 def test_the_general_quadrature_meets_the_closed_form_of_one_dimension():
     for epsilon, sigma in ((0.5, 3.0), (1.0, 0.4), (0.1, 0.3), (2.0, 9.0)):
         closed = objpert_delta(epsilon, sigma, 2.0, 1.0, 0.25)
-        quadrature = op.amp_delta_general(epsilon, sigma, op.log_det(2.0, 0.25), 1.0, 1, 1e-7)
+        quadrature = amp_delta_general(epsilon, sigma, op.log_det(2.0, 0.25), 1.0, 1, 1e-7)
         assert quadrature == pytest.approx(closed, rel=1e-5)
 
 
@@ -251,22 +253,22 @@ def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):
         (objpert_sigma(epsilon, delta, reg, 1.0, 0.25), lambda s: objpert_delta(epsilon, s, reg, 1.0, 0.25)),
         (
             objpert_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, "replace_one"),
-            lambda s: op.objpert_delta_monotone(epsilon, s, reg, 1.0, 0.25, "replace_one"),
+            lambda s: objpert_delta_monotone(epsilon, s, reg, 1.0, 0.25, "replace_one"),
         ),
         (
             objpert_sigma_monotone(epsilon, delta, reg, 1.0, 0.25),
-            lambda s: op.objpert_delta_monotone(epsilon, s, reg, 1.0, 0.25),
+            lambda s: objpert_delta_monotone(epsilon, s, reg, 1.0, 0.25),
         ),
         (
             objpert_sigma_general(epsilon, delta, c, 2.0, 3),
-            lambda s: op.objpert_delta_general(epsilon, s, c, 2.0, 3),
+            lambda s: objpert_delta_general(epsilon, s, c, 2.0, 3),
         ),
     ]
     for sigma, delta_of in cases:
         assert delta_of(sigma) <= delta < delta_of(sigma * (1 - 1e-6))
     mu_out = 0.01 * epsilon
     sigma = op.amp_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, mu_out)
-    assert op.amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out) <= delta
+    assert amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out) <= delta
 
 
 def test_the_default_reg_spends_a_quarter_of_epsilon_on_the_determinant():
@@ -345,7 +347,7 @@ def test_no_added_record_of_a_line_passes_the_bound_and_some_attain_it():
             ahead, back = divergences(log_p, log_q, weight, epsilon)
             assert ahead <= hull(epsilon, s, c) + 1e-6
             assert back <= gaussian_delta(s, epsilon) + 1e-6
-            bound = op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta)
+            bound = objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta)
             assert max(ahead, back) <= bound + 1e-6
             attained = max(attained, ahead / bound if bound > 1e-3 and epsilon > c else 0.0)
             assert max(ahead, back) <= objpert_delta(epsilon, sigma, reg, 1.0, beta) + 1e-6
@@ -397,8 +399,8 @@ def test_no_replaced_record_of_a_line_passes_the_bound():
         log_q = line.log_density([*records, second], theta)
         c = op.log_det(reg, line.smoothness())
         for epsilon in (c, c + 0.3, c + 1.5):
-            bound = op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, line.smoothness(), "replace_one")
-            general = op.objpert_delta_general(epsilon, sigma, c, 2.0, 2)
+            bound = objpert_delta_monotone(epsilon, sigma, reg, 1.0, line.smoothness(), "replace_one")
+            general = objpert_delta_general(epsilon, sigma, c, 2.0, 2)
             assert max(divergences(log_p, log_q, weight, epsilon)) <= min(bound, general) + 1e-6
         for order in (1.3, 4.0):
             curve = op.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness(), "replace_one")
@@ -441,7 +443,7 @@ def test_an_adversarial_solver_within_its_tolerance_stays_below_the_amp_bound():
             pair.append(np.fft.irfft(np.fft.rfft(density, 40001) * transform, 40001))
         logs = [np.log(np.maximum(density, 1e-300)) for density in pair]
         for epsilon in (0.6, 1.0):
-            bound = op.amp_delta_monotone(epsilon, sigma, reg, 1.0, line.smoothness(), mu_out)
+            bound = amp_delta_monotone(epsilon, sigma, reg, 1.0, line.smoothness(), mu_out)
             assert max(divergences(*logs, weight, epsilon)) <= bound + 1e-6
 
 
@@ -483,10 +485,10 @@ def test_no_records_of_a_plane_pass_the_bounds(replaced):
         for epsilon in (c, c + 0.4, c + 1.2):
             ahead, back = divergences(log_p, log_q, weight, epsilon)
             if replaced:
-                bound = op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta, "replace_one")
-                assert max(ahead, back) <= min(bound, op.objpert_delta_general(epsilon, sigma, c, 2.0, 2)) + 2e-4
+                bound = objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta, "replace_one")
+                assert max(ahead, back) <= min(bound, objpert_delta_general(epsilon, sigma, c, 2.0, 2)) + 2e-4
             else:
-                assert ahead <= op.objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta) + 2e-4
+                assert ahead <= objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta) + 2e-4
                 assert back <= gaussian_delta(1 / sigma, epsilon) + 2e-4
 
 
@@ -565,9 +567,9 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
         (lambda: objpert_delta(1.0, 1.0, 0.0, 1.0, 0.25), "reg must be > 0"),
         (lambda: objpert_delta(1.0, 1.0, 1.0, math.inf, 0.25), "lipschitz must be finite"),
         (lambda: objpert_delta(1.0, 1.0, 1.0, 1.0, -1.0), "smoothness must be >= 0"),
-        (lambda: op.objpert_delta_monotone(1.0, 1.0, 1.0, 1.0, 0.25, "remove"), "adjacency must be one of"),
-        (lambda: op.objpert_delta_general(1.0, 1.0, -0.1, 1.0, 2), "log_det must be >= 0"),
-        (lambda: op.objpert_delta_general(1.0, 1.0, 0.1, 1.0, 0), "subspace_dim must be an integer >= 1"),
+        (lambda: objpert_delta_monotone(1.0, 1.0, 1.0, 1.0, 0.25, "remove"), "adjacency must be one of"),
+        (lambda: objpert_delta_general(1.0, 1.0, -0.1, 1.0, 2), "log_det must be >= 0"),
+        (lambda: objpert_delta_general(1.0, 1.0, 0.1, 1.0, 0), "subspace_dim must be an integer >= 1"),
         (lambda: amp_delta(1.0, 1.0, 1.0, 1.0, 0.25, -1.0), "mu_out must be >= 0"),
         (lambda: op.objpert_rdp(1.0, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
         (lambda: op.objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),

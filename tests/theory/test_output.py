@@ -21,15 +21,20 @@ from tests.reference.papers.output import (
     reg_convex_erm,
     reg_convex_population,
     reg_smooth_erm,
+    reg_smooth_population,
     residual_clip_constants,
     risk_convex_erm,
     risk_convex_population,
     risk_smooth_erm,
+    risk_smooth_population,
+    risk_strongly_convex,
 )
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError, MissingConstantError
 from torch_dpsco.theory import output
+from torch_dpsco.theory.output_constants import noise_norms
+from torch_dpsco.theory.output_sensitivity import suboptimal_sensitivity
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)
 counts = st.integers(1, 10**7)
@@ -118,8 +123,8 @@ def test_an_approximate_minimizer_moves_by_twice_its_error():
     assert moved <= output.certified_sensitivity(1.0, mu, grad_tol) <= moved * (1 + 1e-14)
     alpha = 1e-4
     moved = 1.0 + 2 * math.sqrt(2 * alpha / mu)
-    assert moved <= output.suboptimal_sensitivity(1.0, mu, alpha) * (1 + 1e-15)
-    assert output.suboptimal_sensitivity(1.0, mu, alpha) == pytest.approx(moved, rel=1e-13)
+    assert moved <= suboptimal_sensitivity(1.0, mu, alpha) * (1 + 1e-15)
+    assert suboptimal_sensitivity(1.0, mu, alpha) == pytest.approx(moved, rel=1e-13)
 
 
 def laplace_profile(centers, other, scale, epsilon):
@@ -140,7 +145,7 @@ def test_an_accuracy_in_expectation_is_not_private_and_its_repair_is():
     exact = output.erm_sensitivity(lipschitz, mu, n)
     jump = 0.5
     p = 2 * alpha / (mu * jump**2)
-    claimed = output.suboptimal_sensitivity(exact, mu, alpha)
+    claimed = suboptimal_sensitivity(exact, mu, alpha)
     with_record = [(0.0, 1 - p), (jump, p)]
     without = [(0.0, 1 - p), (-jump, p)]
     # pure epsilon: the density ratio far to the right is nowhere near e^1
@@ -307,7 +312,7 @@ SIZES = {"n": 2000, "dim": 15, "epsilon": 0.7}
 @pytest.mark.parametrize("delta", [0.0, 1e-6])
 def test_the_tight_weights_minimize_their_bounds(delta):
     L, R, beta, n = 1.5, 2.0, 0.4, SIZES["n"]
-    s, v = output.noise_norms(SIZES["dim"], SIZES["epsilon"], delta)
+    s, v = noise_norms(SIZES["dim"], SIZES["epsilon"], delta)
     args = {**SIZES, "delta": delta}
 
     def stability(lam):
@@ -328,8 +333,8 @@ def test_the_tight_weights_minimize_their_bounds(delta):
         ),
         (reg_smooth_erm(L, R, beta, **args), risk_smooth_erm(L, R, beta, **args), smooth_noise),
         (
-            output.reg_smooth_population(L, R, beta, **args),
-            output.risk_smooth_population(L, R, beta, **args),
+            reg_smooth_population(L, R, beta, **args),
+            risk_smooth_population(L, R, beta, **args),
             lambda lam: smooth_noise(lam) + stability(lam),
         ),
     ]
@@ -349,8 +354,8 @@ def test_both_branches_of_the_cubic_solve_it():
     for n in (10, 10**6):
         for dim in (1, 10**5):
             L, R, beta = 1.0, 3.0, 0.25
-            lam = output.reg_smooth_population(L, R, beta, n, dim, 1.0, 0.0)
-            v = output.noise_norms(dim, 1.0, 0.0)[1]
+            lam = reg_smooth_population(L, R, beta, n, dim, 1.0, 0.0)
+            v = noise_norms(dim, 1.0, 0.0)[1]
             right = 2 * L * L * lam / n + 4 * beta * L * L * v / n**2
             assert R * R * lam**3 / 2 == pytest.approx(right, rel=1e-9)
 
@@ -367,8 +372,8 @@ def test_the_slopes_of_the_bounds_in_n():
         return math.log(risk(10**6) / risk(10**4)) / math.log(100)
 
     args = (10, 1.0, 1e-6)
-    assert slope(lambda n: output.risk_strongly_convex(1.0, 0.1, n, *args)) == pytest.approx(-1)
-    assert slope(lambda n: output.risk_strongly_convex(1.0, 0.1, n, *args, smoothness=1.0)) == pytest.approx(-2)
+    assert slope(lambda n: risk_strongly_convex(1.0, 0.1, n, *args)) == pytest.approx(-1)
+    assert slope(lambda n: risk_strongly_convex(1.0, 0.1, n, *args, smoothness=1.0)) == pytest.approx(-2)
     assert slope(lambda n: risk_convex_erm(1.0, 1.0, n, *args)) == pytest.approx(-1 / 2)
     assert slope(lambda n: risk_smooth_erm(1.0, 1.0, 1.0, n, *args)) == pytest.approx(-2 / 3)
 
@@ -378,10 +383,10 @@ def test_the_excess_risk_of_noise_on_a_quadratic_is_within_its_bound():
     n, dim, mu, L = 500, 7, 0.5, 1.0
     sigma = gaussian_sigma(1.0, 1e-6, output.erm_sensitivity(L, mu, n))
     exact = mu / 2 * dim * sigma**2
-    assert output.risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu) == pytest.approx(exact, rel=1e-9)
-    off = output.risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, distance=1e-3)
+    assert risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu) == pytest.approx(exact, rel=1e-9)
+    off = risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, distance=1e-3)
     assert off > exact + mu / 2 * 1e-6
-    more = output.risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, population=True)
+    more = risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, population=True)
     assert more == pytest.approx(exact + 2 * L * L / (mu * n), rel=1e-9)
 
 
@@ -505,13 +510,13 @@ def test_constants_that_must_be_positive_are_refused_otherwise(bad):
         lambda: output.erm_sensitivity(1.0, bad, 10),
         lambda: argmin_sensitivity(bad, 1.0),
         lambda: output.certified_sensitivity(0.1, 1.0, bad),
-        lambda: output.suboptimal_sensitivity(0.1, 1.0, bad),
+        lambda: suboptimal_sensitivity(0.1, 1.0, bad),
         lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, bad, 0.1),
         lambda: output.minimizer_radius(bad, lipschitz=1.0),
         lambda: psgd_sensitivity(1.0, bad, 1),
         lambda: reg_convex_erm(1.0, bad, 10, 2, 1.0, 0.0),
-        lambda: output.reg_smooth_population(1.0, 1.0, bad, 10, 2, 1.0, 0.0),
-        lambda: output.risk_strongly_convex(1.0, bad, 10, 2, 1.0, 0.0),
+        lambda: reg_smooth_population(1.0, 1.0, bad, 10, 2, 1.0, 0.0),
+        lambda: risk_strongly_convex(1.0, bad, 10, 2, 1.0, 0.0),
         lambda: accuracy_paper(1.0, 1.0, 10, 2, bad, 0.0),
         lambda: output.logistic_gradient_diameter(bad, 1.0),
         lambda: residual_clip_constants(1.0, bad),

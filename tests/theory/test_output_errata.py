@@ -7,12 +7,20 @@ import math
 import pytest
 import torch
 
-from tests.reference.papers.output import accuracy_paper, reg_convex_population
+from tests.reference.papers.output import (
+    accuracy_paper,
+    paper_ratio,
+    reg_convex_population,
+    reg_smooth_population,
+    risk_strongly_convex,
+    subgradient_steps,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma, gaussian_sigma_zhao, zhao_constant
 from torch_dpsco.losses import Logistic
 from torch_dpsco.objectives import Adversarial, Tilted
 from torch_dpsco.theory import output
-from torch_dpsco.theory.solvers import subgradient_steps
+from torch_dpsco.theory.output_constants import noise_norms
+from torch_dpsco.theory.output_sensitivity import suboptimal_sensitivity
 from torch_dpsco.theory.tilted import tilted_sensitivity
 
 
@@ -24,7 +32,7 @@ def test_an_accuracy_in_expectation_loses_far_more_than_the_epsilon_claimed(reac
     p = 2 * alpha / (mu * reach**2)
     assert p * mu * reach**2 / 2 == pytest.approx(alpha)  # the accuracy in expectation is kept
     moved = output.erm_sensitivity(lipschitz, mu, n)
-    scale = output.suboptimal_sensitivity(moved, mu, alpha) / epsilon
+    scale = suboptimal_sensitivity(moved, mu, alpha) / epsilon
     # densities of w_hat + Laplace noise beyond all centers, whose exact minimizers are `moved` apart
     here = (1 - p) + p * math.exp(reach / scale)
     there = ((1 - p) + p * math.exp(-reach / scale)) * math.exp(-moved / scale)
@@ -47,7 +55,7 @@ def test_the_printed_noise_of_algorithm_6_is_too_small_by_2_4() -> None:
     """E3: Delta + 2 alpha / mu in place of Delta + 2 sqrt(2 alpha / mu)."""
     for mu, lipschitz, n in ((1.0, 1.0, 1000), (0.1, 0.3, 2000)):
         alpha, moved = lipschitz**2 / (mu * n**2), output.erm_sensitivity(lipschitz, mu, n)
-        needed = output.suboptimal_sensitivity(moved, mu, alpha)
+        needed = suboptimal_sensitivity(moved, mu, alpha)
         assert needed / (moved + 2 * alpha / mu) == pytest.approx(2.4, rel=0.03)
         # points of accuracy alpha on either side of minimizers `moved` apart are as far apart as that
         assert moved + 2 * math.sqrt(2 * alpha / mu) == pytest.approx(needed, rel=1e-12)
@@ -115,7 +123,7 @@ def test_the_square_that_corollary_2_2_needs_is_that_of_the_whole_sum(epsilon: f
         assert 4 * c * c < value <= (2 * c + math.sqrt(epsilon)) ** 2
         assert value > 2 * c + math.sqrt(epsilon)  # without the square it is no bound
     for dim in (1, 7):
-        assert output.noise_norms(dim, epsilon, 1e-6)[1] == pytest.approx(dim * gaussian_sigma(epsilon, 1e-6, 1.0) ** 2)
+        assert noise_norms(dim, epsilon, 1e-6)[1] == pytest.approx(dim * gaussian_sigma(epsilon, 1e-6, 1.0) ** 2)
 
 
 def test_the_smooth_risk_of_a_tilted_mean_grows_as_the_square_of_its_largest_weight() -> None:
@@ -134,7 +142,7 @@ def test_the_smooth_risk_of_a_tilted_mean_grows_as_the_square_of_its_largest_wei
 def test_the_ratio_of_pure_noise_is_no_bound_on_gaussian_noise(dim: int) -> None:
     """E11: Proposition 2.7 is printed with d/(epsilon n) alone; at delta > 0 the noise is up to q n."""
     n, epsilon, delta = 10_000, 1.0, 1e-9
-    noise, q = output.noise_norms(dim, epsilon, delta)[0], output.paper_ratio(n, dim, epsilon, delta)
+    noise, q = noise_norms(dim, epsilon, delta)[0], paper_ratio(n, dim, epsilon, delta)
     assert dim / epsilon < noise <= q * n
     printed = math.sqrt(dim / (epsilon * n)) + 1 / math.sqrt(n)
     assert reg_convex_population(1.0, 1.0, n, dim, epsilon, 0.0, mode="paper") == pytest.approx(printed)
@@ -144,7 +152,7 @@ def test_the_ratio_of_pure_noise_is_no_bound_on_gaussian_noise(dim: int) -> None
 def test_without_the_stability_term_the_smooth_population_bound_of_the_paper_is_none() -> None:
     """E11: with 2 L^2 / (lam n) left out, noise and bias alone fall below the generalization error of the minimizer."""
     lipschitz, radius, beta, n, dim = 1.0, 1.0, 1e-4, 1000, 1
-    lam = output.reg_smooth_population(lipschitz, radius, beta, n, dim, 1.0, 0.0, mode="paper")
-    noise = output.risk_strongly_convex(lipschitz, lam, n, dim, 1.0, 0.0, smoothness=beta)
+    lam = reg_smooth_population(lipschitz, radius, beta, n, dim, 1.0, 0.0, mode="paper")
+    noise = risk_strongly_convex(lipschitz, lam, n, dim, 1.0, 0.0, smoothness=beta)
     stability = 2 * lipschitz**2 / (lam * n)
     assert stability > 10 * (noise + lam * radius**2 / 2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.reference.papers.accounting import sequence_probability
+from tests.reference.papers.user_level import min_users_paper
 from tests.reference.user_level_literal import (
     AboveThreshold,
     LiteralPhase,
@@ -25,15 +26,13 @@ from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussi
 from torch_dpsco.errors import ConditionError, InfeasibleError, UtilityWarning
 from torch_dpsco.theory.user_level import (
     UserFilterPlan,
-    bernoulli_sensitivity,
     calibrate_filter,
-    min_users_paper,
     pair_radius_iid,
     pair_radius_of_ball,
     published_noise_std,
-    schedule_paper,
-    user_localized_schedule,
 )
+from torch_dpsco.theory.user_schedules import schedule_paper, user_localized_schedule
+from torch_dpsco.theory.user_sensitivity import bernoulli_sensitivity
 
 # -- E2: the published algorithm is not private at the level claimed ------------------------------------------------
 

@@ -15,13 +15,13 @@ from scipy.stats import binom
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UtilityWarning
+from torch_dpsco.theory.user_calibrate import smallest_users
 from torch_dpsco.theory.user_level import (
     UserFilterPlan,
     break_even_clip,
     calibrate_filter,
     clipping_noise_std,
     published_noise_std,
-    smallest_users,
 )
 
 TASK = {"n_users": 2000, "steps": 100, "epsilon": 1.0, "delta": 1e-6, "pair_radius": 1.0}

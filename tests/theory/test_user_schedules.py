@@ -19,21 +19,20 @@ from torch_dpsco.accounting.events import Failure, PoissonGaussian, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.theory.smoothing import ball_mean_norm, smoothing_bias
+from torch_dpsco.theory.user_baselines import centered_sensitivity
 from torch_dpsco.theory.user_level import (
     LocalizedUserPlan,
-    best_steps,
-    centered_sensitivity,
     clipping_noise_std,
     filtered_schedule,
     localized_user_plan,
     pair_radius_iid,
     pair_radius_search,
     poisson_filter_plan,
-    poisson_step_mu,
-    poisson_underflow,
     schedule,
     typical_score,
 )
+from torch_dpsco.theory.user_poisson import poisson_step_mu, poisson_underflow
+from torch_dpsco.theory.user_schedules import best_steps
 
 # -- schedules -----------------------------------------------------------------------------------------------------
 

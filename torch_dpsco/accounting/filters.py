@@ -26,10 +26,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
-from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS, odometer_epsilon
+from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS
 from torch_dpsco.accounting.events import Event
 
-__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "odometer_epsilon", "renyi_budget", "within"]
+__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "renyi_budget", "within"]
 
 _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
 ADAPTIVE_MODES = (*_WITH_DELTA, "pure")

@@ -27,7 +27,7 @@ from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gauss
 from torch_dpsco.theory.holder_plan import HIT_CONSTANTS
 from torch_dpsco.theory.holder_promises import LossPromises, OutputRun, distance_bound
 from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
-from torch_dpsco.theory.output_schedules import noise_norms
+from torch_dpsco.theory.output_constants import noise_norms
 
 __all__ = ["plan_bolt_on"]
 

@@ -12,7 +12,6 @@ rt_2k: with k' finite moments use k = k'/2.
 
 Differs from the paper in: 1. the clip takes the place of an unknown empirical Lipschitz constant, so that steps lose a
 factor of log n and balls one of 2; 2. the ball may be dropped; 3. any n, not only powers of 2; 4. explicit constants.
-`localized_schedule_paper` keeps the published numbers.
 
 Proofs: docs/proofs/heavy_tailed.md#localized-schedule,
 docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Razaviyayn, Algorithm 4 and Theorem 41.
@@ -42,7 +41,6 @@ __all__ = [
     "capped_steps",
     "localized_schedule",
     "localized_schedule_ballfree",
-    "localized_schedule_paper",
     "noise_level",
     "regularization",
     "warn_if_capped",
@@ -202,64 +200,6 @@ def localized_schedule(
         diameter=diameter,
         proved=bound is not None,
     )
-
-
-def localized_schedule_paper(
-    *, n: int, dim: int, paper_epsilon: float, moment_order: float, moment_2k: float, lr: float, power: float = 1.0
-) -> tuple[LocalizedPhase, ...]:
-    """Returns the phases of the paper, with constants 1 in its orders, replace_one and no cap on the steps.
-
-    eta_i = 4^-i eta, lambda_i = 1/(eta_i n_i^p), T_i = ceil(n_i^p log n), C_i = rt_2k (eps n_i/sqrt(d log n))^(1/k),
-    R_i = 2 rt_2k n^(q/(2k))/lambda_i with q = 1/2 + log(ell)/log(n).
-
-    Args:
-        n: records, >= 2.
-        dim: d.
-        paper_epsilon: sqrt(2 rho); NOT an epsilon of differential privacy.
-        moment_order: k.
-        moment_2k: rt_2k.
-        lr: eta > 0.
-        power: p >= 1.
-
-    Guarantee:
-        rho-zCDP under replace_one with rho = paper_epsilon^2/2, as `localized_schedule_ballfree`.
-
-    Source:
-        docs/proofs/heavy_tailed.md#published-schedules.
-
-    Example:
-        >>> phases = localized_schedule_paper(n=1000, dim=1, paper_epsilon=1.614, moment_order=2.0, moment_2k=2.253925,
-        ...                                   lr=0.1)
-        >>> len(phases), phases[0].steps, phases[0].reg
-        (9, 3454, 0.08)
-    """
-    sizes, log_n = halved_sizes(n), math.log(n)
-    check.positive_count(dim=dim)
-    k, r = check.order(moment_order=moment_order), check.positive(moment_2k=moment_2k)
-    eps, eta = check.positive(paper_epsilon=paper_epsilon), check.positive(lr=lr)
-    if check.positive(power=power) < 1:
-        raise ValueError(f"power must be >= 1 (got {power})")
-    reach = 2.0 * r * math.exp((log_n / 2.0 + math.log(len(sizes))) / (2.0 * k))
-    phases = []
-    for i, size in enumerate(sizes, start=1):
-        eta_i, weight = eta * 4.0**-i, float(size) ** power
-        C, T = r * (eps * size / math.sqrt(dim * log_n)) ** (1.0 / k), math.ceil(weight * log_n)
-        phases.append(
-            LocalizedPhase(
-                index=i,
-                n=size,
-                batch_size=size,
-                clip=C,
-                steps=T,
-                reg=1.0 / (eta_i * weight),
-                radius=reach * eta_i * weight,
-                noise_std=mean_noise_std(C, size, eps**2 / 2.0, T),
-                error=None,
-                uncapped_steps=T,
-                lr=eta_i,
-            )
-        )
-    return tuple(phases)
 
 
 def noise_level(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:

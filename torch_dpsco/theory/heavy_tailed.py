@@ -3,7 +3,7 @@
 * one pass over disjoint batches: `accelerated_plan` (smooth convex), `strongly_convex_plan`, `proximal_pl_plan`;
 * multi-pass phases on disjoint parts: `localized_schedule_ballfree` (non-smooth convex), `reduction_schedule` (strongly
   convex), `boosted_localized_schedule` (few moments), `localized_schedule_minibatch`;
-* the published numbers: `..._paper`, and mode "paper" of the plans.
+* the published numbers: mode "paper" of the plans.
 
 The guarantees are stated with each plan. All numbers are public: they follow from n, d, rho and promised
 moments.
@@ -13,60 +13,25 @@ Proofs: docs/proofs/heavy_tailed.md. Source: Lowy and Razaviyayn, arXiv 2209.074
 
 from __future__ import annotations
 
-from torch_dpsco.theory.heavy_accelerated import (
-    AcceleratedPlan,
-    accelerated_clip_paper,
-    accelerated_plan,
-    accelerated_steps_paper,
-)
-from torch_dpsco.theory.heavy_averaged import (
-    AveragingSchedule,
-    BoundCoefficients,
-    StronglyConvexPlan,
-    averaging_schedule,
-    strongly_convex_coefficients,
-    strongly_convex_plan,
-)
-from torch_dpsco.theory.heavy_boosted import boosted_failure, boosted_localized_schedule
-from torch_dpsco.theory.heavy_localized import (
-    ballfree_rate,
-    localized_schedule,
-    localized_schedule_ballfree,
-    localized_schedule_paper,
-)
+from torch_dpsco.theory.heavy_accelerated import accelerated_plan
+from torch_dpsco.theory.heavy_averaged import averaging_schedule, strongly_convex_coefficients, strongly_convex_plan
+from torch_dpsco.theory.heavy_boosted import boosted_localized_schedule
+from torch_dpsco.theory.heavy_localized import localized_schedule_ballfree
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.heavy_proximal import ProximalPlan, proximal_pl_bound, proximal_pl_plan
-from torch_dpsco.theory.heavy_reduction import (
-    localized_schedule_minibatch,
-    minibatch_size,
-    reduction_schedule,
-    sc_reduction_sizes_full,
-)
+from torch_dpsco.theory.heavy_proximal import proximal_pl_plan
+from torch_dpsco.theory.heavy_reduction import localized_schedule_minibatch, minibatch_size, reduction_schedule
 
 __all__ = [
-    "AcceleratedPlan",
-    "AveragingSchedule",
-    "BoundCoefficients",
     "LocalizedPhase",
     "LocalizedSchedule",
-    "ProximalPlan",
-    "StronglyConvexPlan",
-    "accelerated_clip_paper",
     "accelerated_plan",
-    "accelerated_steps_paper",
     "averaging_schedule",
-    "ballfree_rate",
-    "boosted_failure",
     "boosted_localized_schedule",
-    "localized_schedule",
     "localized_schedule_ballfree",
     "localized_schedule_minibatch",
-    "localized_schedule_paper",
     "minibatch_size",
-    "proximal_pl_bound",
     "proximal_pl_plan",
     "reduction_schedule",
-    "sc_reduction_sizes_full",
     "strongly_convex_coefficients",
     "strongly_convex_plan",
 ]

@@ -8,32 +8,10 @@ from __future__ import annotations
 import math
 
 from torch_dpsco import _validate as check
-from torch_dpsco.theory.holder_mixture import uniform_sigma
 from torch_dpsco.theory.holder_plan import plan_output
-from torch_dpsco.theory.holder_promises import LossPromises, OutputRun, balanced_output_lr, output_path
-from torch_dpsco.theory.holder_radius import iterate_bounds
-from torch_dpsco.theory.holder_rounding import Arithmetic
-from torch_dpsco.theory.holder_schedules import lr_theorem, steps_exponent, steps_theorem
-from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity, run_path
+from torch_dpsco.theory.holder_schedules import lr_theorem
 
-__all__ = [
-    "Arithmetic",
-    "LossPromises",
-    "OutputRun",
-    "RunPath",
-    "average_risk_bound",
-    "balanced_lr",
-    "balanced_output_lr",
-    "iterate_bounds",
-    "lr_theorem",
-    "output_path",
-    "path_sensitivity",
-    "plan_output",
-    "run_path",
-    "steps_exponent",
-    "steps_theorem",
-    "uniform_sigma",
-]
+__all__ = ["average_risk_bound", "balanced_lr", "lr_theorem", "plan_output"]
 
 
 def balanced_lr(distance: float, steps: int, grad_bound: float, dim: int, noise_std: float) -> float:

@@ -6,7 +6,7 @@ and a free split beta in (0, 1) of epsilon, the noise on the SUM of a batch has,
     lambda = 1 + log(1/delta) / ((1 - beta) epsilon),      s = 3.5 T p^2 lambda / (beta epsilon),      variance 4 G^2 s,
 
 which is (epsilon, delta)-DP if (a) s >= 0.67 and (b) lambda - 1 <= (2/3) s log(1 / (lambda p (1 + s))): the conditions
-of the closed-form Renyi bound (`rdp_wor_gaussian_closed_form`, with noise_ratio^2 = s and order lambda). They, not
+of the closed-form Renyi bound 3.5 p^2 lambda / s of order lambda. They, not
 privacy, dictate the noise: mode "tight" needs 2 to 8 times less, and always exists.
 
 Differs from the paper in 1. batches of any fixed size, 2. the split is searched (the paper's remark that the best one
@@ -28,23 +28,8 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.holder_output_paper import (
-    chernoff_factor,
-    log_iterate_constant,
-    output_sensitivity_paper,
-    output_sigma_paper,
-)
 
-__all__ = [
-    "SplitSearch",
-    "chernoff_factor",
-    "feasibility_threshold_paper",
-    "log_iterate_constant",
-    "output_sensitivity_paper",
-    "output_sigma_paper",
-    "search_split_paper",
-    "unconstrained_split",
-]
+__all__ = ["SplitSearch", "search_split_paper", "unconstrained_split"]
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -137,31 +122,6 @@ def unconstrained_split(epsilon: float, delta: float) -> float:
     epsilon = _validate.positive(epsilon=epsilon)
     k = -math.log(_validate.open_interval(0.0, 1.0, delta=delta)) / epsilon
     return math.sqrt(1 + k) / (math.sqrt(1 + k) + math.sqrt(k))
-
-
-def feasibility_threshold_paper(n: int) -> float:
-    """Returns the epsilon above which Lemma 13 of the paper claims a feasible split (T = n, batches of one record).
-
-    For reference only: the claim is false for 18 <= n <= 43, and the threshold is far from necessary elsewhere. Test
-    the conditions instead (`search_split_paper`).
-
-    Args:
-        n: number of records, >= 2.
-
-    Raises:
-        ValueError: n is not an integer >= 2.
-
-    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published; erratum E9.
-
-    Example:
-        >>> round(feasibility_threshold_paper(10000), 3)
-        0.897
-    """
-    n = _validate.count(n=n)
-    if n < 2:
-        raise ValueError(f"n must be an integer >= 2 (got {n})")
-    root = math.pow(n, 1 / 3) - 1
-    return (7 * root + 4 * n * math.log(n) + 7) / (2 * n * root)
 
 
 def _boundaries(good: Callable[[FloatArray], BoolArray], grid: FloatArray, satisfied: BoolArray) -> FloatArray:

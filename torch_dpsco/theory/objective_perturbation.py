@@ -20,17 +20,11 @@ from torch_dpsco.theory.objective_general import (
     amp_delta_general,
     amp_sigma_general,
     log_det,
-    objpert_delta_general,
     objpert_rdp,
     objpert_rdp_general,
     spare_epsilon,
 )
-from torch_dpsco.theory.objective_monotone import (
-    amp_delta_monotone,
-    amp_sigma_monotone,
-    objpert_delta_monotone,
-    objpert_rdp_dominating,
-)
+from torch_dpsco.theory.objective_monotone import amp_delta_monotone, amp_sigma_monotone, objpert_rdp_dominating
 from torch_dpsco.theory.output_sensitivity import safe
 
 __all__ = [
@@ -42,15 +36,12 @@ __all__ = [
     "amp_sigma_general",
     "amp_sigma_monotone",
     "log_det",
-    "objpert_delta_general",
-    "objpert_delta_monotone",
     "objpert_pure_rate",
     "objpert_rdp",
     "objpert_rdp_dominating",
     "objpert_rdp_general",
     "objpert_reg",
     "softmax_log_det",
-    "spare_epsilon",
 ]
 
 AMP_MU_OUT = 0.01  # default level of the noise on the output

@@ -1,7 +1,6 @@
 """Output perturbation: the names that optimizers and tests import.
 
 * how far one record moves a minimizer: `output_sensitivity`; constants of losses for that: `output_constants`;
-* regularization and risk, the paper's schedules: `output_schedules`;
 * what rounding may hide from a certificate, default tolerances: `output_rounding`.
 
 Source: docs/proofs/output.md; Lowy and Razaviyayn, Output Perturbation for Differentially Private Convex Optimization.
@@ -22,19 +21,11 @@ from torch_dpsco.theory.output_rounding import (
     solver_tolerance,
     sum_terms,
 )
-from torch_dpsco.theory.output_schedules import (
-    noise_norms,
-    paper_ratio,
-    reg_smooth_population,
-    risk_smooth_population,
-    risk_strongly_convex,
-)
 from torch_dpsco.theory.output_sensitivity import (
     certified_sensitivity,
     erm_sensitivity,
     expected_suboptimal_sensitivity,
     minimizer_radius,
-    suboptimal_sensitivity,
 )
 
 __all__ = [
@@ -49,12 +40,6 @@ __all__ = [
     "gradient_rounding",
     "logistic_gradient_diameter",
     "minimizer_radius",
-    "noise_norms",
-    "paper_ratio",
-    "reg_smooth_population",
-    "risk_smooth_population",
-    "risk_strongly_convex",
     "solver_tolerance",
     "sum_terms",
-    "suboptimal_sensitivity",
 ]

@@ -1,4 +1,4 @@
-"""Constants of losses for output and objective perturbation that the table of `losses` does not have.
+"""Constants for output and objective perturbation that the table of `losses` does not have.
 
 Diameters bound ||grad l(w, z) - grad l(w, z')|| over two records, which may be less than 2 L. A robust loss of a
 margin, max over the attacks v of phi(y w.(x + v)), is phi(y w.x - rho |w|_*) with the dual norm of the attacks. With
@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["adversarial_gradient_diameter", "adversarial_lipschitz", "logistic_gradient_diameter"]
+__all__ = ["adversarial_gradient_diameter", "adversarial_lipschitz", "logistic_gradient_diameter", "noise_norms"]
 
 
 def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
@@ -95,3 +96,24 @@ def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
     root = math.sqrt(check.positive_count(dim=dim))
     radius = check.nonnegative(attack_radius=attack_radius)
     return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
+
+
+def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
+    """Returns (s, v), bounds on E|z| and on E|z|^2 for a release with sensitivity 1.
+
+    Args:
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1); 0 means K-norm noise.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> noise_norms(dim=10, epsilon=2.0, delta=0)
+        (5.0, 27.5)
+    """
+    d, epsilon = check.positive_count(dim=dim), check.positive(epsilon=epsilon)
+    if check.nonnegative(delta=delta) == 0:
+        return d / epsilon, d * (d + 1) / epsilon**2
+    sigma = gaussian_sigma(epsilon, delta, 1.0)
+    return math.sqrt(d) * sigma, d * sigma**2

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
-__all__ = ["KatyushaParameters", "agd_certified_steps", "katyusha_parameters", "subgradient_steps"]
+__all__ = ["KatyushaParameters", "agd_certified_steps", "katyusha_parameters"]
 
 _ROUNDING = 1e-14  # relative, of a count before it is rounded up
 
@@ -25,31 +25,6 @@ class KatyushaParameters(NamedTuple):
     tau1: float
     tau2: float
     gamma: float
-
-
-def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float) -> int:
-    """Returns T = ceil(2 L^2 / (mu alpha)), for which E[F - min F] <= 2 L^2 / (mu (T + 1)) <= alpha.
-
-    The method takes steps 2 / (mu (t + 1)) from w_(t-1) and averages w_(t-1) with weights 2 t / (T (T + 1)). The
-    accuracy holds in expectation only: it certifies nothing.
-
-    Args:
-        lipschitz: L > 0, bound on the subgradients on the ball.
-        strong_convexity: mu > 0.
-        accuracy: alpha > 0.
-
-    Raises:
-        ValueError: an argument is out of range.
-        InfeasibleError: T overflows.
-
-    Source: docs/proofs/output.md#steps-of-the-subgradient-method
-
-    Example:
-        >>> subgradient_steps(lipschitz=1.0, strong_convexity=0.5, accuracy=0.001)
-        4001
-    """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
-    return _count(2 * lipschitz / mu * (lipschitz / check.positive(accuracy=accuracy)), "accuracy")
 
 
 def agd_certified_steps(strong_convexity: float, smoothness: float, distance: float, grad_tol: float) -> int:

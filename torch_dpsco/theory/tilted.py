@@ -30,7 +30,7 @@ from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["tilted_max_weight", "tilted_sensitivity", "tilted_smoothness", "tilted_strong_convexity"]
+__all__ = ["tilted_max_weight", "tilted_sensitivity", "tilted_strong_convexity"]
 
 
 def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
@@ -84,27 +84,6 @@ def tilted_strong_convexity(
             f"{-mu / _spread(lipschitz, gradient_diameter):g}"
         )
     return (mu - loss) * (1 - 1e-15) if loss else mu
-
-
-def tilted_smoothness(
-    tilt: float, lipschitz: float, smoothness: float, gradient_diameter: float | None = None
-) -> float:
-    """Returns beta + max(tau, 0) L^2, a smoothness of the tilted losses (D^2 / 4 for L^2 if it is smaller).
-
-    Args:
-        tilt: tau, finite.
-        lipschitz: L > 0.
-        smoothness: beta >= 0, of every loss.
-        gradient_diameter: D > 0; default 2 L.
-
-    Source: docs/proofs/output.md#tilted-means (Lemma 5.3 of the paper).
-
-    Example:
-        >>> round(tilted_smoothness(tilt=10.0, lipschitz=2.0, smoothness=1.0), 9)
-        41.0
-    """
-    tilt, beta = check.finite(tilt=tilt), check.nonnegative(smoothness=smoothness)
-    return scaled_up(beta + max(tilt, 0.0) * _spread(lipschitz, gradient_diameter), 6)
 
 
 def tilted_sensitivity(

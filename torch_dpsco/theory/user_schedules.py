@@ -34,7 +34,6 @@ __all__ = [
     "best_steps",
     "default_phases",
     "filtered_schedule",
-    "min_users_paper",
     "published_noise_std",
     "schedule",
     "schedule_paper",
@@ -273,20 +272,6 @@ def default_phases(n_items: int) -> int:
         (4, 1)
     """
     return max(1, math.ceil(math.log2(math.log2(max(2, check.positive_count(n_items=n_items))))))
-
-
-def min_users_paper(steps: int, delta: float, epsilon: float, corrected: bool) -> int:
-    """Returns ceil(40 log(4T/delta)/epsilon), the paper's condition, or 240 in place of 40: its argument, mended.
-
-    Neither is a check: `calibrate_filter` says what is proved (docs/errata.md, paper 3, E3).
-
-    Example:
-        >>> min_users_paper(11, 1e-6, 1.0, corrected=False)
-        704
-    """
-    T, delta = check.positive_count(steps=steps), check.open_interval(0.0, 1.0, delta=delta)
-    factor = 240 if corrected else 40
-    return math.ceil(factor * math.log(4 * T / delta) / check.positive(epsilon=epsilon))
 
 
 def published_noise_std(n: int, steps: int, epsilon: float, delta: float, pair_radius: float) -> float:

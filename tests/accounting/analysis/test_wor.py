@@ -13,14 +13,14 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.papers.accounting import rdp_epsilon_classic, rdp_poisson_replace_one_profile, rdp_wor_gaussian_wbk
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.rdp import (
-    default_orders,
-    rdp_poisson_gaussian_replace_one,
-    rdp_wor_gaussian,
+from tests.reference.papers.accounting import (
+    rdp_epsilon_classic,
+    rdp_poisson_replace_one_profile,
     rdp_wor_gaussian_closed_form,
+    rdp_wor_gaussian_wbk,
 )
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
+from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_poisson_gaussian_replace_one, rdp_wor_gaussian
 from torch_dpsco.errors import ConditionError
 
 SLACK = 1 + 3e-12

@@ -27,6 +27,7 @@ from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
 from torch_dpsco.accounting.filters import _SLACK
+from torch_dpsco.errors import ConditionError
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none
 _SPELLED_OUT = {"P=mixture,Q=N(0)": "remove", "P=N(0),Q=mixture": "add"}
@@ -878,3 +879,48 @@ class RDPFilter:
         if not self.admits(value):
             raise ValueError(f"value must fit the budget: spent {self.spent}, asked {value}, budget {self.budget}")
         self.spent += value
+
+
+def rdp_wor_gaussian_closed_form(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
+    """Returns 3.5 gamma^2 a / z^2, the paper's bound on the curve of `rdp_wor_gaussian`, where it is proved.
+
+    Args:
+        sample_rate: gamma in [0, 1].
+        noise_ratio: z = noise std / (2 clip), >= 0.
+        order: Renyi order(s) a > 1.
+
+    Returns:
+        The bound; 0 at rate 0.
+
+    Raises:
+        ConditionError: z^2 < 0.67, or a - 1 > (2 z^2 / 3) log(1 / (a gamma (1 + z^2))) at some order.
+        ValueError: an argument is out of range.
+
+    Guarantee: as `rdp_wor_gaussian`, which is smaller.
+
+    Source: docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size (Lemma 3 of the paper).
+
+    Example:
+        >>> round(rdp_wor_gaussian_closed_form(sample_rate=0.001, noise_ratio=2.0, order=1.5), 12)
+        1.3125e-06
+    """
+    rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
+    noise = _validate.nonnegative(noise_ratio=noise_ratio)
+
+    def curve(block: FloatArray) -> FloatArray:
+        if rate == 0:
+            return np.zeros_like(block)
+        square = noise * noise
+        if square < 0.67:
+            raise ConditionError(f"noise_ratio^2 must be >= 0.67 for the closed form (got {square:g})")
+        # PRIVACY: never extrapolated (test_the_closed_form_is_refused_outside_its_conditions)
+        usable = block - 1 <= -2 * square / 3 * (np.log(block) + math.log(rate) + math.log1p(square))
+        if not usable.all():
+            worst = block[~usable][0]
+            raise ConditionError(
+                f"order - 1 must be <= (2 z^2 / 3) log(1 / (order sample_rate (1 + z^2))) for the closed form "
+                f"(got order {worst:g}, noise_ratio {noise:g}, sample_rate {rate:g})"
+            )
+        return 3.5 * rate * (rate * block / square)
+
+    return quad.by_order(curve, order)

@@ -405,3 +405,28 @@ def shuffled_sensitivity(
         glm=glm,
     )
     return path_sensitivity(path, per_epoch)
+
+
+def feasibility_threshold_paper(n: int) -> float:
+    """Returns the epsilon above which Lemma 13 of the paper claims a feasible split (T = n, batches of one record).
+
+    For reference only: the claim is false for 18 <= n <= 43, and the threshold is far from necessary elsewhere. Test
+    the conditions instead (`search_split_paper`).
+
+    Args:
+        n: number of records, >= 2.
+
+    Raises:
+        ValueError: n is not an integer >= 2.
+
+    Source: docs/proofs/holder.md#noise-of-algorithm-2-as-published; erratum E9.
+
+    Example:
+        >>> round(feasibility_threshold_paper(10000), 3)
+        0.897
+    """
+    n = _validate.count(n=n)
+    if n < 2:
+        raise ValueError(f"n must be an integer >= 2 (got {n})")
+    root = math.pow(n, 1 / 3) - 1
+    return (7 * root + 4 * n * math.log(n) + 7) / (2 * n * root)

@@ -1,4 +1,22 @@
-"""Formulas of output perturbation that the package does not use, for vectors and comparisons."""
+"""Formulas of output perturbation that the package does not use, for vectors and comparisons.
+
+Regularization and risk, the weights that balance noise against bias: with the noise z of a release, s = E|z| / Delta <=
+d / epsilon (K-norm noise) or sqrt(d) sigma (Gaussian), and v = E|z|^2 / Delta^2 = d (d + 1) / epsilon^2 or d sigma^2,
+sigma the least Gaussian std at sensitivity 1. A minimizer of F + (lam/2) |w|^2 has Delta = 2 L / (lam n) if one record
+is replaced, and
+
+    Lipschitz, projected on B(0, R)    L s Delta                    + lam R^2 / 2
+    beta-smooth, not projected         beta v Delta^2 / 2           + lam R^2 / 2
+    population                         either + L Delta, the stability of the minimizer.
+
+Mode "tight" takes the lam that minimizes its bound. Mode "paper" has the published schedules, with
+q = d / (epsilon n) or sqrt(d) (c + sqrt(c^2 + epsilon)) / (epsilon n), c = `zhao_constant(delta)`.
+
+Differs from the paper in: 1. Delta is that of the loss alone. 2. The noise is bounded on the population loss before
+stability is used, so that no Lipschitz constant outside of the ball is needed.
+
+Source: docs/proofs/output.md#risk-of-a-noisy-minimizer, docs/proofs/output.md#published-schedules.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +29,20 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import positive
+from torch_dpsco.accounting.analysis.gaussian import zhao_constant
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.margin import Hinge
 from torch_dpsco.objectives.linear import LinearObjective
 from torch_dpsco.solvers.certificates import gap_certificate, primal_point
 from torch_dpsco.theory.clipping import safe_exp
 from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
-from torch_dpsco.theory.output_constants import _attack_length
+from torch_dpsco.theory.output_constants import _attack_length, noise_norms
 from torch_dpsco.theory.output_rounding import sum_terms
-from torch_dpsco.theory.output_schedules import _MODES, _cubic_scale, noise_norms, paper_ratio
 from torch_dpsco.theory.output_sensitivity import erm_sensitivity, safe
 from torch_dpsco.theory.solvers import _count
+from torch_dpsco.theory.tilted import _spread
+
+_MODES = ("tight", "paper")
 
 
 def residual_clip_constants(bound_x: float, clip: float) -> tuple[float, float]:
@@ -488,3 +509,174 @@ def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
     point = primal_point(objective, variables)
     distance = gap_certificate(objective, point, variables).distance
     return HingeGap(point, distance * distance * reg / 2, distance)
+
+
+def paper_ratio(n: int, dim: int, epsilon: float, delta: float) -> float:
+    """Returns q, the noise to size ratio in which the paper states its schedules.
+
+    Raises:
+        ValueError: an argument is out of range: delta must be 0 or in (0, 1/2).
+
+    Source: docs/proofs/output.md#published-schedules
+
+    Example:
+        >>> paper_ratio(n=1000, dim=10, epsilon=1.0, delta=0)
+        0.01
+    """
+    n, d = check.positive_count(n=n), check.positive_count(dim=dim)
+    epsilon = check.positive(epsilon=epsilon)
+    if check.nonnegative(delta=delta) == 0:
+        return d / (epsilon * n)
+    c = zhao_constant(delta)
+    return math.sqrt(d) * (c + math.sqrt(c * c + epsilon)) / (epsilon * n)
+
+
+def reg_smooth_population(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float,
+    mode: str = "tight",
+) -> float:  # fmt: skip
+    """Returns lam for the population risk of beta-smooth losses.
+
+    The tight one minimizes 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2: it is the positive root of
+    R^2 lam^3 / 2 = 2 L^2 lam / n + 4 beta L^2 v / n^2. The paper's is (beta L^2 / R^2)^(1/3) (q^(2/3) + 1 / sqrt(n)).
+
+    Args:
+        lipschitz: L > 0.
+        radius: R > 0, of a ball that holds a minimizer of the risk for every data set.
+        smoothness: beta > 0.
+        n: >= 1.
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1), below 1/2 for mode "paper"; 0 means K-norm noise.
+        mode: "tight" or "paper".
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(reg_smooth_population(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0, mode="paper"), 9)
+        0.030969665
+    """
+    scale, n = _cubic_scale(lipschitz, radius, smoothness), check.positive_count(n=n)
+    if check.choice(_MODES, mode=mode) == "paper":
+        return scale * (math.pow(paper_ratio(n, dim, epsilon, delta), 2 / 3) + 1 / math.sqrt(n))
+    # lam^3 = 3 p lam + 2 r, solved by the hyperbolic or the trigonometric formula for its one positive root
+    p = 4 * lipschitz**2 / (3 * n * radius**2)
+    r = 4 * scale**3 * noise_norms(dim, epsilon, delta)[1] / n**2
+    ratio = r / math.pow(p, 1.5)
+    if ratio >= 1:
+        return 2 * math.sqrt(p) * math.cosh(math.acosh(ratio) / 3)
+    return 2 * math.sqrt(p) * math.cos(math.acos(ratio) / 3)
+
+
+def _cubic_scale(lipschitz: float, radius: float, smoothness: float) -> float:
+    ratio = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
+    return math.pow(check.positive(smoothness=smoothness) * ratio * ratio, 1 / 3)
+
+
+def risk_smooth_population(
+    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
+) -> float:
+    """Returns 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2 at the tight `reg_smooth_population`.
+
+    Arguments as there.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(risk_smooth_population(1.0, 2.0, 0.25, n=1000, dim=10, epsilon=1.0, delta=0), 6)
+        0.161446
+    """
+    lam = reg_smooth_population(lipschitz, radius, smoothness, n, dim, epsilon, delta)
+    noise = risk_strongly_convex(lipschitz, lam, n, dim, epsilon, delta, smoothness=smoothness, population=True)
+    return noise + lam * radius**2 / 2
+
+
+def risk_strongly_convex(
+    lipschitz: float,
+    strong_convexity: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    *,
+    smoothness: float | None = None,
+    population: bool = False,
+    distance: float = 0.0,
+) -> float:
+    """Returns the bound on the excess risk of a perturbed minimizer of a mu-strongly convex objective.
+
+    L E|z| if projected, or beta E|z|^2 / 2 for beta-smooth losses without a projection; plus the stability 2 L^2/(mu n)
+    for the population risk; plus what a point at the given distance of the minimizer loses, L r or beta r^2 / 2.
+
+    Args:
+        lipschitz: L > 0.
+        strong_convexity: mu > 0.
+        n: >= 1.
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1).
+        smoothness: beta > 0; None for losses that are Lipschitz only.
+        population: whether the risk is that of the population.
+        distance: r >= 0, certified (grad_tol / mu); the noise grows by 2 r / Delta.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> round(risk_strongly_convex(1.0, 0.1, n=1000, dim=10, epsilon=1.0, delta=0), 9)
+        0.2
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    first, second = noise_norms(dim, epsilon, delta)
+    distance = check.nonnegative(distance=distance)
+    exact = 2 * lipschitz / (mu * check.positive_count(n=n))
+    stability = lipschitz * exact if population else 0.0
+    sensitivity = exact + 2 * distance
+    if smoothness is None:
+        return lipschitz * (first * sensitivity + distance) + stability
+    return check.positive(smoothness=smoothness) / 2 * (second * sensitivity**2 + distance**2) + stability
+
+
+def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float) -> int:
+    """Returns T = ceil(2 L^2 / (mu alpha)), for which E[F - min F] <= 2 L^2 / (mu (T + 1)) <= alpha.
+
+    The method takes steps 2 / (mu (t + 1)) from w_(t-1) and averages w_(t-1) with weights 2 t / (T (T + 1)). The
+    accuracy holds in expectation only: it certifies nothing.
+
+    Args:
+        lipschitz: L > 0, bound on the subgradients on the ball.
+        strong_convexity: mu > 0.
+        accuracy: alpha > 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: T overflows.
+
+    Source: docs/proofs/output.md#steps-of-the-subgradient-method
+
+    Example:
+        >>> subgradient_steps(lipschitz=1.0, strong_convexity=0.5, accuracy=0.001)
+        4001
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    return _count(2 * lipschitz / mu * (lipschitz / check.positive(accuracy=accuracy)), "accuracy")
+
+
+def tilted_smoothness(
+    tilt: float, lipschitz: float, smoothness: float, gradient_diameter: float | None = None
+) -> float:
+    """Returns beta + max(tau, 0) L^2, a smoothness of the tilted losses (D^2 / 4 for L^2 if it is smaller).
+
+    Args:
+        tilt: tau, finite.
+        lipschitz: L > 0.
+        smoothness: beta >= 0, of every loss.
+        gradient_diameter: D > 0; default 2 L.
+
+    Source: docs/proofs/output.md#tilted-means (Lemma 5.3 of the paper).
+
+    Example:
+        >>> round(tilted_smoothness(tilt=10.0, lipschitz=2.0, smoothness=1.0), 9)
+        41.0
+    """
+    tilt, beta = check.finite(tilt=tilt), check.nonnegative(smoothness=smoothness)
+    return scaled_up(beta + max(tilt, 0.0) * _spread(lipschitz, gradient_diameter), 6)

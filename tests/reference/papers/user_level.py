@@ -57,3 +57,17 @@ def sketch_failure(sketch_dim: int, distortion: float, n_users: int, steps: int)
     tail = float(chi2.logcdf(k * (1 - eta) ** 2, k))
     pairs = math.log(T) + math.log(n) + math.log(n + 1) - math.log(2)
     return min(1.0, math.exp(min(0.0, tail + pairs)) * (1 + 1e-9))
+
+
+def min_users_paper(steps: int, delta: float, epsilon: float, corrected: bool) -> int:
+    """Returns ceil(40 log(4T/delta)/epsilon), the paper's condition, or 240 in place of 40: its argument, mended.
+
+    Neither is a check: `calibrate_filter` says what is proved (docs/errata.md, paper 3, E3).
+
+    Example:
+        >>> min_users_paper(11, 1e-6, 1.0, corrected=False)
+        704
+    """
+    T, delta = check.positive_count(steps=steps), check.open_interval(0.0, 1.0, delta=delta)
+    factor = 240 if corrected else 40
+    return math.ceil(factor * math.log(4 * T / delta) / check.positive(epsilon=epsilon))

@@ -27,7 +27,7 @@ from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.mixtures import PoissonMixture, log_tail, sampled_divergence
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
-from torch_dpsco.accounting.analysis.wor import rdp_wor_gaussian, rdp_wor_gaussian_closed_form
+from torch_dpsco.accounting.analysis.wor import rdp_wor_gaussian
 
 __all__ = [
     "Direction",
@@ -37,7 +37,6 @@ __all__ = [
     "rdp_poisson_gaussian_group",
     "rdp_poisson_gaussian_replace_one",
     "rdp_wor_gaussian",
-    "rdp_wor_gaussian_closed_form",
 ]
 
 Direction = Literal["remove", "add"]

@@ -3,28 +3,18 @@
 gamma is the batch size over the data set size (both public), z the noise std over 2C, with C the clip: in any pair of
 neighboring data sets two batches differ by one record for another, at a distance of at most 2C, under ZERO_OUT too
 (when the differing record enters, another one leaves). With P = N(1, z^2), Q = N(0, z^2), r the likelihood ratio of
-(1-gamma) Q + gamma P to Q, two bounds are offered:
+(1-gamma) Q + gamma P to Q, the curve is tight: that of the exact privacy profile, attained point by point.
 
-    rdp_wor_gaussian              tight: the exact privacy profile, attained point by point
-    rdp_wor_gaussian_closed_form  3.5 gamma^2 a / z^2, as in the Hoelder paper, under side conditions
-
-Source: docs/proofs/accounting.md#batches-of-fixed-size,
-docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size.
+Source: docs/proofs/accounting.md#batches-of-fixed-size.
 """
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from torch_dpsco import _validate
-from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.mixtures import PoissonMixture, sampled_divergence
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
-from torch_dpsco.errors import ConditionError
 
-__all__ = ["rdp_wor_gaussian", "rdp_wor_gaussian_closed_form"]
+__all__ = ["rdp_wor_gaussian"]
 
 
 def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
@@ -56,51 +46,6 @@ def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> O
     rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
     noise = _validate.nonnegative(noise_ratio=noise_ratio)
     return sampled_divergence((rate, noise, 1), 1.0, order, _wor_log_excess)
-
-
-def rdp_wor_gaussian_closed_form(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
-    """Returns 3.5 gamma^2 a / z^2, the paper's bound on the curve of `rdp_wor_gaussian`, where it is proved.
-
-    Args:
-        sample_rate: gamma in [0, 1].
-        noise_ratio: z = noise std / (2 clip), >= 0.
-        order: Renyi order(s) a > 1.
-
-    Returns:
-        The bound; 0 at rate 0.
-
-    Raises:
-        ConditionError: z^2 < 0.67, or a - 1 > (2 z^2 / 3) log(1 / (a gamma (1 + z^2))) at some order.
-        ValueError: an argument is out of range.
-
-    Guarantee: as `rdp_wor_gaussian`, which is smaller.
-
-    Source: docs/proofs/accounting.md#closed-forms-for-batches-of-fixed-size (Lemma 3 of the paper).
-
-    Example:
-        >>> round(rdp_wor_gaussian_closed_form(sample_rate=0.001, noise_ratio=2.0, order=1.5), 12)
-        1.3125e-06
-    """
-    rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = _validate.nonnegative(noise_ratio=noise_ratio)
-
-    def curve(block: FloatArray) -> FloatArray:
-        if rate == 0:
-            return np.zeros_like(block)
-        square = noise * noise
-        if square < 0.67:
-            raise ConditionError(f"noise_ratio^2 must be >= 0.67 for the closed form (got {square:g})")
-        # PRIVACY: never extrapolated (test_the_closed_form_is_refused_outside_its_conditions)
-        usable = block - 1 <= -2 * square / 3 * (np.log(block) + math.log(rate) + math.log1p(square))
-        if not usable.all():
-            worst = block[~usable][0]
-            raise ConditionError(
-                f"order - 1 must be <= (2 z^2 / 3) log(1 / (order sample_rate (1 + z^2))) for the closed form "
-                f"(got order {worst:g}, noise_ratio {noise:g}, sample_rate {rate:g})"
-            )
-        return 3.5 * rate * (rate * block / square)
-
-    return quad.by_order(curve, order)
 
 
 def _wor_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
