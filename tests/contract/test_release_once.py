@@ -259,6 +259,10 @@ def test_refused_data_leave_everything_as_it_was(row: Once) -> None:
     assert_unchanged(run, before)
     with pytest.raises(dp.SequenceError):
         run.opt.finalize()
+    if row.loss is not None:
+        run.opt.discard()
+    run.prepare().opt.finalize()  # a new loader begins with the permutation again
+    assert len(run.opt.accountant) == 1
 
 
 def test_records_without_a_number_count_as_some_record(row: Once) -> None:

@@ -141,6 +141,25 @@ def test_a_permutation_is_used_to_its_end() -> None:
     run.opt.finalize()
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_permutation_that_was_begun_goes_on_in_its_own_loader_only(used: int) -> None:
+    """Another data set could hold a record that was used at a place that is still to come."""
+    run = make(epochs=2)
+    for k, batch in enumerate(run.opt.loader(records())):
+        run.backward(batch)
+        if k == used:
+            break
+        run.opt.step()
+    run.opt.discard()
+    if not used:
+        run.train()
+        assert run.opt.steps == 2 * EPOCH
+        return
+    with pytest.raises(dp.SequenceError, match="step 2 must use batch 2 of a permutation that is used to its end"):
+        run.train()
+    assert len(run.opt.accountant) == 0
+
+
 def test_a_step_of_an_equal_but_new_permutation_is_refused() -> None:
     run = make(epochs=2)
     first, second = np.arange(N), np.arange(N)[::-1].copy()

@@ -89,6 +89,7 @@ class DrawLog:
         self.waiting: deque[Chunk] = deque()
         self.taken: Chunk | None = None  # by a step that has not ended it
         self.held: Chunk | None = None  # of the draw that the next step must use
+        self.order: npt.NDArray[np.int64] | None = None  # newest permutation, where batches are parts of one
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
         self._given_up = False
@@ -209,6 +210,10 @@ class DrawLog:
                 "a draw was given up and is the next one again: use a loader of the same data set, by "
                 "optimizer.loader(dataset)"
             )
+        if old.held is not None and old.held.draw.part == "0":
+            # PRIVACY: only from its start, since another data set may hold a record that was used at a place to come
+            # (test_a_permutation_that_was_begun_goes_on_in_its_own_loader_only)
+            self.order = old.order
         self.held, old.held = old.held, None
         old._replaced, self._replaced = True, False
         old.give_up()

@@ -197,20 +197,19 @@ class ShuffledSampler(DesignSampler):
     """Fresh random permutations, one after another, cut into batches; each iteration starts a new one."""
 
     kind = Shuffled
-    _newest: _Indices | None = None
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
         epoch = self.design.steps_per_epoch
         for start in range(0, self.steps, epoch):
             steps = min(epoch, self.steps - start)
-            self._newest = self.rng.permutation(self.size)
-            yield from _parts(self._newest, self.design.batch_size, steps)
+            self.log.order = self.rng.permutation(self.size)
+            yield from _parts(self.log.order, self.design.batch_size, steps)
 
     def _after(self, draw: Draw) -> Iterator[Drawn]:
         rest: list[Drawn] = []
-        if self._newest is not None:  # its permutation goes on
-            parts = _parts(self._newest, self.design.batch_size, self.design.steps_per_epoch)
+        if self.log.order is not None:  # its permutation goes on
+            parts = _parts(self.log.order, self.design.batch_size, self.design.steps_per_epoch)
             rest = [(other, indices) for other, indices in parts if other.partition == draw.partition]
         yield from rest[int(draw.part) + 1 :]
         yield from self.draws()
