@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.edited_plans import edited
 from torch_dpsco.optim.planned import StepPlan
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory import user_level
@@ -177,6 +178,32 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     assert optimizer.privacy_spent(delta).epsilon == plan.epsilon(delta)
     if plan.budget is not None:
         assert plan.epsilon() <= plan.budget.epsilon
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HolderSGD, fixed", "CorrelatedSGD", "UserClippedSGD, noise", "UserFilteredSGD, noise"),
+        *("ClippedSGD, pilot", "AcceleratedSGD", "LocalizedSGD, pilots"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str) -> None:
+    """A run is charged step by step for what its oracle draws; the plan has said no less, and the budget holds."""
+    cls, make = MADE[name]
+    ran = 0
+    for what, saved in edited(make()):
+        try:
+            plan = Plan.from_dict(saved)
+            said = plan.epsilon(1e-4)
+            optimizer = run(cls, plan)
+        except (ValueError, dp.DpscoError):
+            continue
+        ran += 1
+        assert optimizer.privacy_spent(1e-4).epsilon <= said, what
+        if plan.budget is not None:
+            assert plan.epsilon() <= plan.budget.epsilon * (1 + 1e-12), what
+    assert ran
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -115,6 +115,7 @@ class StepPlan(Plan):
     def event(self) -> Event:
         """Returns everything that the run charges, as `Plan.event`."""
         oracle = self.oracle(self.prox())
+        checks.require_same_parts(oracle, self.design, self.schedule())
         if asks_exact(self.secure):
             oracle.use_exact_noise()
         if any(charge.adaptive for charge in first_charges(oracle, self.design)):
