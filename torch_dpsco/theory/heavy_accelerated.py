@@ -22,61 +22,30 @@ from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.theory.clipping import clip_bias_worst, clip_threshold_linear, exchange_rate_accelerated, safe_exp
-from torch_dpsco.theory.heavy_inputs import OnePass, check_mode, least_steps
+from torch_dpsco.theory.clipping import clip_threshold_linear, exchange_rate_accelerated, safe_exp
+from torch_dpsco.theory.heavy_inputs import OnePass, OnePassPlan, check_mode, least_steps
 
 __all__ = ["AcceleratedPlan", "accelerated_clip_paper", "accelerated_plan", "accelerated_steps_paper"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceleratedPlan:
+class AcceleratedPlan(OnePassPlan):
     """Public numbers of a planned run of AcceleratedSGD.
 
-    Args:
-        n: public number of records.
-        dim: d.
-        steps: T, one batch each.
-        batch_size: s = floor(n/T), the divisor.
-        rho: zCDP of the run.
-        adjacency: of rho.
-        clip: C.
-        noise_std: sigma, std per coordinate of the noise on a mean.
+    Args, besides those of `OnePassPlan`:
         noise_weight: a, the exchange rate of `clip`.
-        bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
-        variance: r_2^2/s + d sigma^2, WITHOUT the square of the bias.
         inverse_lr: eta; step t = 1, 2, ... has size t/(2 eta).
-        bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
-        smoothness: beta.
         diameter: D.
-        mode: "tight" or "paper".
     """
 
-    n: int
-    dim: int
-    steps: int
-    batch_size: int
-    rho: float
-    adjacency: str
-    clip: float
-    noise_std: float
     noise_weight: float
-    bias: float
-    variance: float
     inverse_lr: float
-    bound: float
-    smoothness: float
     diameter: float
-    mode: str = "tight"
 
     @property
     def lr(self) -> float:
         """The factor of t in the step size, 1/(2 eta)."""
         return 1.0 / (2.0 * self.inverse_lr)
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Std of the noise on the sum of rows, over the clip."""
-        return self.noise_std * self.batch_size / self.clip
 
 
 def accelerated_plan(
@@ -231,7 +200,7 @@ def accelerated_clip_paper(
 def _planned(
     data: OnePass, T: int, smoothness: float, diameter: float, clip: float | None, paper_epsilon: float | None
 ) -> AcceleratedPlan:
-    s, k, r = data.batch_size(T), data.moment_order, data.moment
+    k, r = data.moment_order, data.moment
     weight = exchange_rate_accelerated(data.n, data.dim, T, data.rho, data.adjacency)
     if clip is None and paper_epsilon is not None:
         clip = accelerated_clip_paper(
@@ -239,23 +208,14 @@ def _planned(
         )
     elif clip is None:
         clip = clip_threshold_linear(r, k, weight)
-    bias = clip_bias_worst(r, k, clip)
-    variance = data.sampling_variance(s, clip) + data.noise_variance(s, clip)
-    error, D = variance + bias**2, diameter
+    run = data.run(T, clip)
+    bias, D = run["bias"], diameter
+    error = run["variance"] + bias**2
     inverse_lr = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
     root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
     return AcceleratedPlan(
-        n=data.n,
-        dim=data.dim,
-        steps=T,
-        batch_size=s,
-        rho=data.rho,
-        adjacency=data.adjacency,
-        clip=clip,
-        noise_std=data.noise_std(s, clip),
+        **run,
         noise_weight=weight,
-        bias=bias,
-        variance=variance,
         inverse_lr=inverse_lr,
         bound=4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D,
         smoothness=smoothness,

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.clipping import clip_bias_worst, clip_threshold_square, safe_exp
-from torch_dpsco.theory.heavy_inputs import OnePass, check_mode, least_steps
+from torch_dpsco.theory.clipping import clip_threshold_square, safe_exp
+from torch_dpsco.theory.heavy_inputs import OnePass, OnePassPlan, check_mode, least_steps
 
 __all__ = [
     "AveragingSchedule",
@@ -64,52 +64,20 @@ class BoundCoefficients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StronglyConvexPlan:
+class StronglyConvexPlan(OnePassPlan):
     """Public numbers of a planned run of averaged ClippedSGD.
 
-    Args:
-        n: public number of records.
-        dim: d.
-        steps: T, one batch each.
-        batch_size: s = floor(n/T), the divisor.
-        rho: zCDP of the run.
-        adjacency: of rho.
-        clip: C.
-        noise_std: sigma, std per coordinate of the noise on a mean.
-        bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
-        variance: r_2^2/s + d sigma^2.
-        bound: on the expected excess risk of the weighted average; not proved under add_remove, see
-            docs/proofs/heavy_tailed.md#one-pass.
+    Args, besides those of `OnePassPlan`:
         strong_convexity: mu.
-        smoothness: beta.
         distance: bound on |w_0 - w*| used in `bound`.
-        mode: "tight" or "paper".
         schedule: step sizes and weights.
         coefficients: of the bound.
     """
 
-    n: int
-    dim: int
-    steps: int
-    batch_size: int
-    rho: float
-    adjacency: str
-    clip: float
-    noise_std: float
-    bias: float
-    variance: float
-    bound: float
     strong_convexity: float
-    smoothness: float
     distance: float
-    mode: str
     schedule: AveragingSchedule = field(repr=False)
     coefficients: BoundCoefficients = field(repr=False)
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Std of the noise on the sum of rows, over the clip."""
-        return self.noise_std * self.batch_size / self.clip
 
 
 def averaging_schedule(*, strong_convexity: float, inverse_lr_cap: float, steps: int) -> AveragingSchedule:
@@ -258,24 +226,13 @@ def _planned(
     data: OnePass, T: int, mu: float, beta: float, distance: float, clip: float | None, mode: str, scheduled: bool
 ) -> StronglyConvexPlan:
     u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
-    s, C = data.batch_size(T), _clip(data, T, u) if clip is None else clip
-    bias = clip_bias_worst(data.moment, data.moment_order, C)
-    variance = data.sampling_variance(s, C) + data.noise_variance(s, C)
+    run = data.run(T, _clip(data, T, u) if clip is None else clip)
     schedule = AveragingSchedule((), ())  # while searching for T, where its T numbers are not needed
     if scheduled:
         schedule = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
     return StronglyConvexPlan(
-        n=data.n,
-        dim=data.dim,
-        steps=T,
-        batch_size=s,
-        rho=data.rho,
-        adjacency=data.adjacency,
-        clip=C,
-        noise_std=data.noise_std(s, C),
-        bias=bias,
-        variance=variance,
-        bound=u.initial * distance**2 + u.bias * bias**2 + u.noise * variance,
+        **run,
+        bound=u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"],
         strong_convexity=mu,
         smoothness=beta,
         distance=distance,

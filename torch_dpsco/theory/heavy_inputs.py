@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.theory.clipping import mean_noise_std, sensitivity_factor
+from torch_dpsco.theory.clipping import clip_bias_worst, mean_noise_std, sensitivity_factor
 
-__all__ = ["MAX_STEPS", "OnePass", "check_mode", "check_order", "least_steps"]
+__all__ = ["MAX_STEPS", "OnePass", "OnePassPlan", "check_mode", "check_order", "least_steps"]
 
 MAX_STEPS = 100_000  # end of the search for the number of steps
 _GRID = 400
@@ -44,6 +45,46 @@ def check_mode(mode: str, adjacency: str) -> str:
     if check.choice(("tight", "paper"), mode=mode) == "paper" and adjacency != "replace_one":
         raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {adjacency!r}); use mode='tight'")
     return mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """Public numbers of a run in one pass, of every method.
+
+    Args:
+        n: public number of records.
+        dim: d.
+        steps: T, one batch each.
+        batch_size: s = floor(n/T), the divisor.
+        rho: zCDP of the run.
+        adjacency: of rho.
+        clip: C.
+        noise_std: sigma, std per coordinate of the noise on a mean.
+        bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
+        variance: r_2^2/s + d sigma^2, WITHOUT the square of the bias.
+        bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
+        smoothness: beta.
+        mode: "tight" or "paper".
+    """
+
+    n: int
+    dim: int
+    steps: int
+    batch_size: int
+    rho: float
+    adjacency: str
+    clip: float
+    noise_std: float
+    bias: float
+    variance: float
+    bound: float
+    smoothness: float
+    mode: str = "tight"
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Std of the noise on the sum of rows, over the clip."""
+        return self.noise_std * self.batch_size / self.clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +152,22 @@ class OnePass:
         if k < 2:
             bounds.append(math.exp(k * math.log(self.moment) + (2 - k) * math.log(clip)))
         return min(bounds) / batch_size
+
+    def run(self, steps: int, clip: float) -> dict[str, Any]:
+        """Returns the fields of a `OnePassPlan` that follow from steps and clip."""
+        s = self.batch_size(steps)
+        return {
+            "n": self.n,
+            "dim": self.dim,
+            "steps": steps,
+            "batch_size": s,
+            "rho": self.rho,
+            "adjacency": self.adjacency,
+            "clip": clip,
+            "noise_std": self.noise_std(s, clip),
+            "bias": clip_bias_worst(self.moment, self.moment_order, clip),
+            "variance": self.sampling_variance(s, clip) + self.noise_variance(s, clip),
+        }
 
 
 def least_steps(bound: Callable[[int], float], most: int) -> int:

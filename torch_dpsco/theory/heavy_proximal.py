@@ -20,57 +20,25 @@ from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.clipping import clip_bias_worst, clip_threshold_square, safe_exp
-from torch_dpsco.theory.heavy_inputs import OnePass, check_mode, least_steps
+from torch_dpsco.theory.clipping import clip_threshold_square, safe_exp
+from torch_dpsco.theory.heavy_inputs import OnePass, OnePassPlan, check_mode, least_steps
 
 __all__ = ["ProximalPlan", "proximal_pl_bound", "proximal_pl_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProximalPlan:
+class ProximalPlan(OnePassPlan):
     """Public numbers of a planned run of ProximalSGD.
 
-    Args:
-        n: public number of records.
-        dim: d.
-        steps: T, one batch each.
-        batch_size: s = floor(n/T), the divisor.
-        rho: zCDP of the run.
-        adjacency: of rho.
-        clip: C.
-        noise_std: sigma, std per coordinate of the noise on a mean.
-        bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
-        variance: r_2^2/s + d sigma^2.
+    Args, besides those of `OnePassPlan`:
         lr: 1/(2 beta).
-        bound: on the expected excess risk of the last iterate; not proved under add_remove, see
-            docs/proofs/heavy_tailed.md#one-pass.
         pl_constant: mu.
-        smoothness: beta.
         initial_gap: bound on F(w_0) - F*.
-        mode: "tight" or "paper".
     """
 
-    n: int
-    dim: int
-    steps: int
-    batch_size: int
-    rho: float
-    adjacency: str
-    clip: float
-    noise_std: float
-    bias: float
-    variance: float
     lr: float
-    bound: float
     pl_constant: float
-    smoothness: float
     initial_gap: float
-    mode: str = "tight"
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Std of the noise on the sum of rows, over the clip."""
-        return self.noise_std * self.batch_size / self.clip
 
 
 def proximal_pl_bound(
@@ -179,25 +147,15 @@ def proximal_pl_plan(
 
 
 def _planned(data: OnePass, T: int, mu: float, beta: float, gap: float, clip: float | None, mode: str) -> ProximalPlan:
-    s, k = data.batch_size(T), data.moment_order
     if clip is None:
-        clip = clip_threshold_square(data.moment, k, 3.0, 2.0 * data.noise_variance(s, 1.0))
-    bias = clip_bias_worst(data.moment, k, clip)
-    variance = data.sampling_variance(s, clip) + data.noise_variance(s, clip)
+        weight = 2.0 * data.noise_variance(data.batch_size(T), 1.0)
+        clip = clip_threshold_square(data.moment, data.moment_order, 3.0, weight)
+    run = data.run(T, clip)
     return ProximalPlan(
-        n=data.n,
-        dim=data.dim,
-        steps=T,
-        batch_size=s,
-        rho=data.rho,
-        adjacency=data.adjacency,
-        clip=clip,
-        noise_std=data.noise_std(s, clip),
-        bias=bias,
-        variance=variance,
+        **run,
         lr=1.0 / (2.0 * beta),
         bound=proximal_pl_bound(
-            pl_constant=mu, smoothness=beta, steps=T, initial_gap=gap, bias=bias, variance=variance
+            pl_constant=mu, smoothness=beta, steps=T, initial_gap=gap, bias=run["bias"], variance=run["variance"]
         ),
         pl_constant=mu,
         smoothness=beta,
