@@ -330,6 +330,16 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypat
     assert ran
 
 
+def test_plans_for_one_target_are_charged_alike() -> None:
+    """So that a planned budget, which knows its events beforehand, admits a search over settings."""
+    for budget in (ADDED, PURE):
+        events = {
+            made(dp.ObjectivePerturbation, budget=budget, residual_clip=clip)()[1].event() for clip in (0.5, 1.0, None)
+        }
+        assert len(events) == 1
+    assert len({made(dp.OutputPerturbation, budget=PURE, reg=reg)()[1].event() for reg in (3.0, 30.0)}) == 1
+
+
 def test_a_plan_with_half_the_noise_costs_more() -> None:
     for name, field in (
         ("output", "noise_scale"),

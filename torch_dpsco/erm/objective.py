@@ -103,19 +103,20 @@ class ObjectivePlan(LinearPlan):
         return 2 * self.distance / (AMP_PURE_SHARE * self.task.target.epsilon) * (1 + 1e-15)
 
     def event(self) -> ApproxDP | Pure | RDPCurve:
-        """Returns what the release charges."""
+        """Returns what the release charges: what was asked for, or what the noise costs where that is more."""
         task = self.task
         if task.pure:
             determinant, moved, _ = _general(task, self.reg)
             parts = moved / self.noise_scale, 2 * self.distance / self.output_scale
             # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
             spent = math.fsum([determinant, *(math.nextafter(part, math.inf) for part in parts)])
-            return Pure(math.nextafter(spent, math.inf), (task.adjacency,))
+            return Pure(max(task.target.epsilon, math.nextafter(spent, math.inf)), (task.adjacency,))
         if self.curve:
             numbers = (self.noise_scale, self.reg, *_constants(task))
             return _curve(*numbers, monotone=task.monotone, mu_out=AMP_MU_OUT, adjacency=task.adjacency)
         # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        return ApproxDP(task.target.epsilon, _delta(task, self.reg, self.noise_scale), (task.adjacency,))
+        delta = max(_spent(task.target.delta), _delta(task, self.reg, self.noise_scale))
+        return ApproxDP(task.target.epsilon, delta, (task.adjacency,))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:

@@ -117,11 +117,12 @@ class OutputPlan(LinearPlan):
         return with_grid(self._moves.answer, asks_exact(self.secure))
 
     def event(self) -> Gaussian | KNorm | Sequential:
-        """Returns what the release charges."""
+        """Returns what the release charges: a pure epsilon is what was asked for, where the noise costs no more."""
         scale, moved, adjacency = check.positive(noise_scale=self.noise_scale), self.moved, self.task.adjacency
         if self.failure is None and self.task.pure:
             # PRIVACY: the epsilon of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-            return KNorm(math.nextafter(moved / scale, math.inf), self.task.parameters, adjacencies=(adjacency,))
+            epsilon = max(self.task.target.epsilon, math.nextafter(moved / scale, math.inf))
+            return KNorm(epsilon, self.task.parameters, adjacencies=(adjacency,))
         gaussian = Gaussian(scale, {adjacency: moved}, exact=asks_exact(self.secure))
         return gaussian if self.failure is None else Sequential((gaussian, Failure(self.failure, "per_side")))
 

@@ -96,7 +96,7 @@ class HolderOutputPlan(RowFreePlan):
 
     @cached_property
     def _of_random_hits(self) -> SimpleEvent:
-        """Where the number of hits is random: what the noise that is drawn leaves of delta at the budget's epsilon."""
+        """Where the number of hits is random: the target, or a larger delta, if the noise that is drawn spends it."""
         if self.noise_scale == 0:
             return NonPrivate()
         epsilon, delta = self._target["epsilon"], self._target["delta"]
@@ -105,7 +105,7 @@ class HolderOutputPlan(RowFreePlan):
         else:
             spent = delta / 2 + gaussian_delta(self.sensitivity / self.noise_scale, epsilon)
         # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        return ApproxDP(epsilon, spent, (self.adjacency,))
+        return ApproxDP(epsilon, max(delta, spent), (self.adjacency,))
 
 
 class HolderOutputSGD(RowFreeOptimizer):
