@@ -24,12 +24,26 @@ from torch_dpsco.sampling import make_sampler
 N, STEPS = 40, 30
 DATA = TensorDataset(torch.arange(float(N))[:, None])
 DESIGNS = [dp.Poisson(4, N), dp.Fixed(4, N), dp.Shuffled(4, N), dp.Full(N)]
+PHASES = Parts(((dp.Poisson(4, 30), 8), (dp.Fixed(2, 10), 3)), N)
 
 
 def run(design: Design) -> tuple[nn.Linear, dp.PrivateOptimizer]:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     return dp.attach(model, loss_reduction="sum"), make_optimizer(model, design, noise=1.0)
+
+
+def phased(design: Parts) -> tuple[nn.Linear, dp.PrivateOptimizer]:
+    model = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")
+    phases = [(Clipped(1.0, 1.0, part.batch_size), steps) for part, steps in design.parts]
+    return model, dp.PrivateOptimizer(
+        model.parameters(),
+        0.1,
+        oracle=Phased(phases),
+        rule=dp.rules.SGD(),
+        design=design,
+        schedule=dp.Schedule(tuple(dp.Phase(steps) for _, steps in design.parts)),
+    )
 
 
 def step(model: nn.Linear, opt: dp.PrivateOptimizer, x: torch.Tensor) -> list[float]:
@@ -182,23 +196,9 @@ def test_a_loader_has_one_optimizer() -> None:
     step(sink_model, sink, next(iter(loader))[0])
 
 
-@pytest.mark.parametrize(
-    "design", [dp.Disjoint(4, N), Parts(((dp.Poisson(4, 30), 8), (dp.Fixed(2, 10), 3)), N)], ids=str
-)
+@pytest.mark.parametrize("design", [dp.Disjoint(4, N), PHASES], ids=str)
 def test_a_draw_that_was_given_up_is_of_no_other_partition(design: Design) -> None:
-    if isinstance(design, Parts):
-        model = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")
-        phases = [(Clipped(1.0, 1.0, part.batch_size), steps) for part, steps in design.parts]
-        opt = dp.PrivateOptimizer(
-            model.parameters(),
-            0.1,
-            oracle=Phased(phases),
-            rule=dp.rules.SGD(),
-            design=design,
-            schedule=dp.Schedule(tuple(dp.Phase(steps) for _, steps in design.parts)),
-        )
-    else:
-        model, opt = run(design)
+    model, opt = phased(design) if isinstance(design, Parts) else run(design)
     batches = iter(opt.loader(DATA))
     for _ in range(2):
         step(model, opt, next(batches)[0])
@@ -215,6 +215,47 @@ def test_a_draw_that_was_given_up_is_of_no_other_partition(design: Design) -> No
     assert opt.steps == design.steps_per_epoch
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("hands", [1, 2])
+def test_a_pass_that_changes_hands_goes_on_with_what_is_left(hands: int, fetched: bool) -> None:
+    """The new owner took it for untouched: it used again what was used, or was refused the draw that it gave up."""
+    runs = [run(dp.Disjoint(4, N)) for _ in range(2)]
+    loader = runs[0][1].loader(DATA)
+    batches, records = iter(loader), []
+    for k in range(hands):
+        records += step(*runs[k % 2], next(batches)[0])
+        model, opt = runs[(k + 1) % 2]
+        opt.bind(loader)
+    if fetched:
+        next(batches)
+        opt.discard()
+    for (x,) in opt.loader(DATA, resume=True):
+        records += step(model, opt, x)
+    assert sorted(records) == list(range(N))
+
+
+def test_a_draw_that_was_given_up_does_not_come_in_a_pass_of_another_optimizer() -> None:
+    (_, opt), (_, other) = run(dp.Disjoint(4, N)), run(dp.Disjoint(4, N))
+    next(iter(opt.loader(DATA)))
+    opt.discard()
+    other.loader(DATA)
+    with pytest.raises(dp.SequenceError, match="was given up and is the next one again"):
+        opt.bind(other.loader(DATA, resume=True))
+
+
+def test_phases_are_begun_and_ended_by_one_optimizer() -> None:
+    (model, opt), (other_model, other) = phased(PHASES), phased(PHASES)
+    loader = opt.loader(DATA)
+    batches = iter(loader)
+    step(model, opt, next(batches)[0])
+    with pytest.raises(dp.SequenceError, match=r"go on with draw 0 of the phases \(got one at draw 1\)"):
+        other.bind(loader)
+    with pytest.raises(dp.SequenceError, match=r"go on with draw 1 of the phases \(got one at draw 0\)"):
+        opt.bind(DataLoader(DATA, batch_sampler=make_sampler(PHASES)))
+    step(other_model, other, next(iter(other.loader(DATA, resume=True)))[0])
+    step(model, opt, next(batches)[0])
+
+
 def test_going_back_to_a_checkpoint_does_not_exchange_a_draw() -> None:
     model, opt = run(dp.Poisson(8, N))
     loader = opt.loader(DATA)
@@ -225,6 +266,21 @@ def test_going_back_to_a_checkpoint_does_not_exchange_a_draw() -> None:
     opt.load_state_dict(states[1])
     (again,) = next(iter(loader))
     assert again.tolist() == x.tolist()
+
+
+def test_a_pass_goes_on_at_the_place_of_its_checkpoint_only() -> None:
+    """The loop that was on its way went on at its own place, and a batch was left out."""
+    model, opt = run(dp.Disjoint(4, N))
+    batches = iter(opt.loader(DATA))
+    records = step(model, opt, next(batches)[0])
+    state = opt.state_dict()
+    step(model, opt, next(batches)[0])
+    opt.load_state_dict(state)
+    with pytest.raises(dp.SequenceError, match="this loader was replaced"):
+        next(batches)
+    for (x,) in opt.loader(DATA, resume=True):
+        records += step(model, opt, x)
+    assert sorted(records) == list(range(N))
 
 
 def test_fit_goes_on_with_the_draw_that_a_loop_has_left() -> None:

@@ -38,7 +38,7 @@ from tests.contract.reference_model import (
 )
 from torch_dpsco.sampling import make_sampler
 
-DRAWS = 9  # per iteration of a loader
+DRAWS, PARTS = 9, 4  # per iteration of a loader, of one pass
 REFUSED = (dp.SequenceError,)
 
 
@@ -76,10 +76,11 @@ class Session:
         self.net, self.opt, self.setup = net, opt, setup
         self.steps, self.finalized = steps, False
         self.source: Source | None = None
+        self.place: int | None = None  # draws of its pass that are used; None where it has none yet
         self.stream: Stream | None = None
         self.older: Stream | None = None
         self.old: list[Any] = []  # batches of earlier steps
-        self.states: list[tuple[Any, int, bool]] = []
+        self.states: list[tuple[Any, int, bool, int | None]] = []
         self.held: Drawn | None = None  # the draw that the next step must use
         self.given_up = False  # and whether it must be delivered again for that
         self.forget()
@@ -96,6 +97,13 @@ class Session:
         self.given_up = self.held is not None
         self.forget()
         self.net.reset()
+
+    def use_up(self) -> None:
+        """What a release does to its draw."""
+        if self.source is not None:
+            self.source.made += 1
+            self.place = self.source.made
+        self.held, self.given_up = None, False
 
     @property
     def chunk(self) -> Chunk | None:
@@ -119,6 +127,8 @@ class Session:
         if self.used + rows > chunk.limit or self.draw_rows + rows > len(chunk.drawn.records):
             return "refused"
         if self.opened is not None and self.opened is not chunk.drawn:
+            return "refused"
+        if self.net.pending and self.setup.private_mean:
             return "refused"
         if partial or not chunk.last:
             return "collect"
@@ -184,16 +194,12 @@ class Calls(RuleBasedStateMachine):
     def new_source(self, s: Session, kind: str) -> None:
         if not self.setup.declared:
             return
-        one_pass = isinstance(self.setup.design, dp.Disjoint)
-        steps, dataset = 4 if one_pass else DRAWS, self.setup.dataset()
+        steps, dataset = PARTS if self.setup.one_pass else DRAWS, self.setup.dataset()
         if s.held is not None and not s.given_up:
             self.refused(lambda: s.opt.loader(dataset, steps=steps))
             return
-        if one_pass and s.held is not None:
-            self.refused(lambda: s.opt.loader(dataset, steps=steps))
-            loader = s.opt.loader(dataset, resume=True, physical_batch_size=2 if kind == "physical" else None)
-            self.truth.watch(loader.batch_sampler)
-            self._rebound(s, Source(loader, self.truth, one_pass))
+        if self.setup.one_pass and (kind == "resumed" or s.held is not None):
+            self._resumed_source(s, kind)
             return
         if kind == "torch":
             sampler = make_sampler(self.setup.design, size=len(dataset), steps=steps)
@@ -203,10 +209,25 @@ class Calls(RuleBasedStateMachine):
             size = 2 if kind == "physical" else None
             loader = s.opt.loader(dataset, steps=steps, physical_batch_size=size, padding=False)
         self.truth.watch(loader.batch_sampler)
-        self._rebound(s, Source(loader, self.truth, one_pass))
+        self._rebound(s, Source(loader, self.truth))
+
+    def _resumed_source(self, s: Session, kind: str) -> None:
+        def resumed() -> Any:
+            return s.opt.loader(
+                self.setup.dataset(), resume=True, physical_batch_size=2 if kind == "physical" else None
+            )
+
+        if s.held is not None:
+            self.refused(lambda: s.opt.loader(self.setup.dataset(), steps=PARTS))
+        if s.place == PARTS or (s.place is None and s.steps):
+            self.refused(resumed)
+            return
+        loader = resumed()
+        self.truth.watch(loader.batch_sampler)
+        self._rebound(s, Source(loader, self.truth, s.place or 0))
 
     def _rebound(self, s: Session, source: Source) -> None:
-        s.source = source
+        s.source, s.place = source, source.made
         s.forget()
 
     def new_stream(self, s: Session, kind: str) -> None:
@@ -267,6 +288,8 @@ class Calls(RuleBasedStateMachine):
             s.stream = None
         else:
             s.held, s.given_up = source.chunk.drawn, False
+            if source.one_pass:
+                assert self.truth.place(s.held) == source.made, "a pass goes on at another place"
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -350,7 +373,7 @@ class Calls(RuleBasedStateMachine):
         if s.chunk is not None:
             s.old.append(s.chunk.x)
             s.source.chunk = None
-        s.held, s.given_up = None, False
+        s.use_up()
         s.forget()
         s.net.clear()
 
@@ -393,7 +416,7 @@ class Calls(RuleBasedStateMachine):
         if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
             self.truth.charges[-1] = drawn.charge, drawn.records
         if len(self.truth.releases) > released:
-            s.held = None
+            s.use_up()
         s.opt.discard()
         s.drop()
         return "unknown"
@@ -414,6 +437,6 @@ class Calls(RuleBasedStateMachine):
             x, drawn = self.current(s)
             self.feed(s, x, drawn)
             verdict = self.stepping(s, s.opt.step)
-            assert verdict in ("release", "spent", "over", "closed"), verdict
+            assert verdict in ("release", "spent", "over", "closed") or self.setup.private_mean, verdict
             self.the_truth_is_kept()
         self.accountant.report(DELTA)

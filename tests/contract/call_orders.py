@@ -68,7 +68,7 @@ class CallOrders(Calls):
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    @rule(who=WHO, kind=KINDS, another=st.sampled_from(["", "", "private", "physical", "torch"]))
+    @rule(who=WHO, kind=KINDS, another=st.sampled_from(["", "", "private", "physical", "torch", "resumed"]))
     def new_iteration(self, who: int, kind: str, another: str) -> None:
         s = self.pick(who)
         if another:
@@ -289,10 +289,15 @@ class CallOrders(Calls):
         s.finalized = True
         s.drop()
 
-    @rule(who=WHO, what=st.sampled_from(["save", "load", "other noise", "other steps", "another run"]))
+    @rule(who=WHO, what=st.sampled_from(["save", "load", "to and fro", "other noise", "other steps", "another run"]))
     def checkpoints(self, who: int, what: str) -> None:
         s = self.pick(who)
-        if what in ("save", "load"):
+        if what == "to and fro":
+            self.save(s)
+            self.ordinary_step(s, "private")
+            self.load(s)
+            self.advance(s)  # of the loop that was on its way
+        elif what in ("save", "load"):
             getattr(self, what)(s)
         else:
             self.load_another_run(s, what)
@@ -301,20 +306,22 @@ class CallOrders(Calls):
         file = io.BytesIO()
         self.harmless(lambda: torch.save(s.opt.state_dict(), file))
         file.seek(0)
-        s.states.append((torch.load(file, weights_only=True), s.steps, s.finalized))
+        s.states.append((torch.load(file, weights_only=True), s.steps, s.finalized, s.place))
 
     def load(self, s: Session) -> None:
         if not s.states:
             return
-        state, s.steps, s.finalized = s.states[-1]
+        state, s.steps, s.finalized, place = s.states[-1]
         before = self.world()
         s.opt.load_state_dict(state)
         after = self.world()
         assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)), "a parameter has changed"
         assert before[1] == after[1], "loading has changed the ledger"
         s.drop()
-        if "partition" in state["dpsco"] and s.opt._batch._log.again is None:
-            s.held, s.given_up, s.source = None, False, None  # it is of another place than the checkpoint's
+        if "partition" in state["dpsco"]:
+            s.place = place
+            if s.opt._batch._log.again is None:
+                s.held, s.given_up, s.source = None, False, None  # it is of another place than the checkpoint's
 
     def load_another_run(self, s: Session, what: str) -> None:
         other = dp.Accountant(adjacency=self.setup.adjacency)
@@ -337,13 +344,15 @@ class CallOrders(Calls):
             return
         model, opt = self.harmless(lambda: copy.deepcopy((s.net.model, s.opt)))
         fresh = Session(Net(model, s.net.dense), opt, self.setup, s.steps)
-        fresh.finalized = s.finalized
+        fresh.finalized, fresh.place = s.finalized, s.place
         self.sessions.append(fresh)
 
     @precondition(lambda self: len(self.sessions) < 3)
-    @rule(who=WHO, same_loader=st.booleans())
-    def a_second_optimizer(self, who: int, same_loader: bool) -> None:
+    @rule(who=WHO, loader=st.sampled_from(["its own", "the same", "the same, resumed"]))
+    def a_second_optimizer(self, who: int, loader: str) -> None:
         s = self.pick(who)
+        if loader == "the same, resumed":
+            self.ordinary_step(s, "private")
         if self.setup.room is not None and self.truth.spent() >= self.setup.room:
             if not self.setup.charges_passes:
                 self.refused(lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant), dp.InfeasibleError)
@@ -351,7 +360,7 @@ class CallOrders(Calls):
         fresh = Session(s.net, self.setup.optimizer(s.net.model, self.truth, self.accountant), self.setup)
         s.net.wrapped = False
         self.sessions.append(fresh)
-        if same_loader and s.source is not None:  # each of its draws is for one of the two
+        if loader != "its own" and s.source is not None:  # each of its draws is for one of the two
             if s.held is not None:
                 self.refused(lambda: fresh.opt.bind(s.source.loader))
                 return
@@ -359,6 +368,8 @@ class CallOrders(Calls):
             fresh.stream = None if s.stream is not None and s.stream.parts else s.stream  # flags go to one of them
             self._rebound(fresh, s.source)
             s.source = s.stream = s.older = None
+            if loader == "the same, resumed":
+                self.new_iteration(len(self.sessions) - 1, "private", "resumed")
 
     def pickling(self, s: Session) -> None:
         self.refused(lambda: pickle.dumps(s.opt), dp.PrivacyError)

@@ -50,6 +50,15 @@ class Setup:
     def charges_passes(self) -> bool:
         return isinstance(self.design, (dp.Shuffled, dp.Disjoint))
 
+    @property
+    def one_pass(self) -> bool:
+        return isinstance(self.design, dp.Disjoint)
+
+    @property
+    def private_mean(self) -> bool:
+        """Whether a mean loss divides rows by a private number; those of one output that `attach` records may be."""
+        return self.mean and self.adjacency == "add_remove" and self.rows == "dense"
+
     def budget(self) -> dp.Budget | None:
         """Returns the budget that admits exactly `room` steps (passes)."""
         if self.room is None:
@@ -147,6 +156,7 @@ class Truth:
         self.crashing = False
         self.charged = 0  # events in the ledger when the release in progress began
         self.rng = np.random.default_rng(0)
+        self.passes: dict[Any, list[tuple[int, ...]]] = {}  # the draws of each pass, in order
         self.charges: list[tuple[Any, tuple[int, ...]]] = []  # of each charge its pass, and its records
         self.context: tuple[Drawn | None, Counter[int] | None, bool] = (None, Counter(), True)
 
@@ -161,10 +171,17 @@ class Truth:
         def noted() -> Iterator[Any]:
             for drawn in dealt():
                 charge = drawn[0].partition if self.setup.charges_passes else None
-                self.fresh.append(Drawn(tuple(np.asarray(drawn[1]).tolist()), charge))
+                records = tuple(np.asarray(drawn[1]).tolist())
+                self.fresh.append(Drawn(records, charge))
+                if self.setup.one_pass and records not in self.passes.setdefault(charge, []):
+                    self.passes[charge].append(records)
                 yield drawn
 
         sampler.dealt = noted
+
+    def place(self, draw: Drawn) -> int:
+        """Returns how many draws of its pass are before a draw."""
+        return self.passes[draw.charge].index(draw.records)
 
     def charge(self, draw: Drawn | None) -> None:
         self.charges.append(self._charge_of(draw))
@@ -272,10 +289,10 @@ class Chunk:
 
 
 class Source:
-    """A loader, and the batch of it that waits for its step."""
+    """A loader, and the batch of it that waits for its step; `made` draws of its pass are used."""
 
-    def __init__(self, loader: Any, truth: Truth, one_pass: bool = False) -> None:
-        self.loader, self.truth, self.one_pass = loader, truth, one_pass
+    def __init__(self, loader: Any, truth: Truth, made: int = 0) -> None:
+        self.loader, self.truth, self.one_pass, self.made = loader, truth, truth.setup.one_pass, made
         self.chunk: Chunk | None = None
         self.used_up = False
         self.newest: Stream | None = None

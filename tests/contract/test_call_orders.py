@@ -161,6 +161,12 @@ LONG = (late_backwards, copies_with_rows)  # hundreds of sequences
 MUTATIONS = [pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] if m in LONG else []) for m in FOUND_BY]
 
 
+@pytest.mark.slow
+def test_the_machine_finds_nothing_in_what_is_not_broken() -> None:
+    """Else it could find that in every mutation."""
+    run_state_machine_as_test(CallOrders, settings=HUNT)
+
+
 @pytest.mark.representatives(1)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:

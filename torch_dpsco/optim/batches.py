@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError
 from torch_dpsco.gradbatch import GradBatch, LinearRows
 from torch_dpsco.sampling import (
@@ -81,18 +82,33 @@ class LogicalBatch:
         if isinstance(loader, DataLoader):
             accept_empty_draws(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
-        one_pass = isinstance(sampler, OnePassSampler) and sampler is not self._sampler
-        if one_pass and not sampler.resumed and self._log.again is not None:
+        one_pass = isinstance(sampler, OnePassSampler)
+        if one_pass and sampler is not self._sampler:
+            self._require_own_pass(sampler.so_far, loader)
+        self._take(sampler.log)
+        if one_pass:
+            self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader
+        self._log.on_restart = on_restart
+        self._rows, self._draw_rows, self.opened = 0, 0, False
+
+    def _require_own_pass(self, partition: Partition, loader: Any) -> None:
+        if self._log.again is not None and not self._comes_again(partition):
             # PRIVACY: another partition instead is one that was chosen
             # (test_a_draw_that_was_given_up_is_of_no_other_partition)
             raise SequenceError("a draw was given up and is the next one again: use loader(dataset, resume=True)")
-        if one_pass:
-            self._require_same_records(sampler.partition, loader)
-        self._take(sampler.log)
-        if one_pass:
-            self._sampler, self._made, self._loader = sampler, sampler.partition.made, loader
-        self._log.on_restart = on_restart
-        self._rows, self._draw_rows, self.opened = 0, 0, False
+        if isinstance(self.design, Parts) and partition.made != self._made:
+            raise SequenceError(
+                f"loader must go on with draw {self._made} of the phases (got one at draw {partition.made}): use "
+                f"optimizer.loader(dataset, resume=True)"
+            )
+        self._require_same_records(partition, loader)
+
+    def _comes_again(self, partition: Partition) -> bool:
+        """Whether a draw was given up with which the partition goes on."""
+        if self._log.again is None:
+            return False
+        draw = self._log.again[0]
+        return (draw.partition, draw.index) == (partition_name(self.design, partition), partition.made)
 
     def _take(self, log: DrawLog) -> None:
         log.succeed(self._log)
@@ -252,10 +268,9 @@ class LogicalBatch:
         return "planned" if known is None else partition_name(self.design, known)
 
     def resume(self, partition: Partition) -> None:
-        """Takes over the partition of a checkpoint, or of a copy; forgets a draw that cannot come again in it."""
+        """Takes over the partition of a checkpoint, or of a copy; a loader or a draw of another place is left."""
         self._log.give_up()
-        again, place = self._log.again, (partition_name(self.design, partition), partition.made)
-        if again is not None and (again[0].partition, again[0].index) != place:
+        if not self._comes_again(partition):
             log = DrawLog(self._log.size)
             self._take(log)
             log.use_up()
@@ -263,10 +278,9 @@ class LogicalBatch:
 
     def finish(self, *, used: bool = False) -> None:
         """Ends the logical batch; `used`: its release is made."""
-        if used and self._log.taken is not None:
-            self._made = self._log.taken.draw.index + 1
         if used:
             self._log.use_up()
+            self._made = self._log.made
         self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
         self._seen = 0
 

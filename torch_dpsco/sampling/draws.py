@@ -90,6 +90,7 @@ class DrawLog:
         self.taken: Chunk | None = None  # by a step that has not ended it
         self.held: Chunk | None = None  # of the draw that the next step must use
         self.order: npt.NDArray[np.int64] | None = None  # newest permutation, where batches are parts of one
+        self.made = 0  # draws of one pass that steps have used
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
         self._given_up = False
@@ -119,7 +120,10 @@ class DrawLog:
         if self._replaced:
             # PRIVACY: of several loaders that were looked at one could be chosen
             # (test_of_several_loaders_only_the_newest_delivers)
-            raise SequenceError("this loader was replaced by a later one of the same optimizer: iterate over that one")
+            raise SequenceError(
+                "this loader was replaced by a later one of the same optimizer (iterate over that one), or by a "
+                "checkpoint, which goes on with its own pass (iterate over optimizer.loader(dataset, resume=True))"
+            )
 
     def deliver(self, chunk: Chunk) -> None:
         """Notes a delivered batch.
@@ -182,6 +186,8 @@ class DrawLog:
 
     def use_up(self) -> None:
         """Notes that a release was made from the draw, or a step that nobody sees."""
+        if self.taken is not None:
+            self.made = self.taken.draw.index + 1
         self.waiting.clear()
         self.taken = self.held = self._split = None
 

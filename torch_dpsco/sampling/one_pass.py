@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any
@@ -94,7 +94,12 @@ class OnePassSampler(DesignSampler):
             raise ValueError(f"resume must be with the data set of the run, {known} records (got {self.size})")
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
-        self.resumed, self._used = resume is not None, False
+        self._used = False
+
+    @property
+    def so_far(self) -> Partition:
+        """The partition, with the draws that steps have used so far."""
+        return replace(self.partition, made=max(self.partition.made, self.log.made))
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
