@@ -295,3 +295,31 @@ def test_fit_goes_on_with_the_draw_that_a_loop_has_left() -> None:
     next(iter(optimizer.loader(data)))
     dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)
     assert optimizer.steps == len(optimizer.accountant) == 5
+
+
+@pytest.mark.parametrize("kind", ["private", "torch"])
+def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
+    """The records in another order: the last batch would hold records that the first ones have used."""
+    design = dp.Shuffled(4, 12)
+    model, opt = run(design)
+    x = torch.randn(12, 1)
+    same, other = TensorDataset(x), TensorDataset(x.flip(0))
+
+    def loader(data: TensorDataset) -> Any:
+        if kind == "private":
+            return opt.loader(data, padding=False)
+        return opt.bind(DataLoader(data, batch_sampler=make_sampler(design)))
+
+    for k, (rows,) in enumerate(loader(same)):
+        if k == 2:
+            last = rows
+            break
+        step(model, opt, rows)
+    opt.discard()
+    with pytest.raises(dp.SequenceError, match="goes on with the same dataset object"):
+        loader(other)
+    assert opt.steps == 2
+    (rows,) = next(iter(loader(same)))
+    assert torch.equal(rows, last)
+    step(model, opt, rows)
+    step(model, opt, next(iter(loader(other)))[0])  # another permutation, which is charged by itself

@@ -85,6 +85,7 @@ class LogicalBatch:
         one_pass = isinstance(sampler, OnePassSampler)
         if one_pass and sampler is not self._sampler:
             self._require_own_pass(sampler.so_far, loader)
+        sampler.log.dataset = getattr(loader, "dataset", None)
         self._take(sampler.log)
         if one_pass:
             self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader

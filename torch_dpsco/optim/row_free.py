@@ -154,6 +154,7 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         checks.require_universe(self.design, self.adjacency, checks.number_of_records(dataset))
         sampler = make_sampler(self.design, size=self.design.n, steps=self.planned_steps - self._steps)
         bounds = self.bounds
+        sampler.log.dataset = dataset
         small = type(dataset) is TensorDataset and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
         if isinstance(dataset, TensorDataset) and small and collate_fn is None:
             dataset, bounds = TensorDataset(*bounded(dataset.tensors, *bounds)), (None, None)  # once for all epochs

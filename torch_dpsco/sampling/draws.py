@@ -91,6 +91,7 @@ class DrawLog:
         self.held: Chunk | None = None  # of the draw that the next step must use
         self.order: npt.NDArray[np.int64] | None = None  # newest permutation, where batches are parts of one
         self.made = 0  # draws of one pass that steps have used
+        self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
         self._given_up = False
@@ -215,6 +216,14 @@ class DrawLog:
             raise SequenceError(
                 "a draw was given up and is the next one again: use a loader of the same data set, by "
                 "optimizer.loader(dataset)"
+            )
+        begun = old.held is not None and old.order is not None and old.held.draw.part != "0"
+        if begun and (self.dataset is None or self.dataset is not old.dataset):
+            # PRIVACY: another data set, or the same in another order, may hold a record at the given-up places that an
+            # earlier batch of this permutation has used (test_a_permutation_that_was_begun_keeps_its_data_set)
+            raise SequenceError(
+                "a draw was given up in the middle of a shuffled pass, which goes on with the same dataset object: "
+                "iterate over the loader again, or make a new one of that object"
             )
         if old.held is not None and old.held.draw.part == "0":
             # PRIVACY: only from its start, since another data set may hold a record that was used at a place to come
