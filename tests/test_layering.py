@@ -196,6 +196,18 @@ def test_every_module_has_a_docstring_and_at_most_400_lines():
     assert offenders(wrong) == {}
 
 
+def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
+    def wrong(name: str) -> Iterator[str]:
+        body = parsed(name).body
+        lists = [n for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        taken = {alias.asname or alias.name for n in body if isinstance(n, ast.ImportFrom) for alias in n.names}
+        if lists and not taken & set(ast.literal_eval(lists[0].value)):
+            yield "__all__ of names of its own"
+
+    apart = {*PACKAGES, f"{PACKAGE}.compat", f"{PACKAGE}.estimators.protocol"}
+    assert offenders(wrong, [name for name in FILES if name not in apart]) == {}
+
+
 def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
     """Yields what no module of the package may contain."""
     for node in ast.walk(tree):

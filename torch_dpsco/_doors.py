@@ -21,8 +21,6 @@ import numpy as np
 
 from torch_dpsco._validate import article, shown
 
-__all__ = ["check_fields", "type_members", "typed"]
-
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
 

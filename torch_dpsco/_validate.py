@@ -20,23 +20,6 @@ from collections.abc import Iterable
 from numbers import Number
 from typing import Any, NoReturn, TypeVar
 
-__all__ = [
-    "article",
-    "between",
-    "choice",
-    "count",
-    "finite",
-    "flag",
-    "made",
-    "nonnegative",
-    "open_interval",
-    "order",
-    "positive",
-    "positive_count",
-    "required",
-    "shown",
-]
-
 LARGEST_COUNT = 2**62  # what a ledger can count to
 _SHOWN = 60  # characters of a value in a message
 

@@ -18,8 +18,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["Group", "digest", "read_bytes", "sight", "world_size"]
-
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
 
 # what is compared in each collective call, and what to do where it differs

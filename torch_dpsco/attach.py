@@ -35,8 +35,6 @@ from torch_dpsco.gradbatch.supported import require_supported, trainable_layers
 from torch_dpsco.gradbatch.wrapped import forget_wrappers, require_unwrapped
 from torch_dpsco.loss_trace import Traced, plain
 
-__all__ = ["attach", "detach", "first_step_of", "is_attached"]
-
 _OWN = (
     *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
     *("dpsco_reset", "dpsco_retire", "dpsco_mean", "dpsco_checked"),

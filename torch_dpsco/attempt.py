@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["Refused", "attempt"]
-
 _T = TypeVar("_T")
 
 

@@ -21,8 +21,6 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 
-__all__ = ["Checkpoint", "Unsaved", "open_checkpoint"]
-
 
 class Unsaved:
     """A run without checkpoints."""

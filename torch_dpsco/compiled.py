@@ -41,8 +41,6 @@ from torch_dpsco.micro_batches import micro_batch_size
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.patches import PatchedConvolutions, has_convolutions
 
-__all__ = ["CompiledRows", "try_compile"]
-
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
 _BY_RECORD = dict.fromkeys(("model", "loss"), "evaluated record by record, by dp.CompiledRows")

@@ -41,8 +41,6 @@ from torch_dpsco.rng import Source, sampling_key
 from torch_dpsco.sampling import DesignSampler, Partition, RankSampler, make_sampler, require_divisible
 from torch_dpsco.schedule import Schedule
 
-__all__ = ["Alone", "Ranks", "Run", "World", "is_first", "join"]
-
 
 class Run(Protocol):
     """What the ranks compare of an optimizer."""

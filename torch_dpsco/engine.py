@@ -27,8 +27,6 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 
-__all__ = ["attach_sound", "loss_of", "make_private", "note_probed", "require_same_parameters", "require_sound"]
-
 _Model = TypeVar("_Model", bound=nn.Module)
 
 

@@ -13,22 +13,6 @@ out. No message depends on private data unless its docstring says that it is out
 
 from __future__ import annotations
 
-__all__ = [
-    "AdjacencyError",
-    "BudgetExceeded",
-    "CalibrationError",
-    "ConditionError",
-    "DpscoError",
-    "InfeasibleError",
-    "MissingConstantError",
-    "NotCertifiedError",
-    "PrivacyError",
-    "SequenceError",
-    "UnitError",
-    "UnknownSamplerError",
-    "UtilityWarning",
-]
-
 
 class DpscoError(Exception):
     """Base class of every exception that torch_dpsco raises on purpose."""

@@ -27,8 +27,6 @@ from torch_dpsco.loss_trace import plain, trace_outputs
 from torch_dpsco.mixing import SEED, Leaf, Mixed, changed_rows, compare, rows_first
 from torch_dpsco.untouched import Untouched, seed_torch
 
-__all__ = ["FirstStep"]
-
 _SIZES = (7, 5, 11, 13, 17, 19, 23)  # of made-up batches: the first that is no other size of the model's tensors
 _CPU = torch.device("cpu")
 _SAFE = ("cpu",)  # devices on which a wrong index is an error

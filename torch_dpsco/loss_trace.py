@@ -26,8 +26,6 @@ from torch_dpsco.untouched import RandomStreams
 if TYPE_CHECKING:
     from torch_dpsco.first_step import FirstStep
 
-__all__ = ["Traced", "apply_as_one", "plain", "trace_outputs"]
-
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "data_ptr"}
 _OUT_OF_SIGHT |= {"register_hook", "__set__"}

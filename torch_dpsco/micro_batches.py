@@ -21,8 +21,6 @@ from torch import nn
 from torch_dpsco.accounting.designs import Design, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
 
-__all__ = ["micro_batch_size"]
-
 _CALL = 8  # c, in records: measured 1 for a transformer block and 15 for a small network of convolutions
 _LEAST, _MOST = 8, 512  # records at once
 _NUMBERS = 2**22  # in the rows of a part, 16 MiB of float32: past it they only cost memory

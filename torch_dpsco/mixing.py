@@ -17,8 +17,6 @@ from torch import Tensor
 
 from torch_dpsco.attempt import Refused, attempt
 
-__all__ = ["CHECKED", "SEED", "Leaf", "MadeUp", "Mixed", "changed_rows", "compare", "rows_first"]
-
 CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
 SEED = 5_000_011  # of what is random in the functions, the same in each call
 _SMALL, _LARGE = 1e-3, 1e4

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from torch_dpsco.rng import Source, Stream, stream_of
 
-__all__ = ["add_normal_", "exponential_sum", "normal", "normal_", "uniform", "words"]
-
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
 _SMALL = 2**8  # numbers for which a call of torch is dear
 _EDGE = 2.0**-20  # V is refined that close to 0 or 1

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PatchedConvolutions", "has_convolutions"]
-
 _MOST = 2**14  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
 
 

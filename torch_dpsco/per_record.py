@@ -22,8 +22,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.loss_trace import apply_as_one
 
-__all__ = ["PerRecord", "per_record"]
-
 _AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)  # by weights of classes, and over targets that are not ignored
 
 

@@ -32,8 +32,6 @@ from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["Plan", "exact_cost", "passes"]
-
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
 _LABEL, _WIDTH = 12, 110

@@ -25,8 +25,6 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco._validate import between, choice, nonnegative, order, positive
 from torch_dpsco.errors import MissingConstantError
 
-__all__ = ["Problem", "round_up"]
-
 _SLACK = 1.0 + 2.0**-49
 
 _CHECKS: dict[str, Callable[..., float]] = {

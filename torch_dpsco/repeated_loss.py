@@ -19,8 +19,6 @@ from torch_dpsco.errors import PrivacyError
 from torch_dpsco.mixing import CHECKED, SEED, Leaf, Mixed, changed_rows, compare, rows_first
 from torch_dpsco.untouched import seed_torch
 
-__all__ = ["MOST_CALLS", "Call", "Ref", "RepeatedLoss", "name_of"]
-
 MOST_CALLS, _MOST_NUMBERS = 10_000, 2**24
 _PICKS = {"gather", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
 _CPU = torch.device("cpu")

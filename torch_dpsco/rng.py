@@ -31,20 +31,6 @@ try:  # ten times as fast as the system calls
 except ImportError:  # a Python without OpenSSL
     _random_bytes = os.urandom
 
-__all__ = [
-    "KeyedStream",
-    "Keystream",
-    "Repeatable",
-    "Source",
-    "Stream",
-    "noise_generator",
-    "random_bytes",
-    "rank_generator",
-    "sampling_generator",
-    "sampling_key",
-    "stream_of",
-]
-
 
 def random_bytes(size: int) -> bytes:
     """Returns that many bytes of a cryptographic generator that the operating system seeds; forks draw their own."""

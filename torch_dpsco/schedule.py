@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 
-__all__ = ["Phase", "Schedule"]
-
 
 @dataclass(frozen=True)
 class Phase:

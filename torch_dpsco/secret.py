@@ -6,8 +6,6 @@ from collections import OrderedDict
 from copy import deepcopy
 from typing import Any
 
-__all__ = ["SecretState"]
-
 
 class SecretState(dict[str, Any]):
     """A state dict with what must stay secret: iterates without noise, noise of a threshold, or who is in which batch.

@@ -37,8 +37,6 @@ from torch_dpsco.gradbatch import has_rows
 from torch_dpsco.noise import normal_, uniform
 from torch_dpsco.rng import Source
 
-__all__ = ["ball_shift", "perturbed_backward", "perturbed_gradients", "perturbed_logits", "shifted"]
-
 
 def ball_shift(params: Sequence[Tensor], radius: float, generator: Source) -> list[Tensor]:
     """Returns a shift of each parameter; together they are uniform in the ball of the radius (up to rounding).

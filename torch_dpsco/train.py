@@ -34,8 +34,6 @@ from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.per_record import PerRecord
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 
-__all__ = ["fit", "to_device"]
-
 _Model = TypeVar("_Model", bound=nn.Module)
 _LossFn = Callable[[Any, Any], Any]
 _SHOW_EVERY = 0.5  # seconds

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from torch_dpsco.gradbatch import clear_rows
 
-__all__ = ["RandomStreams", "Untouched", "same_values", "seed_torch"]
-
 _HELPERS = ("torch_dpsco.", "opacus.")
 
 

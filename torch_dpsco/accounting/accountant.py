@@ -25,8 +25,6 @@ from torch_dpsco.accounting.report import PrivacyReport, attack_advantage, make_
 from torch_dpsco.accounting.spending import Spending
 from torch_dpsco.errors import AdjacencyError, PrivacyError
 
-__all__ = ["Accountant"]
-
 _CACHED_QUERIES = 256
 
 

@@ -15,21 +15,6 @@ from typing import Any, Literal, TypeAlias, cast
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = [
-    "ADD_REMOVE",
-    "ADJACENCIES",
-    "CLIP_UNITS",
-    "REPLACE_ONE",
-    "ZERO_OUT",
-    "Adjacency",
-    "Sens",
-    "assign",
-    "below_one",
-    "check_adjacency",
-    "sensitivity_of",
-    "sorted_sens",
-]
-
 Adjacency: TypeAlias = Literal["add_remove", "zero_out", "replace_one"]
 ADD_REMOVE: Adjacency = "add_remove"
 ZERO_OUT: Adjacency = "zero_out"

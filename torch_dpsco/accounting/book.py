@@ -15,21 +15,6 @@ from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import Event, PoissonGaussian
 from torch_dpsco.accounting.ledger import Ledger
 
-__all__ = [
-    "FOREIGN",
-    "MARKS",
-    "MECHANISM",
-    "Book",
-    "History",
-    "Place",
-    "Row",
-    "charge_row",
-    "foreign_book",
-    "history_of",
-    "read_state",
-    "write_state",
-]
-
 Row = dict[str, Any]
 History = list[tuple[float, float, int]]
 MECHANISM = "dpsco"

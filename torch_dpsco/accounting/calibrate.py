@@ -19,8 +19,6 @@ from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = ["design_epsilon", "epoch_steps", "max_steps", "noise_multiplier"]
-
 _LOWEST, _HIGHEST = 1e-3, 1e8
 
 

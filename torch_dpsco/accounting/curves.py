@@ -39,8 +39,6 @@ from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Gaussian, SimpleEvent
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["METHODS", "Cost", "Evaluation", "Laws", "cost_of", "delta_of", "epsilon_of", "orders_at"]
-
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
 _MAX_LEVEL = 7  # orders up to 2^20

@@ -36,8 +36,6 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["BaseEvent", "Design", "Disjoint", "Draw", "Fixed", "Full", "Poisson", "Shuffled", "Undeclared", "is_exact"]
-
 # of a query on one given batch; sampling amplifies `Gaussian` alone
 BaseEvent: TypeAlias = SimpleEvent | Sequential | Repeat
 
@@ -106,7 +104,7 @@ class Design(ABC):
 
 
 def set_sizes(design: Design) -> None:
-    # plain integers: the design's repr enters the digests of checkpoints
+    """Checks n and batch_size of a design, as plain integers: its repr enters the digests of checkpoints."""
     object.__setattr__(design, "n", check.positive_count(n=design.n))
     object.__setattr__(design, "batch_size", check.positive_count(batch_size=design.batch_size))
     if design.batch_size > design.n:

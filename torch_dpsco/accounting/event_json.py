@@ -13,8 +13,6 @@ from typing import Any
 from torch_dpsco.accounting import events as kinds
 from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential
 
-__all__ = ["event_from_json", "event_to_json"]
-
 _SIMPLE = (
     *(kinds.Gaussian, kinds.PoissonGaussian, kinds.WORGaussian, kinds.Laplace, kinds.AboveThreshold, kinds.NonPrivate),
     *(kinds.Pure, kinds.ApproxDP, kinds.ZCDP, kinds.ApproxZCDP, kinds.GDP, kinds.KNorm, kinds.RDPCurve, kinds.Failure),

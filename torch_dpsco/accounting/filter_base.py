@@ -21,8 +21,6 @@ from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import BudgetExceeded
 
-__all__ = ["ULP", "Filter", "PlannedFilter", "PureFilter", "ScheduledFilter", "Usage"]
-
 _MAX_STEPS = 2**40
 ULP = 2.0**-52
 

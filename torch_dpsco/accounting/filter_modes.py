@@ -52,8 +52,6 @@ from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import rounded_up
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = ["adaptive_epsilon", "make_filter"]
-
 FloatArray: TypeAlias = NDArray[np.float64]
 
 
@@ -74,6 +72,7 @@ class AdaptiveFilter(Filter):
         return cost, 1.0 + 2.0 * ULP * max(0, entries - 1)
 
     def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+        """Returns what the ledger, with further events, has used of the budget."""
         cost, rounding = self._cost(ledger, event, count)
         uses = self._uses(cost, rounding)
         if uses is None:

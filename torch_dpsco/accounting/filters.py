@@ -29,8 +29,6 @@ from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS
 from torch_dpsco.accounting.events import Event
 
-__all__ = ["ADAPTIVE_MODES", "MODES", "Budget", "renyi_budget", "within"]
-
 _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
 ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
 MODES = ("planned", *ADAPTIVE_MODES)

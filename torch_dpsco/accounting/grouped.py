@@ -14,8 +14,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.analysis.group import group_approx_dp_delta, group_gdp_mu
 from torch_dpsco.accounting.ledger import Ledger
 
-__all__ = ["replace_one_epsilon"]
-
 _LARGEST = 500.0  # epsilon of one record; twice that is no guarantee
 _TOLERANCE = 1e-6  # of the epsilon of one record
 

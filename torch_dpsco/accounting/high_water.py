@@ -22,8 +22,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.book import Place
 from torch_dpsco.errors import PrivacyError
 
-__all__ = ["HighWater"]
-
 _SIZE = 256  # bytes: written at once, within one sector
 
 

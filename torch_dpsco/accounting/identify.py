@@ -24,8 +24,6 @@ from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, is
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, NonPrivate, PoissonGaussian, Repeat
 from torch_dpsco.errors import UnknownSamplerError
 
-__all__ = ["RatePoisson", "identify", "recognize"]
-
 _UNIFORMS = 2**24  # values of a float32 from torch.rand
 
 

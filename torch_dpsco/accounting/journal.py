@@ -14,8 +14,6 @@ from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
-__all__ = ["Journal"]
-
 
 class Process:
     """Tells a forked copy of a process from its parent, without a system call."""

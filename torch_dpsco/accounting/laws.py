@@ -27,8 +27,6 @@ from torch_dpsco.accounting.analysis.pld_loss import (
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, SimpleEvent
 
-__all__ = ["ComposedLaws", "laws_of"]
-
 _MOST_COMBINATIONS = 256
 _Counted = tuple[tuple[LossLaw, int], ...]
 _Places = Mapping[tuple[str, str], Mapping[SimpleEvent, int]]

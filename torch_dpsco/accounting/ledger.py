@@ -32,8 +32,6 @@ from torch_dpsco.accounting.pure_sums import find_impure, impurity, pure_sum
 from torch_dpsco.accounting.totals import Totals, total_of
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
-__all__ = ["Ledger"]
-
 _BASE = ("", "")  # partition and part of events that touch all records
 _POSITIONAL = ("positional", False)
 _Place = tuple[str, str]

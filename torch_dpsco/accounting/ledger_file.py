@@ -41,8 +41,6 @@ try:
 except ImportError:  # Windows: no lock; a second writer is then found by the size of the file
     fcntl = None
 
-__all__ = ["LedgerFile", "sync_folder"]
-
 _NOWHERE: Place = ("", 0, 0)
 _LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
 # not inherited by programs that are started; O_APPEND: no write can hit an earlier line

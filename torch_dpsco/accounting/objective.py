@@ -15,8 +15,6 @@ from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.theory import objective_perturbation as formulas
 
-__all__ = ["objective_curve"]
-
 _LEVEL = 1  # orders up to 2^14
 
 

@@ -30,8 +30,6 @@ from torch_dpsco.accounting.events import Event, PoissonGaussian, clipped_gaussi
 from torch_dpsco.accounting.identify import RatePoisson, recognize
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
-__all__ = ["OpacusFace", "epsilon_at_orders", "register"]
-
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
 _SAME_SIZES = 30
 _LEAST_VARIANCE = 4.0

@@ -28,8 +28,6 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential
 
-__all__ = ["Assigned", "Cyclic", "Parts"]
-
 
 @dataclass(frozen=True)
 class Assigned(Design):

@@ -23,8 +23,6 @@ from torch_dpsco.accounting.lock import locked
 from torch_dpsco.accounting.plans import Plan, unit_of
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
-__all__ = ["Planning"]
-
 _ADAPTIVE = "mode='rdp' or 'rdp-mixture'; full batches: 'gdp'"
 
 

@@ -24,8 +24,6 @@ from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential, SimpleEvent
 from torch_dpsco.accounting.ledger import Ledger
 
-__all__ = ["Plan", "unit_of"]
-
 _Counts: TypeAlias = dict[SimpleEvent, int]
 _Parts: TypeAlias = dict[str, _Counts]  # what the parts of a partition hold
 

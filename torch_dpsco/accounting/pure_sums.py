@@ -21,8 +21,6 @@ from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import SimpleEvent
 
-__all__ = ["find_impure", "impurity", "pure_epsilon", "pure_sum"]
-
 _Places = Mapping[tuple[str, str], Mapping[SimpleEvent, int]]
 
 

@@ -37,17 +37,6 @@ from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
-__all__ = [
-    "Charge",
-    "OneRelease",
-    "PrivacyReport",
-    "Run",
-    "attack_advantage",
-    "group_guarantee",
-    "make_report",
-    "rounded_up",
-]
-
 _MEANING = {
     ADD_REMOVE: "the data set has one {unit} more or less",
     ZERO_OUT: "one {unit} is replaced by a null record",

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from scipy.optimize import brentq
 
-__all__ = ["largest"]
-
 _HUGE = 1e300  # in place of infinity, which has no line through it
 
 

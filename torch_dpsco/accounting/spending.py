@@ -22,8 +22,6 @@ from torch_dpsco.accounting.planning import Planning
 from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
-__all__ = ["Spending"]
-
 _MOST = 2**40
 
 

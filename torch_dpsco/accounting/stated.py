@@ -11,8 +11,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency, assign, below_one, check_adjacency
 from torch_dpsco.errors import AdjacencyError
 
-__all__ = ["FAILURE_KINDS", "GDP", "ZCDP", "ApproxDP", "ApproxZCDP", "Failure", "KNorm", "Pure", "RDPCurve", "Stated"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Stated:

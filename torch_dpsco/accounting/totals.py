@@ -13,8 +13,6 @@ from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.curves import Cost, cost_of
 from torch_dpsco.accounting.events import SimpleEvent
 
-__all__ = ["Sum", "Totals", "total_of"]
-
 Counts = Mapping[SimpleEvent, int]
 
 

@@ -14,8 +14,6 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gau
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report import OneRelease, PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 
-__all__ = ["GROUPS", "WORLDS", "Section", "accuracy", "headline", "odds_factor", "sections", "warning_sentences"]
-
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
 WORLDS = {
     ADD_REMOVE: "in one the {unit} is in the data set, in the other it is left out",

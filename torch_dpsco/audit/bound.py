@@ -13,8 +13,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.report import rounded_up
 
-__all__ = ["Array", "Audit", "Choice", "Sides", "choose", "judge", "require_arguments"]
-
 Array = NDArray[np.float64]
 Sides = tuple[Array, Array]
 _LEAST_TRIALS = 8  # two outputs a side to fit, two to choose, four to test

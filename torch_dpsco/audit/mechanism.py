@@ -17,8 +17,6 @@ from torch_dpsco.accounting.events import Adjacency, check_adjacency
 from torch_dpsco.audit.bound import Array, Audit, judge, require_arguments
 from torch_dpsco.audit.scores import fitted_scores
 
-__all__ = ["audit", "audit_outputs", "flat"]
-
 _Input = TypeVar("_Input")
 
 

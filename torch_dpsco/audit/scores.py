@@ -7,8 +7,6 @@ from scipy.linalg import solve_triangular
 
 from torch_dpsco.audit.bound import Array, Sides
 
-__all__ = ["fitted_scores"]
-
 _LEAST_SPREAD = 1e-6  # relative: outputs without noise get finite scores too
 
 

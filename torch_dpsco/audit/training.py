@@ -22,8 +22,6 @@ from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.train import to_device
 
-__all__ = ["audit_training"]
-
 
 @typed
 def audit_training(

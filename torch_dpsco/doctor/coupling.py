@@ -11,8 +11,6 @@ from torch_dpsco.doctor.evidence import Evidence, Pass
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.script import Script
 
-__all__ = ["coupled_records", "joint_norms", "jumps", "movement", "tolerance"]
-
 _HALF = (torch.float16, torch.bfloat16)
 _NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
 

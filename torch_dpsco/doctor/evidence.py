@@ -11,8 +11,6 @@ from torch import Tensor
 from torch_dpsco.attempt import Refused
 from torch_dpsco.doctor.isolation import Isolation
 
-__all__ = ["Evidence", "Line", "NotScalarError", "Pass"]
-
 _T = TypeVar("_T")
 
 

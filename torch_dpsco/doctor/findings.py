@@ -10,8 +10,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.errors import PrivacyError
 
-__all__ = ["SEVERITIES", "Diagnosis", "Finding"]
-
 SEVERITIES = ("critical", "error", "warning")
 """critical: the guarantee is broken or void; error: silently wrong, or will crash; warning: works, but risky."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch_dpsco.doctor.evidence import Evidence
     from torch_dpsco.doctor.script import Script
 
-__all__ = ["Isolation", "isolated_rows", "look", "note", "remembered", "rows_to_probe"]
-
 _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
 _NO_ROUNDING = 1e-3
 _SIZES = (2, 15, 16)  # where libraries change kernels

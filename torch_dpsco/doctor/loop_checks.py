@@ -24,8 +24,6 @@ from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.untouched import RandomStreams, same_values, seed_torch
 
-__all__ = ["LOOP_CHECKS", "drawn", "finalized_optimizer", "fixed_seed", "stale_parameters"]
-
 _DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000

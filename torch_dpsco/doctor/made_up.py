@@ -16,8 +16,6 @@ from torch import Tensor
 
 from torch_dpsco.compat import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["MadeUp"]
-
 _SEED = 20_240_229
 _SIZES = (5, 7, 11, 13, 17, 19)
 

@@ -19,18 +19,6 @@ from torch_dpsco.errors import PrivacyError
 from torch_dpsco.gradbatch.precision import coarse_setting
 from torch_dpsco.oracles import ClippedMean
 
-__all__ = [
-    "MODEL_CHECKS",
-    "batch_norm",
-    "changing_buffers",
-    "excess",
-    "in_place_layers",
-    "loss_reduction",
-    "not_probed",
-    "some",
-    "stateful_model",
-]
-
 _HALF = (torch.float16, torch.bfloat16)
 _NAMED = 4  # names listed in an evidence
 

@@ -16,21 +16,6 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
 
-__all__ = [
-    "accounted",
-    "bare_collate",
-    "batch_sampler",
-    "grad_sample_hooks",
-    "inner_module",
-    "is_ghost",
-    "is_ghost_loss_value",
-    "is_ghost_optimizer",
-    "is_opacus_optimizer",
-    "is_split",
-    "poisson_rate",
-    "underlying_loader",
-]
-
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 _MAX_DEPTH = 4
 

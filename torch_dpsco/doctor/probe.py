@@ -26,8 +26,6 @@ from torch_dpsco.gradbatch import Tape
 from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.untouched import Untouched, seed_torch
 
-__all__ = ["ROUNDING", "examine", "in_place"]
-
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED, _OTHER_SEED = 1_000_003, 2_000_003
 _SMALL, _LARGE = 1e-3, 1e4

@@ -31,8 +31,6 @@ from torch_dpsco.optim.bolt_on import BoltOnPSGD
 from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader
 
-__all__ = ["ROW_FREE_CHECKS"]
-
 _CLOSE = 1e-6  # relative, in double precision
 
 

@@ -16,8 +16,6 @@ from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
 
-__all__ = ["NO_RECORD", "Script"]
-
 NO_RECORD = object()
 
 

@@ -36,8 +36,6 @@ from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gauss
 from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.output import sum_terms
 
-__all__ = ["AdaSSPPlan", "plan_adassp"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdaSSPPlan(LinearPlan):

@@ -21,8 +21,6 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.solvers import SOLVERS
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["MECHANISMS", "choose_mechanism", "fit_linear", "plan_linear"]
-
 MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
 
 

@@ -25,8 +25,6 @@ from torch_dpsco.erm.task import LinearTask
 from torch_dpsco.errors import CalibrationError, ConditionError
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["added_risk", "least_risk_reg"]
-
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))
 

@@ -39,8 +39,6 @@ from torch_dpsco.theory.objective_perturbation import objpert_reg
 from torch_dpsco.theory.output import gradient_rounding
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["NoisyGDPlan", "plan_noisy_gd"]
-
 _MOST_STEPS = 500  # a step reads all records
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 

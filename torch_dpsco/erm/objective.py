@@ -51,8 +51,6 @@ from torch_dpsco.theory.objective_perturbation import (
 )
 from torch_dpsco.theory.output import amp_tolerance, gradient_rounding
 
-__all__ = ["ObjectivePlan", "plan_objective"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectivePlan(LinearPlan):

@@ -56,8 +56,6 @@ from torch_dpsco.theory.output import (
 )
 from torch_dpsco.theory.tilted import tilted_sensitivity, tilted_strong_convexity
 
-__all__ = ["OutputPlan", "markov_plan", "plan_output"]
-
 _MODES = ("tight", "paper")
 
 

@@ -20,8 +20,6 @@ from torch_dpsco.objectives.records import Records
 from torch_dpsco.plan import Plan
 from torch_dpsco.rng import Source
 
-__all__ = ["LinearPlan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan(Plan):

@@ -13,8 +13,6 @@ from torch_dpsco.objectives import Adversarial, LinearObjective, SoftmaxObjectiv
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.records import Records
 
-__all__ = ["build_objective", "make_records"]
-
 _KINK = 1e-3  # public smoothing of the norm of an adversarial objective
 
 

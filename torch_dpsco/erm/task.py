@@ -32,8 +32,6 @@ from torch_dpsco.losses.clipped import ResidualClipped
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.theory.output import minimizer_radius
 
-__all__ = ["LinearTask", "Preparation"]
-
 _LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
 
 

@@ -41,8 +41,6 @@ from torch_dpsco.estimators.data import as_column, as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
 from torch_dpsco.losses.base import TableLoss
 
-__all__ = ["LinearModel"]
-
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
     "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are clipped to it. Add up "

@@ -23,8 +23,6 @@ from torch_dpsco.estimators.protocol import ClassifierMixin
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 
-__all__ = ["BinaryClassifier", "Classifier", "LinearSVC", "LogisticRegression", "SoftmaxRegression"]
-
 Array = NDArray[np.float64]
 
 

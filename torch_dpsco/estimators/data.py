@@ -25,8 +25,6 @@ from torch import Tensor
 
 from torch_dpsco.estimators.protocol import DataConversionWarning
 
-__all__ = ["as_codes", "as_column", "as_features", "require_finite"]
-
 _READ_ONLY = "The given NumPy array is not writ"  # nothing here writes
 
 

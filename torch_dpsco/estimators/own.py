@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["BaseEstimator", "ClassifierMixin", "DataConversionWarning", "NotFittedError", "RegressorMixin"]
-
 _Self = TypeVar("_Self", bound="BaseEstimator")
 
 

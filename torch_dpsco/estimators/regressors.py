@@ -21,8 +21,6 @@ from torch_dpsco.estimators.protocol import RegressorMixin
 from torch_dpsco.losses import Huber, Pinball, Squared
 from torch_dpsco.losses.base import TableLoss
 
-__all__ = ["HuberRegressor", "QuantileRegressor", "Regressor", "Ridge"]
-
 Array = NDArray[np.float64]
 
 

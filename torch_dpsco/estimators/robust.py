@@ -10,8 +10,6 @@ from torch_dpsco.estimators.classifiers import BinaryClassifier
 from torch_dpsco.losses import Logistic
 from torch_dpsco.losses.base import TableLoss
 
-__all__ = ["AdversarialClassifier", "TiltedClassifier"]
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class TiltedClassifier(BinaryClassifier):

@@ -23,22 +23,6 @@ from torch import Tensor
 
 from torch_dpsco.gradbatch.precision import products_are_exact
 
-__all__ = [
-    "CANCELLATION",
-    "FLOAT64",
-    "NORM_ERROR",
-    "PIECE",
-    "UNDERFLOW",
-    "Block",
-    "Summation",
-    "float64_tiles",
-    "plan_summation",
-    "row_norm",
-    "row_norms",
-    "weighted_rows",
-    "work_dtype",
-]
-
 PIECE = 1024
 # Relative error of a norm: (PIECE + 2)/2 roundings of the working precision and d/(2 PIECE) of float64, doubled.
 NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}

@@ -18,8 +18,6 @@ from torch_dpsco.gradbatch.precision import HALF, inexact_mean, products_are_exa
 from torch_dpsco.gradbatch.recorded import Tape
 from torch_dpsco.gradbatch.wrapped import require_unprocessed
 
-__all__ = ["GradBatch", "clear_rows", "has_rows", "retire_forwards"]
-
 _LEAST_NORMAL = 2.0**-126  # of float32
 _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 

@@ -20,8 +20,6 @@ from torch_dpsco.gradbatch.kept import Formed, Kept, added, joined, leaves_facto
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Kind, Tape, Use, require_dims, run
 
-__all__ = ["RecordedConv1d", "RecordedConv2d", "RecordedConv3d"]
-
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}

@@ -19,8 +19,6 @@ from torch_dpsco.gradbatch.base import (
     work_dtype,
 )
 
-__all__ = ["DenseBlock", "DenseBlocks", "joined", "piece_norms"]
-
 
 class DenseBlock(Block):
     """Rows of one parameter.

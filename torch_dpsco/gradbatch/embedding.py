@@ -13,8 +13,6 @@ from torch_dpsco.gradbatch.kept import Kept
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Kind, Tape, Use, require_dims, run
 
-__all__ = ["RecordedEmbedding"]
-
 
 class _Embedding(Kind):
     """Vectors of ids (B, ...); each use of an item adds its gradient, the padding item has none."""

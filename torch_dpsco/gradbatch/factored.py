@@ -15,8 +15,6 @@ from torch import Tensor
 
 from torch_dpsco.gradbatch.base import NORM_ERROR, PIECE, Block, Summation, float64_tiles, row_norms, weighted_rows
 
-__all__ = ["FactoredBlock", "LinearRows", "input_factors", "linear_factors"]
-
 
 class LinearRows(NamedTuple):
     """Rows slope_i (x_i, 1) of a linear model with one output.

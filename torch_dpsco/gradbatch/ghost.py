@@ -38,8 +38,6 @@ from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.hooks import NO_FORWARD, DenseHooks
 from torch_dpsco.gradbatch.precision import HALF
 
-__all__ = ["MARK", "GhostBlock", "GhostHooks", "ghost_backward", "is_ghost", "waiting_block"]
-
 MARK = "dpsco_ghost"  # the attribute of parameters that holds the block until a step takes it
 _LEAST_NORMAL = 2.0**-126  # of float32, in which sums may run
 

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from torch_dpsco.gradbatch.base import CANCELLATION, NORM_ERROR, Block, Summation, work_dtype
 
-__all__ = ["MAX_TIMES", "SequenceBlock", "outer_sums"]
-
 MAX_TIMES = 960  # times of a record, and pairs of a tile
 _TILE_ELEMENTS = 2**19  # numbers in the float64 tiles of a norm
 

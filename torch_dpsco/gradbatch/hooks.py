@@ -32,8 +32,6 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.precision import require_full_precision
 
-__all__ = ["NO_FORWARD", "DenseHooks"]
-
 NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch_dpsco.gradbatch.base import NORM_ERROR, Block, Summation, row_norms, work_dtype
 from torch_dpsco.gradbatch.kept import Formed, Kept
 
-__all__ = ["ItemBlock", "Items", "coalesced"]
-
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 
 

@@ -30,8 +30,6 @@ from torch_dpsco.gradbatch.dense import DenseBlock, piece_norms
 from torch_dpsco.gradbatch.factored import FactoredBlock
 from torch_dpsco.gradbatch.gram import MAX_TIMES, SequenceBlock, outer_sums
 
-__all__ = ["Formed", "Kept", "added", "joined", "leaves_factors", "pairs", "require_unwritten"]
-
 
 class Kept(ABC):
     """Rows of the weight (and bias) of one layer."""

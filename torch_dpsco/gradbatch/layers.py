@@ -11,8 +11,6 @@ from torch_dpsco.gradbatch.normalization import RecordedGroupNorm, RecordedLayer
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Tape
 
-__all__ = ["RECORDED", "can_record", "is_recorded", "start_recording", "stop_recording"]
-
 RECORDED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FactoredLinear,
     nn.Conv1d: RecordedConv1d,

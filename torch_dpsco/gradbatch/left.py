@@ -14,8 +14,6 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch.dense import DenseBlock, DenseBlocks
 from torch_dpsco.gradbatch.ghost import MARK
 
-__all__ = ["forget_rows", "leave_rows"]
-
 
 class LeftRows(DenseBlocks):
     """Dense rows that know their parameters.

@@ -11,8 +11,6 @@ from torch_dpsco.gradbatch.kept import Kept, pairs
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Kind, Tape, Use, require_dims, run
 
-__all__ = ["FactoredLinear"]
-
 
 class _Linear(Kind):
     """y = x W^T + c for x (B, ..., in); see `kept` for its rows."""

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 
-__all__ = ["Points", "mean_rounding", "neighbor_counts"]
-
 _TILE, _WIDTH = 1024, 1024  # rows and columns of a tile
 _PAIRS = 256  # that are decided at once by the sum of squares
 _ROW_ELEMENTS = 2**20  # numbers in a tile of whole rows

@@ -14,8 +14,6 @@ from torch_dpsco.gradbatch.kept import Formed, Kept
 from torch_dpsco.gradbatch.passes import PassCounter
 from torch_dpsco.gradbatch.recorded import Kind, Tape, Use, require_dims, run
 
-__all__ = ["RecordedGroupNorm", "RecordedLayerNorm"]
-
 
 def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:
     """Returns the rows; `normalized` is overwritten, `places` are the dimensions that share a weight."""

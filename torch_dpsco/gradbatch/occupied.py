@@ -8,8 +8,6 @@ from torch import Tensor
 from torch_dpsco.gradbatch.base import Block, Summation
 from torch_dpsco.gradbatch.factored import FactoredBlock, LinearRows
 
-__all__ = ["OccupiedBlock"]
-
 
 class OccupiedBlock(Block):
     """Some rows of a block whose norms are computed with all of them, so that a norm never depends on how many count.

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["PassCounter", "batch_sizes"]
-
 
 def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
     """Returns the sizes that a batch may have by the inputs of a model; None if something in them is not understood.

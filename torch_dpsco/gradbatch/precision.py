@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["HALF", "coarse_setting", "inexact_mean", "products_are_exact", "require_full_precision", "switches"]
-
 HALF = (torch.bfloat16, torch.float16)
 _EXACT = ("none", "ieee")
 

@@ -22,8 +22,6 @@ from torch_dpsco.gradbatch.base import Block
 from torch_dpsco.gradbatch.kept import Kept, added, joined
 from torch_dpsco.gradbatch.precision import require_full_precision
 
-__all__ = ["Kind", "Tape", "Use", "run"]
-
 
 class Tape:
     """What one layer kept of its rows since they were last taken.

@@ -10,8 +10,6 @@ from torch import nn
 
 from torch_dpsco.compat import BatchNorm, DropoutNd
 
-__all__ = ["require_supported", "trainable_layers"]
-
 _FIX = "opacus.validators.ModuleValidator.fix(model)"
 
 

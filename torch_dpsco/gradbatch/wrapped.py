@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["forget_wrappers", "require_unprocessed", "require_unwrapped"]
-
 _ON_PARAMETERS, _ON_ROWS = "summed_grad", "_processed"
 _WRAPPED = (
     "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by "

@@ -16,8 +16,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.loss_trace import Traced, apply_as_one
 from torch_dpsco.problem import Problem, round_up
 
-__all__ = ["Loss", "TableGradBound", "TableLoss", "power_up", "record_bounds", "upper"]
-
 
 class Loss(ABC):
     """A loss phi(s; y), convex in the score s of one record, with one fixed subgradient.

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch_dpsco._doors import typed
 from torch_dpsco.losses.base import record_bounds
 
-__all__ = ["clip_rows", "enforce_bounds"]
-
 _BLOCK_ROWS = 4096
 
 

@@ -15,8 +15,6 @@ from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.losses.base import Loss, record_bounds
 from torch_dpsco.problem import Problem
 
-__all__ = ["check_holder"]
-
 _TOLERANCE = 1e-6
 _HALVINGS = 40
 _CLIMBS = 60

@@ -20,8 +20,6 @@ from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.margin import Logistic, MarginLoss
 from torch_dpsco.losses.residual import ResidualLoss
 
-__all__ = ["ClippedRows", "ResidualClipped"]
-
 _GUARD = 1e-9  # relative; more than the rounding of a norm of up to 10^6 coordinates, of C/||x|| and of the product
 
 

@@ -20,8 +20,6 @@ from torch_dpsco._validate import between, positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import TableLoss, power_up, upper
 
-__all__ = ["Hinge", "Logistic", "MarginLoss", "SmoothedHinge"]
-
 
 class MarginLoss(TableLoss):
     """phi(m) of the margin m = y s, phi convex and nonincreasing."""

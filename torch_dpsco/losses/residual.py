@@ -16,8 +16,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import TableLoss, power_up, upper
 from torch_dpsco.problem import round_up
 
-__all__ = ["Absolute", "EpsilonInsensitive", "Huber", "Pinball", "PowerLoss", "ResidualLoss", "Squared"]
-
 
 class ResidualLoss(TableLoss):
     """phi(r) of the residual r = y - s, phi convex."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch_dpsco._validate import positive_count
 from torch_dpsco.losses.base import TableLoss, upper
 
-__all__ = ["SoftmaxCrossEntropy"]
-
 
 @dataclass(frozen=True)
 class SoftmaxCrossEntropy(TableLoss):

@@ -35,8 +35,6 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms.laplace import draw_laplace
 from torch_dpsco.rng import Source
 
-__all__ = ["AboveThreshold"]
-
 _STEPS = 2**32  # of the grid within the sensitivity
 
 

@@ -38,8 +38,6 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco.rng import random_bytes
 
-__all__ = ["MOST_BITS", "discrete_gaussian", "exp_bounds"]
-
 IntArray = NDArray[np.int64]
 Read = Callable[[int], bytes]
 

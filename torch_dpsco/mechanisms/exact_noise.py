@@ -14,8 +14,6 @@ from torch_dpsco.mechanisms.discrete_gaussian import discrete_gaussian
 from torch_dpsco.rng import Source, stream_of
 from torch_dpsco.theory.exact_noise import Grid, exact_grid
 
-__all__ = ["exact_release", "on_grid", "release_on_grid"]
-
 _LARGEST = 2.0**50  # of a coordinate, in units of the grid: quotients, or products with 1/g, are off by 1/4 up to here
 
 

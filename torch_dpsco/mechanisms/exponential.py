@@ -54,8 +54,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco.rng import Source, stream_of
 
-__all__ = ["draw", "draw_quantile", "geometric_grid", "quantile_law", "score_law"]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

@@ -31,8 +31,6 @@ from fractions import Fraction
 from torch_dpsco import _validate as check
 from torch_dpsco.rng import Source, stream_of
 
-__all__ = ["draw_laplace"]
-
 _BLOCK = 1024  # bits that are drawn at once
 
 

@@ -22,8 +22,6 @@ from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.noise import words
 from torch_dpsco.rng import Source
 
-__all__ = ["BinomialNoise"]
-
 _WORD = 62  # bits of a half: what an int64 holds with room to compare
 _ONE = 1 << (2 * _WORD)
 _GUARD = 128  # more bits, for the recurrence

@@ -33,16 +33,6 @@ from torch_dpsco.accounting.analysis.zcdp import zcdp_rho
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, ApproxZCDP
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
-__all__ = [
-    "FAILURE",
-    "ShuffleParameters",
-    "coordinate_cost",
-    "coordinate_parameters",
-    "shuffle_event",
-    "vector_cost",
-    "vector_parameters",
-]
-
 FAILURE = 1e-10  # probability that noise is off the window of the accountant, for one release
 _STEP = 1.1  # by which noise grows until the accountant agrees
 _LARGEST = 2.5e8  # variance of the noise that the accountant tells from less (about 10^9 bits)

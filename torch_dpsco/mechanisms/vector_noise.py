@@ -16,8 +16,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.noise import exponential_sum, normal_
 from torch_dpsco.rng import Source
 
-__all__ = ["gaussian_vector", "knorm_vector"]
-
 
 def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
     """Returns (dim,) float64 numbers N(0, std^2), on the generator's device.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from torch_dpsco.errors import ConditionError
 
-__all__ = ["Objective", "require_double"]
-
 
 def require_double(point: Tensor, dim: int) -> None:
     """Raises ValueError unless the point is a float64 vector and autocast is off: rounding bounds need float64."""

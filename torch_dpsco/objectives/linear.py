@@ -16,8 +16,6 @@ from torch_dpsco.losses.margin import Logistic, MarginLoss
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.records import Records, as_records, gamma
 
-__all__ = ["EVALUATION", "LinearObjective", "RowConstants", "norm_up"]
-
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
 # ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.
 EVALUATION = 32

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["UNIT_ROUNDOFF", "PairwiseSum", "Records", "as_records", "gamma"]
-
 UNIT_ROUNDOFF = 2.0**-53
 _BLOCK_ROWS = 1024
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks

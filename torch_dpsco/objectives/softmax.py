@@ -14,8 +14,6 @@ from torch_dpsco.objectives.base import Objective
 from torch_dpsco.objectives.linear import EVALUATION, norm_up
 from torch_dpsco.objectives.records import Records, as_records, gamma
 
-__all__ = ["SoftmaxObjective"]
-
 
 @typed
 class SoftmaxObjective(Objective):

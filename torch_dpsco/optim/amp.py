@@ -19,8 +19,6 @@ from torch import nn
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
-__all__ = ["show_zero_gradient", "take_scale"]
-
 _NAME = "grad_scale"  # the attribute by which GradScaler hands over its scale
 
 

@@ -34,8 +34,6 @@ from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoa
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = ["Assembly", "sizes_are_private"]
-
 
 class Assembly(CommonOptimizer):
     """The parts of a private optimizer and its batches; `PrivateOptimizer`, which adds the step, has the arguments."""

@@ -34,9 +34,6 @@ from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.rules.base import trained
 from torch_dpsco.schedule import Phase
 
-__all__ = ["PrivateOptimizer"]
-
-
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a mean divides all "
     "rows by it: take batches from optimizer.loader(dataset), which fills them up, or "

@@ -32,8 +32,6 @@ from torch_dpsco.sampling import (
     records_of,
 )
 
-__all__ = ["LogicalBatch"]
-
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
     "sampling= to the plan (design= to a PrivateOptimizer) and use optimizer.loader(dataset)"

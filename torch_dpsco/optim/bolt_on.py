@@ -39,8 +39,6 @@ from torch_dpsco.theory.exact_noise import asks_exact, with_grid
 from torch_dpsco.theory.holder_plan import HIT_CONSTANTS
 from torch_dpsco.theory.holder_rounding import scaled_up
 
-__all__ = ["BoltOnPSGD", "BoltOnPlan"]
-
 _NOISES = ("gaussian", "knorm")
 
 

@@ -17,8 +17,6 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
 from torch_dpsco.oracles.phased import Phased
 
-__all__ = ["Paid", "first_charges", "planned_event", "refuse_copy", "refuse_load", "refuse_lost"]
-
 
 class Paid(NamedTuple):
     """What a charge of several releases has paid for.

@@ -24,24 +24,6 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.schedule import Schedule
 
-__all__ = [
-    "agreed_adjacency",
-    "declared",
-    "is_watched",
-    "listed",
-    "number_of_records",
-    "number_of_users",
-    "one_device",
-    "require_budget",
-    "require_double",
-    "require_one_step",
-    "require_same_parts",
-    "require_universe",
-    "step_sizes",
-    "warn_if_buried",
-    "warn_of_other_lrs",
-]
-
 
 def listed(params: Any) -> list[Any]:
     """Returns parameters, or groups of them, as a list; raises ValueError for anything else, a model for instance."""

@@ -21,8 +21,6 @@ from torch_dpsco.theory.clipping import exchange_rate_phase, exchange_rate_stron
 from torch_dpsco.theory.heavy_averaged import AveragingSchedule
 from torch_dpsco.theory.heavy_tailed import averaging_schedule, strongly_convex_coefficients, strongly_convex_plan
 
-__all__ = ["ClippedSGD"]
-
 
 class ClippedSGD(HeavyTailed):
     """SGD on clipped means: one pass with Stich's weights, or many passes.

@@ -32,8 +32,6 @@ from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.margin import Logistic
 from torch_dpsco.sampling import PrivateLoader
 
-__all__ = ["ClosedForm", "closed_form"]
-
 _Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _BLOCK_ROWS = 8192
 _FEW = 2**16  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums

@@ -23,8 +23,6 @@ from torch_dpsco.agreement import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.optim.checks import listed
 
-__all__ = ["CommonOptimizer", "check_call", "in_turn", "require_one_process"]
-
 _LARGEST = 1e100  # of what a plan is computed from
 _TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan", "privacy_spent")
 

@@ -25,8 +25,6 @@ from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.prox import Prox
 from torch_dpsco.theory.correlated import Banded, least_error
 
-__all__ = ["CorrelatedPlan", "CorrelatedSGD"]
-
 _BANDS = 32  # of which one vector of noise each is kept
 
 

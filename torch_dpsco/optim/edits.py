@@ -20,8 +20,6 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.theory.holder_promises import LossPromises
 
-__all__ = ["Backwards", "Kept", "keeps_promises"]
-
 _SLACK = 1 + 1e-6  # of norms and their bound: rounding is below 1e-9 for any batch that fits into memory
 
 

@@ -23,8 +23,6 @@ from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_averaged import AveragingSchedule
 from torch_dpsco.theory.heavy_inputs import check_mode
 
-__all__ = ["HeavyTailed"]
-
 _PASS = ("shuffled", "assigned")  # words of one pass
 _FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
 _DEFAULT_BATCH, _DEFAULT_EPOCHS, _FULL_STEPS = 512, 10, 30

@@ -25,17 +25,6 @@ from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = [
-    "AcceleratedPlan",
-    "ClippedPlan",
-    "ProximalPlan",
-    "Theory",
-    "after_pilot",
-    "release_noise",
-    "scale_of",
-    "zcdp_of",
-]
-
 
 @dataclass(frozen=True)
 class Theory:

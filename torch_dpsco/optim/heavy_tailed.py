@@ -17,8 +17,6 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.theory.clipping import exchange_rate_accelerated, exchange_rate_proximal_pl
 from torch_dpsco.theory.heavy_tailed import accelerated_plan, proximal_pl_plan
 
-__all__ = ["AcceleratedSGD", "ProximalSGD"]
-
 
 class AcceleratedSGD(HeavyTailed):
     """Accelerated one-pass SGD for smooth convex losses (AC-SA): Algorithms 2 and 5.

@@ -46,8 +46,6 @@ from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.theory.holder import average_risk_bound, balanced_lr
 from torch_dpsco.theory.holder_paper import search_split_paper
 
-__all__ = ["HolderPlan", "HolderSGD"]
-
 _DEFAULT_BATCH, _DEFAULT_EPOCHS = 512, 10
 
 

@@ -39,8 +39,6 @@ from torch_dpsco.theory.holder_plan import HIT_CONSTANTS, paper_sensitivity, pla
 from torch_dpsco.theory.holder_promises import LossPromises, output_path
 from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity
 
-__all__ = ["HolderOutputPlan", "HolderOutputSGD"]
-
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 
 

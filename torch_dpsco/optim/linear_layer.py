@@ -14,8 +14,6 @@ from torch_dpsco.optim.checks import listed
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.holder_promises import LossPromises
 
-__all__ = ["GradBound", "loss_promises", "parameters_of", "reach", "record_bounds", "require_linear"]
-
 
 @dataclass(frozen=True)
 class GradBound:

@@ -30,8 +30,6 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.theory.heavy_phases import LocalizedSchedule
 from torch_dpsco.theory.heavy_tailed import boosted_localized_schedule
 
-__all__ = ["LocalizedSGD"]
-
 _SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed}
 _MAX_STEPS = 2000
 

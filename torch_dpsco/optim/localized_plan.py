@@ -27,8 +27,6 @@ from torch_dpsco.theory.heavy_localized import localized_schedule, localized_sch
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, halved_sizes
 from torch_dpsco.theory.heavy_tailed import localized_schedule_minibatch, minibatch_size, reduction_schedule
 
-__all__ = ["METHODS", "LocalizedPlan", "halved", "parts_of", "promises"]
-
 METHODS = ("localized", "ball", "boosted", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
 

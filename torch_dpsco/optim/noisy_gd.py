@@ -11,8 +11,6 @@ from torch_dpsco.erm.noisy_gd import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_task, warn_if_noise_buries
 
-__all__ = ["NoisyGD"]
-
 
 class NoisyGD(SolvedOptimizer):
     """Full-batch noisy gradient descent with the accounting that converges: more steps cost less and less.

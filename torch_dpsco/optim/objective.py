@@ -11,8 +11,6 @@ from torch_dpsco.erm.objective import ObjectivePlan, plan_objective
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_task, warn_if_noise_buries
 
-__all__ = ["ObjectivePerturbation"]
-
 
 class ObjectivePerturbation(SolvedOptimizer):
     """The mechanism of choice for smooth losses of linear scores: logistic, smoothed hinge, Huber, softmax.

@@ -12,8 +12,6 @@ from torch_dpsco.erm.output import OutputPlan, markov_plan, plan_output
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim.solved import SolvedOptimizer, linear_task, warn_if_noise_buries
 
-__all__ = ["OutputPerturbation"]
-
 
 class OutputPerturbation(SolvedOptimizer):
     """Solves a strongly convex linear model with certainty, adds noise once (Lowy and Razaviyayn, Algorithms 1, 5-7).

@@ -17,8 +17,6 @@ from torch_dpsco.oracles.pilot import QuantilePilot
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
 
-__all__ = ["Pilot", "PilotPlan"]
-
 
 @dataclass(frozen=True)
 class Pilot:

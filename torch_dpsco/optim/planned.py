@@ -33,21 +33,6 @@ from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.exact_noise import asks_exact
 
-__all__ = [
-    "ANSWERS",
-    "SAMPLING",
-    "FromPlan",
-    "PlannedOptimizer",
-    "StepPlan",
-    "agreed_adjacency",
-    "costs",
-    "dimension",
-    "drawing",
-    "noise_on_mean",
-    "sampled",
-    "steps_of",
-]
-
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {
     "poisson": Poisson,
     "fixed": Fixed,

@@ -21,8 +21,6 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.optim.state import require_run, split_private_state
 
-__all__ = ["Resumable", "tell_of_lost", "tell_of_lost_answer", "unpacked"]
-
 
 class Resumable(Protocol):
     """What a run is made of that can be resumed."""

@@ -39,8 +39,6 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
 
-__all__ = ["RowFreeOptimizer"]
-
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
 

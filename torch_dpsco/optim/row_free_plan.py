@@ -24,8 +24,6 @@ from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.theory.exact_noise import asks_exact
 from torch_dpsco.theory.holder_promises import LossPromises, OutputRun
 
-__all__ = ["RowFreePlan", "numbers_of", "target_of", "whole_epochs"]
-
 _HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta needs to be met
 
 

@@ -27,8 +27,6 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
 
-__all__ = ["Saved"]
-
 
 class Saved(Assembly):
     """The state of a private optimizer; `PrivateOptimizer`, which adds the step, has the arguments."""

@@ -19,8 +19,6 @@ from torch_dpsco.optim.state import add_private_state, restore_averages, split_p
 from torch_dpsco.prox import Prox
 from torch_dpsco.sampling import DrawLog
 
-__all__ = ["SavedRowFree"]
-
 
 class SavedRowFree(CommonOptimizer):
     """The state of a run of secret iterates; `RowFreeOptimizer`, which adds the step, has the arguments."""

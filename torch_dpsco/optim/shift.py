@@ -25,8 +25,6 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import State
 from torch_dpsco.smoothing import ball_shift
 
-__all__ = ["Shifts"]
-
 
 class Shifts:
     """Places parameters at random points around the iterate, and back.

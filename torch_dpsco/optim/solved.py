@@ -35,8 +35,6 @@ from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, requi
 from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
 from torch_dpsco.rng import noise_generator
 
-__all__ = ["SolvedOptimizer", "linear_shape", "linear_task", "warn_if_noise_buries"]
-
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -13,14 +13,6 @@ from torch_dpsco.accounting.book import read_state
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.secret import SecretState
 
-__all__ = [
-    "add_private_state",
-    "require_charged",
-    "require_run",
-    "restore_averages",
-    "split_private_state",
-]
-
 _KEY = "dpsco"
 _VERSION = 3
 

@@ -18,8 +18,6 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import UpdateRule
 
-__all__ = ["UserOptimizer", "UserPlan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserPlan(StepPlan):

@@ -22,8 +22,6 @@ from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.prox import Prox
 
-__all__ = ["UserClippedPlan", "UserClippedSGD"]
-
 _FULL_STEPS, _EPOCHS = 30, 10
 
 

@@ -51,8 +51,6 @@ from torch_dpsco.theory.user_level import (
     schedule,
 )
 
-__all__ = ["UserFilteredPlan", "UserFilteredSGD"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserFilteredPlan(FilterPlan):

@@ -30,8 +30,6 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.user_level import LocalizedUserPlan, UserPhase, localized_user_plan
 
-__all__ = ["LocalizedUserSGD", "UserLocalizedPlan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserLocalizedPlan(FilterPlan):

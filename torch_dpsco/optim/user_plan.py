@@ -21,8 +21,6 @@ from torch_dpsco.oracles.user_search import UserSearched
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.user_level import PairRadiusSearch, PoissonFilterPlan, UserFilterPlan, UserPhase
 
-__all__ = ["FilterPlan", "disagreement", "lipschitz_of", "near", "warn_if_users_are_buried"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FilterPlan(UserPlan):

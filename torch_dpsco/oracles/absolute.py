@@ -23,8 +23,6 @@ from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.holder import HolderClipped
 from torch_dpsco.problem import Problem
 
-__all__ = ["HolderAbsolute"]
-
 _BITS = 10  # of the ratio that the ledger sees
 
 

@@ -51,8 +51,6 @@ from torch_dpsco.oracles.clipped import ClippedMean, clip_weights
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.exact_noise import exact_grid, with_grid
 
-__all__ = ["AdaptiveClipped", "votes"]
-
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
 _NULL = 2.0**-44  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63
 _MOST_NOISE = 2.0**256  # of the count: far from where its sum is no number

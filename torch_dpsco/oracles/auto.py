@@ -26,8 +26,6 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.oracles.clipped import ClippedMean
 
-__all__ = ["AutoClip", "auto_weights"]
-
 
 def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:
     """Returns bound / (norm + offset), a little below it, and 0 for rows that must not count.

@@ -20,9 +20,6 @@ from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, Seq
 from torch_dpsco.gradbatch import GradBatch, LinearRows
 from torch_dpsco.rng import Source
 
-__all__ = ["Charge", "MeanOracle", "Release", "require_places"]
-
-
 _FLAGS = {"adaptive", "confidential", "ordered", "per_run", "sampled"}  # what oracles said before charges did
 
 

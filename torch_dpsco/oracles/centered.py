@@ -41,8 +41,6 @@ from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
 from torch_dpsco.rng import Source
 
-__all__ = ["Centered", "centered_clip_mean"]
-
 
 def centered_clip_mean(rows: Tensor | Sequence[Any], center: Tensor | Sequence[float], clip: float) -> Tensor:
     """Returns c + (1/n) sum_j clip(x_j - c, C). Without noise: NOT private, for tests and plots.

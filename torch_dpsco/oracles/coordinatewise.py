@@ -39,8 +39,6 @@ from torch_dpsco.noise import normal_
 from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
 from torch_dpsco.rng import Source
 
-__all__ = ["Coordinatewise", "GroupSums", "check_clip", "clipped_rows", "flat_rows", "median_of_means", "medians"]
-
 _UNITS = {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}  # clips that a coordinate moves by
 
 

@@ -26,8 +26,6 @@ from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.correlated import Banded
 
-__all__ = ["CorrelatedClipped"]
-
 
 class _Past(deque[Tensor]):
     """Noise of earlier releases, newest first. SECRET: answer minus noise is the exact mean."""

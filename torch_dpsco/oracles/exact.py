@@ -16,8 +16,6 @@ from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.rng import Source
 
-__all__ = ["Exact"]
-
 
 class Exact(MeanOracle):
     """Releases exact means; its event is `NonPrivate`, which every budget refuses.

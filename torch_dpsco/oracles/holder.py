@@ -14,8 +14,6 @@ from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.weights import joint_norm
 from torch_dpsco.problem import Problem
 
-__all__ = ["NOISES", "HolderClipped"]
-
 NOISES = ("adaptive", "constant", "paper")
 
 

@@ -16,8 +16,6 @@ from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.rng import Source
 from torch_dpsco.secret import SecretState
 
-__all__ = ["Phased"]
-
 
 class Phased(MeanOracle):
     """Answers each step by the oracle of its phase.

@@ -31,8 +31,6 @@ from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source
 
-__all__ = ["PilotClipped", "QuantilePilot"]
-
 
 class QuantilePilot(MeanOracle):
     """Draws a threshold near a quantile of the norms of one batch, by the exponential mechanism.

@@ -49,8 +49,6 @@ from torch_dpsco.oracles.clipped import clip_weights
 from torch_dpsco.oracles.coordinatewise import check_clip, clipped_rows, flat_rows, medians
 from torch_dpsco.rng import Source
 
-__all__ = ["ShuffledClipped", "ShuffledMedian"]
-
 _MOVES = {ZERO_OUT: 0.5, REPLACE_ONE: 1.0}  # of the grid, by a record
 
 

@@ -53,8 +53,6 @@ from torch_dpsco.theory.user_sensitivity import (
     ramp_start,
 )
 
-__all__ = ["Filter", "UserFiltered", "filtered_mean", "ramp_weights", "weighted_mean"]
-
 _UNIT = 2.0**-53
 
 

@@ -58,8 +58,6 @@ from torch_dpsco.oracles.user_rows import UserRows, flat_center, split_like
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.user_sensitivity import poisson_filter_coefficient
 
-__all__ = ["AdaptiveRadius", "PoissonTest", "UserPoissonFiltered"]
-
 _UNIT = 2.0**-53
 _UP = 1 + 1e-9  # more than the errors of the special functions
 

@@ -17,8 +17,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.gradbatch import GradBatch
 
-__all__ = ["UserRows", "flat_center", "split_like"]
-
 
 def flat_center(center: Sequence[Tensor] | None) -> Tensor | None:
     """Returns a public vector of one tensor per parameter, side by side in float64: (D,); None for 0.

@@ -48,8 +48,6 @@ from torch_dpsco.rng import Source
 from torch_dpsco.secret import SecretState
 from torch_dpsco.theory.user_radius import PairRadiusSearch
 
-__all__ = ["UserSearched", "search_law"]
-
 _MOST_USERS = 2**26  # n^2 < 2^53
 _SPAN = 1024.0  # of radii that are counted at once
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torch_dpsco.gradbatch import LinearRows, row_norm
 
-__all__ = ["Cut", "clip_weights", "clipped_slopes", "cuts", "in_float32", "joint_norm", "views"]
-
 Cut = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and place in a vector
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from torch_dpsco._validate import nonnegative
 
-__all__ = ["Identity", "Prox"]
-
 
 class Prox(ABC):
     """A proximal map of the joint vector of all parameters.

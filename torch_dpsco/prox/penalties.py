@@ -12,8 +12,6 @@ from torch import Tensor
 from torch_dpsco._validate import choice, nonnegative
 from torch_dpsco.prox.base import Prox
 
-__all__ = ["L1", "ElasticNet", "L2", "Nuclear"]
-
 
 @dataclass(frozen=True)
 class L1(Prox):

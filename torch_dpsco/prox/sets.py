@@ -13,8 +13,6 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco._validate import positive
 from torch_dpsco.prox.base import Prox
 
-__all__ = ["Ball", "Box", "Simplex", "project_on_two_balls_"]
-
 
 @dataclass(frozen=True)
 class Ball(Prox):

@@ -13,8 +13,6 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.schedule import Phase
 
-__all__ = ["Accelerated"]
-
 
 class Accelerated(UpdateRule):
     """AC-SA of Ghadimi and Lan with the step sizes of Lowy and Razaviyayn: for t = 1, 2, ... and a = 2/(t+1).

@@ -24,8 +24,6 @@ from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.rules.selection import select_central
 from torch_dpsco.schedule import Phase
 
-__all__ = ["Anchored"]
-
 
 class Anchored(UpdateRule):
     """Regularized subgradient steps; phases with several copies go on from the most central of their answers.

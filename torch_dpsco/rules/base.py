@@ -15,8 +15,6 @@ from torch_dpsco._doors import type_members
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["AVERAGES", "Groups", "State", "UpdateRule", "absorb", "averaged", "means", "trained"]
-
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]
 # weight of iterate t = 1, 2, ... is proportional to t^power

@@ -14,8 +14,6 @@ from torch_dpsco import compat
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
 from torch_dpsco.schedule import Phase, Schedule
 
-__all__ = ["ScheduledSGD"]
-
 
 class ScheduledSGD(UpdateRule):
     """w <- w - factors[k] lr mean; the answer is the average of the iterates AFTER their steps, with these weights.

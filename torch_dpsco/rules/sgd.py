@@ -12,8 +12,6 @@ from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rules.base import Groups, State, UpdateRule, absorb, means, trained
 from torch_dpsco.schedule import Phase
 
-__all__ = ["SGD", "TorchRule"]
-
 
 class SGD(UpdateRule):
     """w <- w - lr * mean, with an average of the iterates as the answer.

@@ -23,8 +23,6 @@ from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.rng import rank_generator
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
-__all__ = ["RankSampler", "require_divisible"]
-
 _Indices = npt.NDArray[np.int64]
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
 
-__all__ = ["Chunk", "DrawLog", "Drawn"]
-
 Drawn = tuple[Draw, npt.NDArray[np.int64]]
 
 

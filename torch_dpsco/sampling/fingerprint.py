@@ -20,8 +20,6 @@ from torch.utils.data import TensorDataset
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError
 
-__all__ = ["fingerprint", "records_of"]
-
 
 def records_of(dataset: Any) -> Iterator[Any]:
     """Yields the records of a map-style data set in order, or its tensors, which hold the same."""

@@ -25,8 +25,6 @@ from torch_dpsco.sampling.fingerprint import records_of
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import Isolation, Slots
 
-__all__ = ["BoundedLoader", "PhysicalBatches", "PrivateLoader", "accept_empty_draws", "bounded", "filled"]
-
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
 

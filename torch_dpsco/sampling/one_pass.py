@@ -23,17 +23,6 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
-__all__ = [
-    "AssignedSampler",
-    "CyclicSampler",
-    "DisjointSampler",
-    "OnePassSampler",
-    "Partition",
-    "PartsSampler",
-    "make_sampler",
-    "partition_name",
-]
-
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
 

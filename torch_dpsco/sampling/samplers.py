@@ -23,16 +23,6 @@ from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.rng import Stream, sampling_generator
 from torch_dpsco.sampling.draws import Chunk, DrawLog, Drawn
 
-__all__ = [
-    "DesignSampler",
-    "FixedSampler",
-    "FullSampler",
-    "PoissonSampler",
-    "ShuffledSampler",
-    "kind_of",
-    "poisson_positions",
-]
-
 _Indices = npt.NDArray[np.int64]
 
 

@@ -29,8 +29,6 @@ from torch_dpsco.accounting.designs import Design, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.rng import sampling_generator
 
-__all__ = ["Isolation", "Slots", "capacity"]
-
 _Indices = npt.NDArray[np.int64]
 _RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows

@@ -23,8 +23,6 @@ from torch_dpsco.sampling.loader import PrivateLoader
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import Slots
 
-__all__ = ["UserLoader", "user_ids"]
-
 _Indices = npt.NDArray[np.int64]
 
 

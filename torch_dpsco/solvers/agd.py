@@ -13,8 +13,6 @@ from torch_dpsco.objectives.linear import norm_up
 from torch_dpsco.solvers.certificates import Certificate, gradient_certificate, project, projected_certificate
 from torch_dpsco.theory.solvers import agd_certified_steps
 
-__all__ = ["accelerated_steps", "certified_descent"]
-
 
 def accelerated_steps(objective: Objective, start: Tensor, steps: int, radius: float = math.inf) -> Tensor:
     """The last y_t of y_t = Pi[w_(t-1) - grad F(w_(t-1))/beta], w_t = y_t + p (y_t - y_(t-1)).

@@ -31,16 +31,6 @@ from torch_dpsco.objectives.base import Objective, require_double
 from torch_dpsco.objectives.linear import LinearObjective, norm_up
 from torch_dpsco.objectives.records import gamma
 
-__all__ = [
-    "BoxDual",
-    "Certificate",
-    "distance_of_gap",
-    "gap_certificate",
-    "gap_error",
-    "gradient_certificate",
-    "projected_certificate",
-]
-
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
 

@@ -31,8 +31,6 @@ from torch_dpsco.solvers.descent import Iterate, certified
 from torch_dpsco.solvers.lbfgs import lbfgs
 from torch_dpsco.solvers.newton import newton
 
-__all__ = ["SmoothedBox", "continuation", "dual_ascent"]
-
 _SHRINK = 0.1  # of the width, at first
 _LEAST_SHRINK = 0.95
 _ROUNDS = 40

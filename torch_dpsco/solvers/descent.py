@@ -14,8 +14,6 @@ from torch import Tensor
 
 from torch_dpsco.objectives.base import Objective
 
-__all__ = ["Iterate", "backtrack", "certified"]
-
 _SLACK = 1e-13
 _SLOPE = 1e-4
 _HALVINGS = 40

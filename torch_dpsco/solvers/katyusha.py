@@ -15,8 +15,6 @@ from torch_dpsco.objectives.linear import LinearObjective
 from torch_dpsco.solvers.descent import Iterate, certified
 from torch_dpsco.theory.solvers import katyusha_parameters
 
-__all__ = ["katyusha"]
-
 
 def katyusha(
     objective: LinearObjective,

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.solvers.descent import Iterate, backtrack, certified
 
-__all__ = ["lbfgs"]
-
 _HISTORY = 20
 
 

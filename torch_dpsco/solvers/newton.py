@@ -12,8 +12,6 @@ from torch import Tensor
 from torch_dpsco.objectives.base import Objective
 from torch_dpsco.solvers.descent import Iterate, backtrack, certified
 
-__all__ = ["newton"]
-
 _KEEP = 0.3
 
 

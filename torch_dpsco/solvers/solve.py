@@ -31,8 +31,6 @@ from torch_dpsco.solvers.lbfgs import lbfgs
 from torch_dpsco.solvers.newton import newton
 from torch_dpsco.solvers.subgradient import stochastic_subgradient
 
-__all__ = ["SOLVERS", "Solution", "solve"]
-
 SOLVERS = ("auto", "newton", "lbfgs", "agd", "katyusha", "subgradient")
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
 _THIN, _THIN_ROWS, _THIN_STEPS = 16, 1024, 8  # of the first guess: every 16th record, of which there are 1024 or more

@@ -16,8 +16,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.objectives.linear import LinearObjective
 from torch_dpsco.solvers.certificates import project
 
-__all__ = ["stochastic_subgradient"]
-
 
 def stochastic_subgradient(
     objective: LinearObjective,

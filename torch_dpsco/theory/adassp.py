@@ -24,8 +24,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 
-__all__ = ["AdaSSPConstants", "AdaSSPPaperConstants", "adassp_constants", "adassp_constants_paper", "adassp_mu"]
-
 
 class AdaSSPConstants(NamedTuple):
     """Noise stds of the three releases, the cap on the ridge and the shift of the noisy eigenvalue.

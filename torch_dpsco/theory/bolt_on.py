@@ -45,8 +45,6 @@ from torch_dpsco.theory.holder_rounding import DOUBLE, Arithmetic, gamma, scaled
 from torch_dpsco.theory.holder_stability import expansions, step_sizes
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["bolt_on_sensitivity", "decreasing_lr"]
-
 FloatArray = NDArray[np.float64]
 
 _POWERS: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0}  # of t, in the weight of w_t

@@ -29,8 +29,6 @@ from torch_dpsco.theory.holder_promises import LossPromises, OutputRun, distance
 from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
 from torch_dpsco.theory.output_constants import noise_norms
 
-__all__ = ["plan_bolt_on"]
-
 FloatArray = NDArray[np.float64]
 
 

@@ -25,22 +25,6 @@ from collections.abc import Mapping
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = [
-    "SENSITIVITIES",
-    "clip_bias",
-    "clip_bias_worst",
-    "clip_threshold_linear",
-    "clip_threshold_square",
-    "exchange_rate_accelerated",
-    "exchange_rate_mean",
-    "exchange_rate_phase",
-    "exchange_rate_proximal_pl",
-    "exchange_rate_strongly_convex",
-    "mean_noise_std",
-    "safe_exp",
-    "sensitivity_factor",
-]
-
 # PRIVACY: l2 sensitivity of a sum of rows clipped at 1 (test_one_record_moves_a_clipped_mean_by_no_more_than_declared).
 SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
 

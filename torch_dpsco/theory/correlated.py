@@ -36,8 +36,6 @@ from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import gamma, scaled_up
 
-__all__ = ["Banded", "least_error", "square_root"]
-
 FloatArray = NDArray[np.float64]
 
 _REACH = 18.8  # stds that no noise leaves but with probability 2^-254 a number

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 
-__all__ = ["Grid", "asks_exact", "exact_grid", "require_gaussian", "with_grid"]
-
 _SHARE = 2.0**-12  # of a sensitivity, that is added for the grid
 _NOISE = 1.0 + 2.0**-17  # of the std charged: what randomized rounding takes, and a hair
 _LEAST_BITS, _MOST_BITS = 12, 40

@@ -25,8 +25,6 @@ from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.theory.clipping import clip_threshold_linear, exchange_rate_accelerated, safe_exp
 from torch_dpsco.theory.heavy_inputs import OnePass, OnePassPlan, check_mode, least_steps
 
-__all__ = ["AcceleratedPlan", "accelerated_clip_paper", "accelerated_plan", "accelerated_steps_paper"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratedPlan(OnePassPlan):

@@ -25,15 +25,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import clip_threshold_square, safe_exp
 from torch_dpsco.theory.heavy_inputs import OnePass, OnePassPlan, check_mode, least_steps
 
-__all__ = [
-    "AveragingSchedule",
-    "BoundCoefficients",
-    "StronglyConvexPlan",
-    "averaging_schedule",
-    "strongly_convex_coefficients",
-    "strongly_convex_plan",
-]
-
 
 @dataclass(frozen=True)
 class AveragingSchedule:

@@ -36,8 +36,6 @@ from torch_dpsco.theory.heavy_localized import (
 )
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, scaled_regs
 
-__all__ = ["boosted_failure", "boosted_localized_schedule"]
-
 _SMALLEST_GROUP = 16
 
 

@@ -17,8 +17,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.theory.clipping import clip_bias_worst, mean_noise_std, sensitivity_factor
 
-__all__ = ["MAX_STEPS", "OnePass", "OnePassPlan", "check_mode", "check_order", "least_steps"]
-
 MAX_STEPS = 100_000  # end of the search for the number of steps
 _GRID = 400
 

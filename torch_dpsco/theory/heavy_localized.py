@@ -35,17 +35,6 @@ from torch_dpsco.theory.clipping import (
 from torch_dpsco.theory.heavy_inputs import check_order
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, halved_sizes, scaled_regs
 
-__all__ = [
-    "ballfree_rate",
-    "ballfree_steps",
-    "capped_steps",
-    "localized_schedule",
-    "localized_schedule_ballfree",
-    "noise_level",
-    "regularization",
-    "warn_if_capped",
-]
-
 
 def localized_schedule_ballfree(
     *,

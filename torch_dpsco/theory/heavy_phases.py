@@ -20,8 +20,6 @@ from operator import attrgetter
 
 from torch_dpsco import _validate as check
 
-__all__ = ["LocalizedPhase", "LocalizedSchedule", "halved_sizes", "scaled_regs"]
-
 _GROWTH = 8.0
 
 

@@ -23,8 +23,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import clip_threshold_square, safe_exp
 from torch_dpsco.theory.heavy_inputs import OnePass, OnePassPlan, check_mode, least_steps
 
-__all__ = ["ProximalPlan", "proximal_pl_bound", "proximal_pl_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProximalPlan(OnePassPlan):

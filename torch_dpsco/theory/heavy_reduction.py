@@ -26,8 +26,6 @@ from torch_dpsco.theory.heavy_inputs import check_order
 from torch_dpsco.theory.heavy_localized import ballfree_rate, localized_schedule_ballfree, regularization
 from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule, halved_sizes
 
-__all__ = ["localized_schedule_minibatch", "minibatch_size", "reduction_schedule", "sc_reduction_sizes_full"]
-
 _SKIP_BELOW = 16
 
 

@@ -33,8 +33,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.holder_stability import RunPath
 
-__all__ = ["SensitivityLaw", "uniform_sigma", "weighted_law"]
-
 FloatArray = NDArray[np.float64]
 
 _U = 2.0**-53

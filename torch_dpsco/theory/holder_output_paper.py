@@ -25,8 +25,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.holder_stability import log_expansion
 
-__all__ = ["chernoff_factor", "log_iterate_constant", "output_sensitivity_paper", "output_sigma_paper"]
-
 _LARGEST_LOG = 709.0
 _DOMAINS = ("bounded", "unbounded")
 

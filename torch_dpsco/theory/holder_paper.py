@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = ["SplitSearch", "search_split_paper", "unconstrained_split"]
-
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 

@@ -41,8 +41,6 @@ from torch_dpsco.theory.holder_rounding import DOUBLE
 from torch_dpsco.theory.holder_schedules import lr_theorem, steps_theorem
 from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity
 
-__all__ = ["HIT_CONSTANTS", "paper_sensitivity", "plan_output"]
-
 FloatArray = NDArray[np.float64]
 
 HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}

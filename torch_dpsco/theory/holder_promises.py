@@ -20,8 +20,6 @@ from torch_dpsco.theory.holder_radius import iterate_bounds
 from torch_dpsco.theory.holder_rounding import DOUBLE, Arithmetic
 from torch_dpsco.theory.holder_stability import RunPath, expansions, run_path
 
-__all__ = ["LossPromises", "OutputRun", "balanced_output_lr", "distance_bound", "output_path"]
-
 _GRID, _DECADES = 97, 6
 
 

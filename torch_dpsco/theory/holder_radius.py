@@ -31,8 +31,6 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import Arithmetic, scaled_up
 from torch_dpsco.theory.holder_stability import step_sizes
 
-__all__ = ["iterate_bounds"]
-
 FloatArray = NDArray[np.float64]
 
 _U = 2.0**-53

@@ -57,8 +57,6 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError, MissingConstantError
 
-__all__ = ["DOUBLE", "SINGLE", "Arithmetic", "RoundingErrors", "gamma", "scaled_up"]
-
 FloatArray = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, NDArray[np.floating], NDArray[np.float64])
 

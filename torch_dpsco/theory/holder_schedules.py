@@ -18,8 +18,6 @@ import math
 
 from torch_dpsco import _validate
 
-__all__ = ["lr_theorem", "steps_exponent", "steps_theorem"]
-
 _THEOREMS = (9, 10, 12)
 
 

@@ -32,8 +32,6 @@ from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import Arithmetic, scaled_up
 
-__all__ = ["RunPath", "expansions", "log_expansion", "path_sensitivity", "run_path", "step_sizes"]
-
 FloatArray = NDArray[np.float64]
 
 _U = 2.0**-53

@@ -40,17 +40,6 @@ from torch_dpsco.theory.objective_integrals import (
     shifted_profile,
 )
 
-__all__ = [
-    "amp_delta_general",
-    "amp_sigma_general",
-    "log_det",
-    "noise_level",
-    "objpert_delta_general",
-    "objpert_rdp",
-    "objpert_rdp_general",
-    "spare_epsilon",
-]
-
 _ROUNDING = 1e-13  # relative to the terms of a Renyi divergence
 
 

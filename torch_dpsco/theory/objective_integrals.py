@@ -21,16 +21,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, log_delta_curve
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = [
-    "least_noise",
-    "log_chi_density",
-    "log_concave_integral",
-    "log_normal_cdf",
-    "log_profile",
-    "profile",
-    "shifted_profile",
-]
-
 FloatArray = NDArray[np.float64]
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)

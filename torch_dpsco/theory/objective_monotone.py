@@ -42,8 +42,6 @@ from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.objective_general import log_det, noise_level, spare_epsilon
 from torch_dpsco.theory.objective_integrals import least_noise, log_normal_cdf, profile, shifted_profile
 
-__all__ = ["amp_delta_monotone", "amp_sigma_monotone", "objpert_delta_monotone", "objpert_rdp_dominating"]
-
 _ROUNDING = 1e-13  # relative to the terms of a sum
 
 

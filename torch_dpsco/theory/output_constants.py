@@ -20,8 +20,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["adversarial_gradient_diameter", "adversarial_lipschitz", "logistic_gradient_diameter", "noise_norms"]
-
 
 def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
     """Returns 2 B / (1 + e^(-rho B)): bounds the distance of the logistic gradients of two records with |x| <= B.

@@ -25,17 +25,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
 
-__all__ = [
-    "BLOCK_ROWS",
-    "SUMS",
-    "amp_tolerance",
-    "check_gap_tolerance",
-    "check_tolerance",
-    "gradient_rounding",
-    "solver_tolerance",
-    "sum_terms",
-]
-
 BLOCK_ROWS = 1024
 SUMS = ("plain", "blocks", "pairwise")
 _SHARE_SMOOTH, _SHARE_KINKED = 1e-3, 0.05  # of the sensitivity: the noise grows by that much

@@ -25,15 +25,6 @@ from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 
-__all__ = [
-    "certified_sensitivity",
-    "erm_sensitivity",
-    "expected_suboptimal_sensitivity",
-    "minimizer_radius",
-    "safe",
-    "suboptimal_sensitivity",
-]
-
 
 def safe(value: float, roundings: int = 8) -> float:
     """Returns an upper bound on a positive quantity that was computed with so many roundings, underflow included.

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from torch_dpsco import _validate as check
 
-__all__ = ["ball_mean_norm", "smoothing_bias"]
-
 
 def ball_mean_norm(dim: int, radius: float) -> float:
     """Returns E|y| = r d/(d + 1).

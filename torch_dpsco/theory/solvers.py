@@ -13,8 +13,6 @@ from typing import NamedTuple
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
-__all__ = ["KatyushaParameters", "agd_certified_steps", "katyusha_parameters"]
-
 _ROUNDING = 1e-14  # relative, of a count before it is rounded up
 
 

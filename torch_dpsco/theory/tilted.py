@@ -30,8 +30,6 @@ from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.holder_rounding import scaled_up
 from torch_dpsco.theory.output_sensitivity import safe
 
-__all__ = ["tilted_max_weight", "tilted_sensitivity", "tilted_strong_convexity"]
-
 
 def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
     """Returns C / (C + n - 1), C = e^(|tau| r): the largest weight of one of n records, which is attained.

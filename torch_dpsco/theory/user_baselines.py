@@ -18,8 +18,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.theory.user_filter import UserFilterPlan
 
-__all__ = ["break_even_clip", "centered_sensitivity", "clipping_noise_std"]
-
 
 def centered_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate: float = 1.0) -> float:
     """Returns the L2 sensitivity of the mean of rows clipped at C around a public center.

@@ -45,8 +45,6 @@ from torch_dpsco.theory.user_sensitivity import (
     ramp_start,
 )
 
-__all__ = ["calibrate_filter", "check_user_adjacency", "smallest_users"]
-
 _SVT = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # epsilon_svt / epsilon
 _SHARE = (0.2, 0.3, 0.4, 0.5)  # of epsilon_svt, for the threshold
 _FAILURE = (0.02, 0.1, 0.3, 0.5, 0.9)  # (1 + e^epsilon) beta / delta

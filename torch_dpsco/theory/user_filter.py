@@ -40,8 +40,6 @@ from torch_dpsco.theory.user_sensitivity import (
     ramp_start,
 )
 
-__all__ = ["FILTERS", "UserFilterPlan"]
-
 FILTERS = ("same", "two", "paper_corrected")
 _UP = 1 + 1e-14
 

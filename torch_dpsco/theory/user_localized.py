@@ -34,8 +34,6 @@ from torch_dpsco.theory.user_schedules import (
     user_localized_schedule,
 )
 
-__all__ = ["LocalizedUserPlan", "UserPhase", "localized_user_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserPhase:

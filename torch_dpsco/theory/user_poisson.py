@@ -34,8 +34,6 @@ from torch_dpsco.accounting.analysis.pld_loss import PoissonLoss
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError
 from torch_dpsco.theory.user_sensitivity import best_poisson_ramp_end, poisson_filter_coefficient
 
-__all__ = ["PoissonFilterPlan", "poisson_filter_plan", "poisson_step_mu", "poisson_underflow"]
-
 SCORE_SENSITIVITY = 2.0
 _UP = 1 + 1e-14
 _TAIL_UP = 1 + 1e-9  # more than the error of binomial and normal tails (test_tails_are_not_below_their_exact_values)

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 
-__all__ = ["PairRadiusSearch", "pair_radius_iid", "pair_radius_of_ball", "pair_radius_search", "typical_score"]
-
 
 def pair_radius_iid(lipschitz: float, items_per_user: int, n_users: int, failure: float) -> float:
     """Returns tau within which all pairs of mean gradients lie with probability 1 - failure, at one fixed point.

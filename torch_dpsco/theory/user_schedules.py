@@ -26,20 +26,6 @@ from torch_dpsco.theory.user_calibrate import calibrate_filter
 from torch_dpsco.theory.user_filter import UserFilterPlan
 from torch_dpsco.theory.user_poisson import PoissonFilterPlan
 
-__all__ = [
-    "FilteredSchedule",
-    "LocalizedRadii",
-    "PaperSchedule",
-    "UserSchedule",
-    "best_steps",
-    "default_phases",
-    "filtered_schedule",
-    "published_noise_std",
-    "schedule",
-    "schedule_paper",
-    "user_localized_schedule",
-]
-
 
 class UserSchedule(NamedTuple):
     """Step size, and the bound on the expected excess risk."""

@@ -35,18 +35,6 @@ from scipy.stats import binom
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 
-__all__ = [
-    "RampEnd",
-    "bernoulli_mismatch",
-    "bernoulli_sensitivity",
-    "best_poisson_ramp_end",
-    "best_ramp_end",
-    "filter_coefficient",
-    "filter_coefficient_two_radius",
-    "poisson_filter_coefficient",
-    "ramp_start",
-]
-
 _UP = 1 + 2e-15  # more than the roundings of the few operations of a coefficient, none of which cancels
 _TAIL_UP = 1 + 1e-9  # of a binomial tail: more than the error of the special function (tests against exact sums)
 

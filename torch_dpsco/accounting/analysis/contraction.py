@@ -23,8 +23,6 @@ import math
 
 from torch_dpsco import _validate
 
-__all__ = ["noisy_gd_mu"]
-
 _ROUNDING = 1e-14  # relative: more than that of a few operations
 
 

@@ -29,8 +29,6 @@ from numpy.typing import ArrayLike
 from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
 
-__all__ = ["FailureKind", "delta_before_failure", "delta_with_failure", "epsilon_with_failures", "mu_upper"]
-
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
 _KINDS: tuple[FailureKind, ...] = ("coupling", "transcript", "per_side")

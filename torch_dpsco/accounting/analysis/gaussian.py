@@ -28,17 +28,6 @@ from scipy.special import erfcx, ndtr
 from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError
 
-__all__ = [
-    "gaussian_delta",
-    "gaussian_epsilon",
-    "gaussian_log_delta",
-    "gaussian_mu",
-    "gaussian_sigma",
-    "gaussian_sigma_zhao",
-    "log_delta_curve",
-    "zhao_constant",
-]
-
 FloatArray = NDArray[np.float64]
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.

@@ -14,8 +14,6 @@ from fractions import Fraction
 
 from torch_dpsco import _validate
 
-__all__ = ["group_approx_dp_delta", "group_gdp_mu"]
-
 
 def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> float:
     """Returns the delta of a group at k epsilon: delta (e^(k epsilon) - 1) / (e^epsilon - 1).

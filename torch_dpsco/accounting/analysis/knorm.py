@@ -30,8 +30,6 @@ from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-__all__ = ["rdp_l2_knorm"]
-
 _DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
 _PANELS = 32
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)

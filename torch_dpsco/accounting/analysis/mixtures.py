@@ -25,8 +25,6 @@ from scipy.special import betaln, log_ndtr
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-__all__ = ["MAX_NOISE", "PoissonMixture", "gaussian_divergence", "sampled_divergence"]
-
 # Below this noise, times size^1.5, the panels between the components become too many, and rounding of x / z too large.
 _MIN_NOISE = 1e-4
 # Above, the curve is that of this noise, an upper bound: the square stays finite.

@@ -32,15 +32,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.analysis.zcdp import zcdp_rho
 
-__all__ = [
-    "ODOMETER_ORDERS",
-    "gdp_filter_budget",
-    "mixture_filter_admits",
-    "mixture_filter_log_margin",
-    "odometer_epsilon",
-    "zcdp_filter_budget",
-]
-
 ODOMETER_ORDERS = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0)
 
 _ROUNDING = 1e-14  # relative to the largest exponent of a sum: more than its rounding

@@ -32,8 +32,6 @@ from torch_dpsco.accounting.analysis.pld_compose import DeltaCurve, coarsening, 
 from torch_dpsco.accounting.analysis.pld_loss import GaussianLoss, LossLaw
 from torch_dpsco.accounting.analysis.pld_plan import Counted, Cumulant, Window, conversion, least, narrowed, window
 
-__all__ = ["PLDResult", "pld_delta", "pld_epsilon"]
-
 Ledger = tuple[tuple[LossLaw, int], ...]
 
 _POINTS = 1 << 21  # grid points of a law: about half a second

@@ -55,8 +55,6 @@ from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.pld_plan import Counted, Window
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-__all__ = ["DeltaCurve", "coarsening", "compose"]
-
 _ETA = 8 * UNIT  # per level of a transform
 _CLIP = 300.0  # exponents farther than this from those of the losses aimed at are not followed
 

@@ -27,8 +27,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, log_delta_curv
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_loss import LossLaw
 
-__all__ = ["gdp_upper"]
-
 FloatArray = NDArray[np.float64]
 
 _LOOSE = 1.007  # what the result may exceed the largest mu of the computed points by

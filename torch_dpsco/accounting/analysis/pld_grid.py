@@ -29,8 +29,6 @@ import numpy as np
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-__all__ = ["Dots", "GridLaw", "atom", "connected", "cuts", "dots", "lifted"]
-
 _TINY = 1e-300  # more than what underflow takes from a point
 _SMALL = 1 << 15  # points up to which many dots are kept for later calls
 

@@ -21,8 +21,6 @@ from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis.pld_grid import GridLaw, atom, connected, dots
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair, MixturePair, OppositePair
 
-__all__ = ["ApproxLoss", "FixedSizeLoss", "GaussianLoss", "LossLaw", "PoissonLoss", "ReplaceOneLoss"]
-
 
 @dataclass(frozen=True)
 class LossLaw(ABC):

@@ -29,8 +29,6 @@ from scipy.special import ndtr
 from torch_dpsco.accounting.analysis.mixtures import PoissonMixture
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-__all__ = ["UNIT", "LossPair", "MixturePair", "OppositePair"]
-
 UNIT = 2.0**-53  # relative error of one operation in double precision
 _BLOCK = 1 << 14  # panels integrated at once: the nodes stay in the cache
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from torch_dpsco.accounting.analysis.pld_grid import GridLaw
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-__all__ = ["Counted", "Cumulant", "conversion", "Window", "least", "narrowed", "window"]
-
 Counted = Sequence[tuple[GridLaw, int]]
 
 _DETAIL = 64  # blocks are single points up to this distance, then 1 / 64 of their distance wide

@@ -32,8 +32,6 @@ from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-__all__ = ["pure_delta", "rdp_laplace", "rdp_pure", "rho_pure"]
-
 _LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
 
 

@@ -27,23 +27,6 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate
 
-__all__ = [
-    "CHUNK",
-    "DECAY",
-    "MAX_ORDER",
-    "REACH",
-    "FloatArray",
-    "Orders",
-    "Pair",
-    "by_order",
-    "divergence",
-    "log_difference",
-    "log_excess",
-    "panels",
-    "rounded_up",
-    "two_sided",
-]
-
 FloatArray = NDArray[np.float64]
 Orders = TypeVar("Orders", float, NDArray[np.float64])
 Pair = Callable[[FloatArray], tuple[FloatArray, FloatArray]]

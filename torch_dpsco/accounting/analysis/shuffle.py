@@ -36,8 +36,6 @@ from scipy.stats import binom
 from torch_dpsco import _validate
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
-__all__ = ["ShuffleCost", "zcdp_shuffle"]
-
 FloatArray = NDArray[np.float64]
 
 _POINTS = 1 << 22  # of a window, about 200 MB

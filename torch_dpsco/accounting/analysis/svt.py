@@ -29,18 +29,6 @@ from torch_dpsco.accounting.analysis.pure import pure_delta
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.errors import InfeasibleError
 
-__all__ = [
-    "AboveThresholdScales",
-    "above_threshold_epsilon",
-    "above_threshold_scales",
-    "bad_pass_margin",
-    "bad_pass_probability",
-    "concentration_score_sensitivity",
-    "laplace_difference_tail",
-    "svt_gaussian_delta",
-    "svt_gaussian_mu",
-]
-
 _REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 

@@ -14,8 +14,6 @@ from torch_dpsco import _validate
 from torch_dpsco.accounting.analysis.mixtures import PoissonMixture, sampled_divergence
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-__all__ = ["rdp_wor_gaussian"]
-
 
 def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
     """Returns the tight Renyi curve of one Gaussian release on a uniform batch of fixed size.

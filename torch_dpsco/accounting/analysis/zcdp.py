@@ -22,8 +22,6 @@ from scipy.optimize import brentq
 
 from torch_dpsco import _validate
 
-__all__ = ["zcdp_epsilon", "zcdp_rho"]
-
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
     """Returns the least epsilon for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded up.
