@@ -90,7 +90,7 @@ def holder(model: nn.Module, noise: float = 0.0, batch_size: int = 6, n: int = N
 
 
 def full(model: nn.Module, n: int = N, noise: float = 0.0, **options: Any) -> dp.ClippedSGD:
-    own = {name: options.pop(name) for name in ("rule", "accountant") if name in options}
+    own = {name: options.pop(name) for name in ("rule", "accountant", "generator") if name in options}
     plan = dp.ClippedSGD.plan(lr=0.1, clip=0.5, noise_multiplier=noise, n=n, sampling="full", **options)
     return dp.ClippedSGD(model.parameters(), plan, **own)
 
