@@ -100,6 +100,7 @@ def test_a_copy_takes_no_noise_of_the_original_back() -> None:
 def test_wrong_numbers_are_refused() -> None:
     for wrong, match in (
         ({"bands": 11}, "bands must be <= 10"),
+        ({"batch_size": 41}, "batch_size must be <= n=40"),
         ({"steps": 3, "epochs": 1}, "steps and epochs must not be given both"),
         ({"adjacency": "add_remove"}, "adjacency must be zero_out or replace_one"),
         ({"budget": dp.Budget(1.0, 1e-5, "add_remove")}, "adjacency must be zero_out or replace_one"),

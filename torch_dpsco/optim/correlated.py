@@ -99,7 +99,7 @@ class CorrelatedSGD(PlannedOptimizer):
         noise_multiplier: float | None = None,
         steps: int | None = None,
         epochs: int | None = None,
-        batch_size: int = 512,
+        batch_size: int | None = None,
         bands: int | None = None,
         average: str = "last",
         radius: float = float("inf"),
@@ -115,7 +115,7 @@ class CorrelatedSGD(PlannedOptimizer):
             noise_multiplier: z >= 0, std over C of the ordinary noise that costs as much.
             steps: number of steps, in place of epochs.
             epochs: number of passes, all in the same order; default 1.
-            batch_size: of all batches but the last of a pass; at most n.
+            batch_size: of all batches but the last of a pass, at most n; default 512, or n.
             bands: b, at most the batches of a pass; b - 1 vectors of past noise are kept. Default 32, or what there is.
             average: "last", "uniform" or "weighted".
             radius: of the ball that the iterates stay in.
@@ -130,7 +130,8 @@ class CorrelatedSGD(PlannedOptimizer):
             raise AdjacencyError(
                 f"adjacency must be zero_out or replace_one: records keep their places (got {adjacency})"
             )
-        batch_size = min(check.positive_count(batch_size=batch_size), check.positive_count(n=n))
+        n = check.positive_count(n=n)
+        batch_size = min(512, n) if batch_size is None else check.positive_count(batch_size=batch_size)
         batches = math.ceil(n / batch_size)
         if steps is not None and epochs is not None:
             raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
