@@ -44,6 +44,19 @@ from torch_dpsco.noise import normal
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, with_grid
 
+__all__ = [
+    "C_MAX",
+    "C_MIN",
+    "LEAST_PILOT",
+    "adaptive_clip_update",
+    "pilot_size",
+    "private_moment",
+    "private_quantile",
+    "rank_error",
+    "target_quantile",
+    "warn_at_grid_end",
+]
+
 C_MIN, C_MAX = 1e-4, 1e4  # default range of thresholds
 LEAST_PILOT = 200  # records
 RULES = ("theory", "balanced", "median")

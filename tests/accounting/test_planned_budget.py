@@ -255,6 +255,18 @@ def test_phases_on_parts_of_their_own_are_one_plan_under_any_name():
     assert plan.reserved(ledger, sampled, 8) is None
 
 
+@pytest.mark.parametrize("event", [STEP, part("0")])
+def test_a_first_charge_of_more_than_was_declared_is_part_of_the_plan(event):
+    accountant = Accountant(BUDGET)
+    accountant.declare(event, 1)
+    accountant.declare(QUIET, 1)
+    accountant.authorize(event, 2)
+    accountant.authorize(QUIET)  # planned as before
+    with pytest.raises(PrivacyError, match="the plan that was declared"):
+        accountant.authorize(QUIET)
+    assert accountant.get_epsilon(DELTA) <= 1.0
+
+
 def test_a_single_kind_of_event_may_be_charged_on_any_parts():
     accountant = Accountant(BUDGET)
     for name in ("0", "1", "2"):

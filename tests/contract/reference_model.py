@@ -91,10 +91,16 @@ class Setup:
         )
 
     def dataset(self) -> TensorDataset:
-        features = rows_of(range(self.size))
-        if self.nan and self.size:
-            features[-1] = float("nan")
-        return TensorDataset(features)
+        """Returns the records: the same object each time, as a shuffled pass that is begun demands."""
+        return _records(self.size, self.nan and self.size > 0)
+
+
+@cache
+def _records(size: int, nan: bool) -> TensorDataset:
+    features = rows_of(range(size))
+    if nan:
+        features[-1] = float("nan")
+    return TensorDataset(features)
 
 
 def rows_of(records: Any) -> Tensor:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from tests.accounting.exact_shuffle import delta_bounds
+from tests.reference.papers import heavy_tailed as papers
 from tests.reference.papers.heavy_tailed import (
     analyze_scalar_sum,
     randomize_scalar,
@@ -300,7 +301,7 @@ def test_the_closed_form_is_refused_where_its_claim_was_not_confirmed(monkeypatc
     for epsilon, delta in ((10.1, 1e-6), (1.0, 0.2), (15.0, 0.49)):
         with pytest.raises(ConditionError, match=r"epsilon must be <= 10 and delta <= 0\.1"):
             vector_parameters_paper(100, 10, epsilon, delta)
-    monkeypatch.setattr(shuffle_sizing, "vector_parameters", lambda *a, **k: ShuffleParameters(20, 10**12, 0.25))
+    monkeypatch.setattr(papers, "vector_parameters", lambda *a, **k: ShuffleParameters(20, 10**12, 0.25))
     with pytest.raises(ConditionError, match="the accountant needs 1000000000000 noise bits"):
         vector_parameters_paper(100, 10, 1.0, 1e-6)
 

@@ -48,8 +48,9 @@ class Plan:
         if not declared:
             return cls(open=unit_of(first))
         plan = cls(tuple(finite), repeated[0] if repeated else None)
-        if not plan.names(first):
-            plan = cls((*plan.fixed, Repeat(first, count)), plan.open)
+        if plan.reserved(Ledger(), first, count) is None:  # not planned, or not so much of it
+            others = (event for event in plan.fixed if not cls((event,)).names(first))
+            plan = cls((*others, Repeat(first, count)), plan.open)
         units = {unit_of(event) for event in (*plan.fixed, *repeated)}
         if len(units) == 1:
             return cls(open=units.pop())
