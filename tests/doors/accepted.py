@@ -99,6 +99,7 @@ FINE = {
     **{f"dp.{name}.plan[noise].dim": "none Model" for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD")},
     **{f"dp.{name}.plan.dim": "Model" for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD", "LocalizedSGD")},
     "dp.LocalizedSGD.plan[phases].dim": "none",
+    "dp.HolderSGD.loader.users": "none",
     "dp.UserClippedSGD.plan.dim": "none Model",
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserFilteredSGD.plan.dim": "none Model",
