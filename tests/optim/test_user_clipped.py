@@ -257,7 +257,8 @@ def test_a_checkpoint_goes_on_where_it_was_with_the_center_it_had() -> None:
     second = make().load(first.saved())
     assert second.opt.steps == 2
     second.train(data, ids)
-    assert second.weights.equal(whole.weights)
+    # users stand in random slots, and sums round in the order of slots
+    torch.testing.assert_close(second.weights, whole.weights, rtol=0, atol=1e-12)
     assert second.ledger() == whole.ledger()
 
 
