@@ -165,7 +165,7 @@ class Plan(ABC):
 
 def exact_cost(secure: str | None) -> tuple[str, str]:
     """Returns (label, text) of what exact noise costs, where there is such."""
-    more = "about 20 ns more per step and parameter, and 0.03 % more noise (docs/performance.md)"
+    more = "about 10 ns more per step and parameter, and 0.03 % more noise (docs/performance.md)"
     return "exact noise", f"{'chosen' if secure else 'on request'}, by secure='exact': {more}"
 
 

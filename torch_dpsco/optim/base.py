@@ -57,7 +57,7 @@ class PrivateOptimizer(Saved):
         adjacency: neighboring relation of the guarantee; default that of the accountant, or "replace_one".
         generator: noise generator of your own; repeatable, so for tests only (warns).
         secure: "exact" for noise in integers on a public grid (docs/proofs/exact_gaussian.md): 0.03 % more of it, and
-            about 20 ns a number; for oracles that are clipped means.
+            about 10 ns a number; for oracles that are clipped means.
 
     Raises:
         AdjacencyError: design and adjacency do not go together, or contradict the accountant's.
