@@ -49,7 +49,13 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.theory import clipping, heavy_tailed
+from torch_dpsco.theory import clipping
+from torch_dpsco.theory.heavy_tailed.accelerated import accelerated_plan
+from torch_dpsco.theory.heavy_tailed.averaged import strongly_convex_plan
+from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
+from torch_dpsco.theory.heavy_tailed.localized import localized_schedule_ballfree
+from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_plan
+from torch_dpsco.theory.heavy_tailed.reduction import reduction_schedule
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
 
@@ -242,24 +248,24 @@ def planned(name: str, k: float, n: int) -> float:
         noise = math.sqrt(BOUND_DIM) * clipping.mean_noise_std(clip, n, RHO)
         return math.hypot(clipping.clip_bias(1.0, k, clip) + noise, n**-0.5)
     if name == "AcceleratedSGD":
-        return heavy_tailed.accelerated_plan(**common, **moments, smoothness=1.0, diameter=2.0).bound
+        return accelerated_plan(**common, **moments, smoothness=1.0, diameter=2.0).bound
     curves = {"smoothness": 1.0, "strong_convexity": 0.25}
     if name == "ClippedSGD":
-        return heavy_tailed.strongly_convex_plan(**common, **moments, **curves, diameter=2.0).bound
+        return strongly_convex_plan(**common, **moments, **curves, diameter=2.0).bound
     if name == "ProximalSGD":
         curves = {"smoothness": 1.0, "pl_constant": 0.25}
-        return heavy_tailed.proximal_pl_plan(**common, **moments, **curves, initial_gap=2.0).bound
+        return proximal_pl_plan(**common, **moments, **curves, initial_gap=2.0).bound
     many = {"second_moment": 1.0, "max_steps": None}
     if name == "LocalizedSGD":
-        return heavy_tailed.localized_schedule_ballfree(
+        return localized_schedule_ballfree(
             **common, **many, moment_order=2.0 * k, moment_2k=1.0, diameter=2.0
         ).risk_bound
     if name == "LocalizedSGD, reduction":
-        return heavy_tailed.reduction_schedule(
+        return reduction_schedule(
             **common, **many, moment_order=2.0 * k, moment_2k=1.0, strong_convexity=0.25, diameter=2.0
         ).risk_bound
     assert name == "LocalizedSGD, boosted"
-    return heavy_tailed.boosted_localized_schedule(**common, **many, **moments, diameter=2.0).bound
+    return boosted_localized_schedule(**common, **many, **moments, diameter=2.0).bound
 
 
 EXPONENTS: dict[str, Callable[[float], float]] = {

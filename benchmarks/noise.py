@@ -15,7 +15,7 @@ import timing
 import torch
 from timing import digits
 
-from torch_dpsco.mechanisms.exact_noise import release_on_grid
+from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import normal_
 from torch_dpsco.rng import Keystream
 from torch_dpsco.theory.exact_noise import exact_grid, with_grid

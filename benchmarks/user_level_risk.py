@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.theory import user_level
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import break_even_clip, clipping_noise_std
+from torch_dpsco.theory.user_level.schedules import published_noise_std
 
 NOISE = (
     (2000, 100, 1.0, 1e-6),
@@ -59,11 +61,11 @@ def print_noise() -> None:
     for n, steps, epsilon, delta in NOISE:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dp.UtilityWarning)  # that it is no proved calibration
-            published = user_level.published_noise_std(n, steps, epsilon, delta, 1.0)
+            published = published_noise_std(n, steps, epsilon, delta, 1.0)
         budget = {"n_users": n, "steps": steps, "epsilon": epsilon, "delta": delta}
-        plan = user_level.calibrate_filter(**budget, pair_radius=1.0, typical_score=n)
-        least = user_level.clipping_noise_std(**budget, clip=1.0)
-        even = user_level.break_even_clip(plan)
+        plan = calibrate_filter(**budget, pair_radius=1.0, typical_score=n)
+        least = clipping_noise_std(**budget, clip=1.0)
+        even = break_even_clip(plan)
         row = f"{n:>8}{steps:>6}{epsilon:>9g}{delta:>8g}"
         print(f"{row}{published * n:>11.0f}{plan.noise_std * n:>9.4g}{least * n:>9.4g}{even:>16.2f}")
 
@@ -118,7 +120,7 @@ def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Ten
     for radius, lr in itertools.product(RADII, FILTER_LRS):
         model = _model()
         tau = radius / math.sqrt(m)
-        kept = user_level.calibrate_filter(n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau)
+        kept = calibrate_filter(n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau)
         plan = dp.UserFilteredSGD.plan(filter=kept, lr=lr, average="weighted")
         optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
@@ -195,7 +197,7 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
     shared, clip = {"n_users": n, "budget": budget, "lr": 1.0}, away + 1
     optimizer: dp.PrivateOptimizer
     if name == "filtered":
-        kept = user_level.calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
+        kept = calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
         optimizer = dp.UserFilteredSGD(model.parameters(), dp.UserFilteredSGD.plan(filter=kept, lr=1.0, average="last"))
     elif name == "clipped":
         optimizer = dp.UserClippedSGD(model.parameters(), dp.UserClippedSGD.plan(clip=clip, steps=1, **shared))

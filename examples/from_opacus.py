@@ -43,7 +43,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.accounting.report.figures import rounded_up
 
 EPSILON, DELTA = 1.0, 1e-5
 BATCH_SIZE, EPOCHS, LR = 512, 10, 0.3

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.objectives import Tilted
-from torch_dpsco.solvers import solve
-from torch_dpsco.theory.tilted import tilted_max_weight
+from torch_dpsco.linear.objectives import Tilted
+from torch_dpsco.linear.solvers import solve
+from torch_dpsco.theory.linear.tilted import tilted_max_weight
 
 EPSILON, DELTA = 3.0, 1e-6
 LAM = 0.005  # regularizer per record

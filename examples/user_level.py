@@ -40,7 +40,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.theory import user_level
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import clipping_noise_std
+from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid, pair_radius_search
 
 EPSILON, DELTA = 2.0, 1e-6
 ADJACENCY = "replace_one"  # the only one that the filter on all users has
@@ -150,12 +152,10 @@ def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 
 def searched(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """The same, with a pair radius that a private search finds in the first step, for a part of the budget."""
-    return _filtered(model, setting, user_level.pair_radius_search(setting.n_users, SEARCH_EPSILON, SMALLEST_RADIUS))
+    return _filtered(model, setting, pair_radius_search(setting.n_users, SEARCH_EPSILON, SMALLEST_RADIUS))
 
 
-def _filtered(
-    model: nn.Module, setting: Setting, pair_radius: float | user_level.PairRadiusSearch
-) -> dp.PrivateOptimizer:
+def _filtered(model: nn.Module, setting: Setting, pair_radius: float | PairRadiusSearch) -> dp.PrivateOptimizer:
     plan = dp.UserFilteredSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
@@ -265,9 +265,9 @@ def draw(path: str, n_users: int, epsilon: float) -> None:
 
     unit = {"n_users": n_users, "steps": STEPS, "epsilon": epsilon, "delta": DELTA}
     items = [5, 10, 20, 50, 100, 200, 500, 1000]
-    fixed = user_level.clipping_noise_std(**unit, clip=CLIP)
-    of_filter = user_level.calibrate_filter(**unit, pair_radius=1.0).noise_std  # in proportion to the radius
-    far = [user_level.pair_radius_iid(LIPSCHITZ["logistic"], m, n_users, 0.01 / STEPS) for m in items]
+    fixed = clipping_noise_std(**unit, clip=CLIP)
+    of_filter = calibrate_filter(**unit, pair_radius=1.0).noise_std  # in proportion to the radius
+    far = [pair_radius_iid(LIPSCHITZ["logistic"], m, n_users, 0.01 / STEPS) for m in items]
     lines = {
         f"clipped at {CLIP}": [fixed for _ in items],
         "centered, clip as 1/sqrt(flights)": [fixed * CENTERED_CLIP / CLIP * math.sqrt(LEAST / m) for m in items],

@@ -260,8 +260,8 @@ def regularized_phase_trajectory(
 
 def clip_rows(rows: Sequence[Sequence[float]], clip: float) -> list[list[float]]:
     """Returns the rows times the weights that the clipped oracle gives them."""
-    dense_block = resolve("torch_dpsco.gradbatch", "DenseBlock")
-    grad_batch = resolve("torch_dpsco.gradbatch", "GradBatch")
+    dense_block = resolve("torch_dpsco.rows", "DenseBlock")
+    grad_batch = resolve("torch_dpsco.rows", "GradBatch")
     clip_weights = resolve("torch_dpsco.oracles.clipped", "clip_weights")
     tensor = torch.tensor(rows, dtype=torch.float64)
     weights = clip_weights(grad_batch([dense_block(tensor)]).norms(), clip)
@@ -282,7 +282,7 @@ def rdp_filter_steps(budget: float, spends: Sequence[float]) -> int:
 
 def ledger_epsilon(events: Sequence[dict[str, Any]], adjacency: str, delta: float, method: str) -> float:
     """Returns epsilon of a ledger read from its wire format."""
-    ledger = resolve("torch_dpsco.accounting.ledger", "Ledger").from_json(events)
+    ledger = resolve("torch_dpsco.accounting.ledger.store", "Ledger").from_json(events)
     return ledger.epsilon(delta, adjacency, method)
 
 
@@ -310,7 +310,7 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
     """
     svt = "torch_dpsco.accounting.analysis.svt"
     name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
-    coefficient = resolve("torch_dpsco.theory.user_sensitivity", name)(n_users, plan.score_floor, plan.ramp_end)
+    coefficient = resolve("torch_dpsco.theory.user_level.sensitivity", name)(n_users, plan.score_floor, plan.ramp_end)
     mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std
     beta = resolve(svt, "bad_pass_probability")(plan.margin, steps, plan.threshold_scale, plan.query_scale)
     pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)
@@ -319,8 +319,8 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
 
 def auto_clip_rows(rows: Sequence[Sequence[float]], bound: float, offset: float) -> list[list[float]]:
     """Returns the rows times the weights that the normalizing oracle gives them."""
-    dense_block = resolve("torch_dpsco.gradbatch", "DenseBlock")
-    grad_batch = resolve("torch_dpsco.gradbatch", "GradBatch")
+    dense_block = resolve("torch_dpsco.rows", "DenseBlock")
+    grad_batch = resolve("torch_dpsco.rows", "GradBatch")
     auto_weights = resolve("torch_dpsco.oracles.auto", "auto_weights")
     tensor = torch.tensor(rows, dtype=torch.float64)
     weights = auto_weights(grad_batch([dense_block(tensor)]).norms(), bound, offset)
@@ -334,7 +334,7 @@ def tilted_logistic(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
-    objective = resolve("torch_dpsco.objectives", "Tilted")(loss, features, targets, tilt=abs(tilt), reg=reg)
+    objective = resolve("torch_dpsco.linear.objectives", "Tilted")(loss, features, targets, tilt=abs(tilt), reg=reg)
     objective.tilt = tilt
     value, gradient = objective.value_and_gradient(point)
     return {"value": value, "grad": gradient.tolist(), "weights": objective.weights(point).tolist()}
@@ -346,7 +346,7 @@ def adversarial_logistic(
     """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
-    adversarial = resolve("torch_dpsco.objectives", "Adversarial")
+    adversarial = resolve("torch_dpsco.linear.objectives", "Adversarial")
     objective = adversarial(loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features))
     value, gradient = objective.value_and_gradient(point)
     return {"value": value, "grad": gradient.tolist()}
@@ -358,10 +358,10 @@ def logistic_certificate(
     """Returns the certificate of a point for a mean logistic objective, beside the true minimizer and distance."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
-    linear = resolve("torch_dpsco.objectives", "LinearObjective")
+    linear = resolve("torch_dpsco.linear.objectives", "LinearObjective")
     objective = linear(loss, features, targets, reg=reg, normalizer=len(features))
-    bound = resolve("torch_dpsco.solvers.certificates", "gradient_certificate")(objective, point).distance
-    minimizer = resolve("torch_dpsco.solvers", "solve")(objective, 2e-12).w
+    bound = resolve("torch_dpsco.linear.solvers.certificates", "gradient_certificate")(objective, point).distance
+    minimizer = resolve("torch_dpsco.linear.solvers", "solve")(objective, 2e-12).w
     return {
         "grad": objective.value_and_gradient(point)[1].tolist(),
         "distance_bound": bound,

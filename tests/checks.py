@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from tests.streams import count_noise, seeded
 from torch_dpsco.accounting.designs import Design, Full, Undeclared
-from torch_dpsco.gradbatch import has_rows
+from torch_dpsco.rows import has_rows
 
 FALSE_ALARM = 1e-6
 DIM = 20_000

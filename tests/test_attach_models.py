@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from tests.problems import TwoHeads, gradients, make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.attach import is_attached
-from torch_dpsco.gradbatch import GradBatch, has_rows
+from torch_dpsco.rows import GradBatch, has_rows
+from torch_dpsco.rows.attach import is_attached
 
 ROWS = ["auto", "dense"]
 

@@ -12,7 +12,8 @@ from scipy import stats
 import torch_dpsco as dp
 from tests.reference.papers.heavy_tailed import quantile_probabilities
 from torch_dpsco import clip_selection
-from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZCDP, ZERO_OUT, Pure
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.stated import ZCDP, Pure
 from torch_dpsco.clip_selection import (
     C_MAX,
     C_MIN,

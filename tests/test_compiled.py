@@ -20,10 +20,10 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.gradbatch.test_rows import MODELS, built, mlp, trained
 from tests.problems import make_optimizer
-from torch_dpsco import compiled
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.attach import is_attached
-from torch_dpsco.gradbatch import GradBatch, has_rows
+from torch_dpsco.optim import compiled
+from torch_dpsco.rows import GradBatch, has_rows
+from torch_dpsco.rows.attach import is_attached
 
 CLIP = 0.25
 

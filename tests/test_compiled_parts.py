@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco import micro_batches, train
+from torch_dpsco import fit as train
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
-from torch_dpsco.gradbatch import GradBatch, has_rows
-from torch_dpsco.gradbatch.left import forget_rows, leave_rows
-from torch_dpsco.micro_batches import micro_batch_size
+from torch_dpsco.rows import GradBatch, has_rows, micro_batches
+from torch_dpsco.rows.micro_batches import micro_batch_size
+from torch_dpsco.rows.precomputed import forget_rows, leave_rows
 
 
 def expected_parts(mean: int, size: int) -> float:

@@ -19,8 +19,8 @@ import torch_dpsco as dp
 from tests.crashes.runs import CASES, EVERY, train
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
-from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.state import SecretState
+from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.secret import SecretState
 
 ROW_FREE = ("holder-output", "bolt-on")
 

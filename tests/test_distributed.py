@@ -39,8 +39,8 @@ from tests.processes import (
 from tests.streams import gaussians, seeded
 from torch_dpsco import distributed
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles import Clipped
+from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

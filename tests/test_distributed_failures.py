@@ -36,7 +36,7 @@ from tests.processes import (
     train,
     union,
 )
-from torch_dpsco import agreement
+from torch_dpsco import distributed as agreement
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.oracles import AdaptiveClipped, AutoClip, Clipped
 from torch_dpsco.rules import SGD, TorchRule

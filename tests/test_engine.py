@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import torch_dpsco as dp
 from tests.streams import picks, seeded
-from torch_dpsco.attach import is_attached
-from torch_dpsco.engine import make_private
+from torch_dpsco.make_private import make_private
+from torch_dpsco.rows.attach import is_attached
 
 # Momentum and Adam on private means warn that no utility theorem covers them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*on private means:torch_dpsco.errors.UtilityWarning")

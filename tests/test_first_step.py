@@ -22,10 +22,12 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import first_step, loss_trace, mixing, repeated_loss, train
-from torch_dpsco.attach import first_step_of
+from torch_dpsco import fit as train
+from torch_dpsco.coupling import first_step, loss_trace, mixing
+from torch_dpsco.coupling import mixing as repeated_loss
 from torch_dpsco.doctor.evidence import Evidence
-from torch_dpsco.gradbatch import GradBatch, clear_rows
+from torch_dpsco.rows import GradBatch, clear_rows
+from torch_dpsco.rows.attach import first_step_of
 
 B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ from torch import nn
 import torch_dpsco as dp
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.oracles import ShuffledClipped
-from torch_dpsco.oracles.pilot import QuantilePilot
+from torch_dpsco.oracles.phased import QuantilePilot
 
 # of a few thousand flights a pilot of 5 % may draw an end of its grid, now and then
 pytestmark = pytest.mark.filterwarnings("ignore:the private threshold:torch_dpsco.UtilityWarning")

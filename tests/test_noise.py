@@ -22,12 +22,12 @@ from tests.streams import Bytes, gaussians, seeded
 from torch_dpsco import noise
 from torch_dpsco.clip_selection import private_moment, private_quantile
 from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.noise import add_normal_, exponential_sum, normal, normal_, uniform, words
-from torch_dpsco.optim.shift import Shifts
-from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
+from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
 from torch_dpsco.rng import Keystream, Stream, noise_generator
+from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, make_sampler
+from torch_dpsco.smoothing import Shifts
 
 FALSE_ALARM = 1e-6
 REALS = [torch.float32, torch.float64]
@@ -333,7 +333,7 @@ def test_no_generator_that_can_be_predicted_is_asked(name: str, monkeypatch: pyt
     """Linear generators gave all later noise away: 3,400 released float32 numbers held the state of torch's own."""
     made = {"run": ROWS_HERE[name].make()} if name in SOME else {}  # weights are drawn, and then set to 0
     # made-up records of the first step are no secret, nor is the order in which a solver takes records: fixed seeds
-    monkeypatch.setattr("torch_dpsco.first_step.FirstStep.waits", False)
+    monkeypatch.setattr("torch_dpsco.coupling.first_step.FirstStep.waits", False)
     if name not in ("objective", "output", "pure"):
         monkeypatch.setattr(torch, "Generator", Refused)
     no_other_generator(monkeypatch)

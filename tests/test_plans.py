@@ -18,7 +18,8 @@ import torch_dpsco as dp
 from tests.edited_plans import edited
 from torch_dpsco.optim.planned import StepPlan
 from torch_dpsco.plan import Plan
-from torch_dpsco.theory import user_level
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan
+from torch_dpsco.theory.user_level.radius import pair_radius_search
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
@@ -102,7 +103,7 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     ),
     "UserFilteredSGD, searched": (
         dp.UserFilteredSGD,
-        filtered_users(pair_radius=user_level.pair_radius_search(600, 1.0, 0.01), on_halt="initial"),
+        filtered_users(pair_radius=pair_radius_search(600, 1.0, 0.01), on_halt="initial"),
     ),
     "UserFilteredSGD, add_remove": (
         dp.UserFilteredSGD,
@@ -121,9 +122,7 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "LocalizedUserSGD, paper": (dp.LocalizedUserSGD, localized_users(schedule="theorem_4_1", phases=2)),
     "LocalizedUserSGD, noise": (
         dp.LocalizedUserSGD,
-        lambda: dp.LocalizedUserSGD.plan(
-            phases=user_level.LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)
-        ),
+        lambda: dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)),
     ),
     "ClippedSGD": (dp.ClippedSGD, heavy(dp.ClippedSGD, steps=4)),
     "ClippedSGD, theory": (dp.ClippedSGD, heavy(dp.ClippedSGD, problem=MOMENTS, clip=None)),

@@ -19,21 +19,23 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.edited_plans import edited
 from torch_dpsco import estimators
-from torch_dpsco.accounting.analysis.contraction import noisy_gd_mu
+from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
+from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.objective import objective_curve
 from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
-from torch_dpsco.erm import LinearTask, Preparation, plan_linear
-from torch_dpsco.erm.adassp import AdaSSPPlan
-from torch_dpsco.erm.noisy_gd import NoisyGDPlan
-from torch_dpsco.erm.objective import ObjectivePlan
-from torch_dpsco.erm.output import OutputPlan, _sensitivity
-from torch_dpsco.erm.plan import LinearPlan
-from torch_dpsco.erm.records import build_objective, make_records
+from torch_dpsco.linear import LinearTask, Preparation, plan_linear
+from torch_dpsco.linear.adassp import AdaSSPPlan
+from torch_dpsco.linear.noisy_gd import NoisyGDPlan
+from torch_dpsco.linear.objective import ObjectivePlan
+from torch_dpsco.linear.output import OutputPlan, _sensitivity
+from torch_dpsco.linear.records import build_objective, make_records
+from torch_dpsco.linear.solved import SolvedOptimizer
+from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.solved import SolvedOptimizer
 from torch_dpsco.plan import Plan
-from torch_dpsco.theory.objective_perturbation import amp_delta_general, amp_delta_monotone, log_det, softmax_log_det
+from torch_dpsco.theory.linear.objective import softmax_log_det
+from torch_dpsco.theory.linear.objective_general import amp_delta_general, log_det
+from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)

@@ -19,7 +19,7 @@ from torch import nn
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.accounting.report.figures import rounded_up
 
 ROOT = Path(__file__).parents[1]
 QUANTILES, METHODS = ("0.1", "0.5", "0.9"), ("gradient", "output", "output, smoothed")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.attach import is_attached
-from torch_dpsco.train import to_device
+from torch_dpsco.rows.attach import is_attached
+from torch_dpsco.sampling.loader import to_device
 
 N, BATCH, DIM, DELTA = 40, 8, 3, 1e-3
 LOSS = dp.losses.Logistic()
@@ -83,7 +83,7 @@ def frames(capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the bar at each step, however fast they are."""
-    monkeypatch.setattr("torch_dpsco.train._SHOW_EVERY", 0.0)
+    monkeypatch.setattr("torch_dpsco.fit._SHOW_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("every_step")

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.theory import user_level
+from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import break_even_clip
 
 ROOT = Path(__file__).parents[1]
 LOSSES, METHODS = ("logistic", "squared"), ("clipped", "centered", "filtered", "searched", "localized")
@@ -267,17 +268,17 @@ def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
         for size, factor in list(zip(sizes, factors, strict=True))[::3]:
             if factor == "-":
                 continue
-            plan = user_level.calibrate_filter(n_users=size, epsilon=float(epsilon), **numbers)
-            assert float(factor) == pytest.approx(user_level.break_even_clip(plan), abs=0.051)
+            plan = calibrate_filter(n_users=size, epsilon=float(epsilon), **numbers)
+            assert float(factor) == pytest.approx(break_even_clip(plan), abs=0.051)
         for steps, least in zip((20, 100, 1000), map(int, smallest.split("/")), strict=True):
             works = {"epsilon": float(epsilon), "delta": 1e-6, "pair_radius": 1.0, "steps": steps}
-            user_level.calibrate_filter(n_users=least, **works)
+            calibrate_filter(n_users=least, **works)
             with pytest.raises(dp.InfeasibleError, match=f"works is {least} "):
-                user_level.calibrate_filter(n_users=least - 1, **works)
+                calibrate_filter(n_users=least - 1, **works)
 
 
 def test_the_code_of_the_document_runs() -> None:
-    names = {"torch": torch, "dp": dp, "user_level": user_level, "dim": 3, "loss": dp.losses.Logistic()}
+    names = {"torch": torch, "dp": dp, "dim": 3, "loss": dp.losses.Logistic()}
     names["dataset"] = torch.utils.data.TensorDataset(torch.randn(20_000, 3), torch.ones(20_000, 1))
     with contextlib.redirect_stdout(io.StringIO()) as text:
         for block in re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL):

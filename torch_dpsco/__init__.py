@@ -10,16 +10,13 @@ for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
 
 from torch_dpsco import losses, oracles, prox, rules
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
-from torch_dpsco.accounting.report import PrivacyReport
-from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.attach import attach, detach
+from torch_dpsco.accounting.report.figures import PrivacyReport
+from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.audit import Audit, audit, audit_outputs, audit_training
-from torch_dpsco.compiled import CompiledRows
 from torch_dpsco.doctor import Diagnosis, Finding, doctor
-from torch_dpsco.engine import make_private
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -35,24 +32,24 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
     UtilityWarning,
 )
-from torch_dpsco.gradbatch import ghost_backward
-from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.optim.bolt_on import BoltOnPSGD
-from torch_dpsco.optim.clipped import ClippedSGD
+from torch_dpsco.fit import fit
+from torch_dpsco.linear.optimizers import NoisyGD, ObjectivePerturbation, OutputPerturbation
+from torch_dpsco.make_private import make_private
+from torch_dpsco.optim.compiled import CompiledRows
 from torch_dpsco.optim.correlated import CorrelatedSGD
-from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ProximalSGD
+from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ClippedSGD, ProximalSGD
 from torch_dpsco.optim.holder import HolderSGD
-from torch_dpsco.optim.holder_output import HolderOutputSGD
 from torch_dpsco.optim.localized import LocalizedSGD
-from torch_dpsco.optim.noisy_gd import NoisyGD
-from torch_dpsco.optim.objective import ObjectivePerturbation
-from torch_dpsco.optim.output import OutputPerturbation
+from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.optim.pilot import Pilot
+from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.optim.user_clipped import UserClippedSGD
 from torch_dpsco.optim.user_filtered import UserFilteredSGD
 from torch_dpsco.optim.user_localized import LocalizedUserSGD
 from torch_dpsco.per_record import per_record
 from torch_dpsco.problem import Problem
+from torch_dpsco.rows import ghost_backward
+from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.sampling import (
     DisjointSampler,
     FixedSampler,
@@ -63,7 +60,6 @@ from torch_dpsco.sampling import (
     ShuffledSampler,
 )
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.train import fit
 
 __version__ = "0.1.0"
 

@@ -27,19 +27,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.events import (
-    ADJACENCIES,
-    REPLACE_ONE,
-    ZCDP,
-    ZERO_OUT,
-    Adjacency,
-    Gaussian,
-    Pure,
-    Sequential,
-)
+from torch_dpsco.accounting.adjacency import ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.events import Gaussian, Sequential
+from torch_dpsco.accounting.stated import ZCDP, Pure
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
-from torch_dpsco.mechanisms.exact_noise import exact_release
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
+from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.noise import normal
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, with_grid

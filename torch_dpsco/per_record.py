@@ -20,7 +20,7 @@ from torch.func import vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.loss_trace import apply_as_one
+from torch_dpsco.coupling.loss_trace import apply_as_one
 
 _AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)  # by weights of classes, and over targets that are not ignored
 

@@ -20,13 +20,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco import losses
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.event_json import event_from_json, event_to_json
-from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Event
-from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.events import Event, event_from_json, event_to_json
+from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
-from torch_dpsco.accounting.report import rounded_up
+from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem

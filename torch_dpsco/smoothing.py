@@ -20,6 +20,21 @@ Differs from the paper in: 1. one y per step is the default, for it has the same
 since it does not improve the rate (docs/errata.md, paper 3, E10); 3. Y x is drawn itself, not Y.
 
 Source: docs/proofs/holder.md#randomized-smoothing; Asi and Liu 2023, Algorithm 3.
+
+Randomized smoothing of a private run: between steps the parameters hold w + y, y drawn anew, not the iterate w.
+
+y is uniform in a ball and depends on nothing else, so that the gradient at w + y is just another query: the event of a
+step is what it is without. The iterate is kept in the optimizer's state, so that a checkpoint of model and optimizer
+goes on exactly; y is no secret.
+
+| parameters at `lift` | taken for the iterate |
+|---|---|
+| as `place` left them | what they were before |
+| written to since (weights loaded) | what they hold now |
+
+Differs from the paper in: one y for all items of a step, which is unbiased for the smoothed loss at the same rate.
+
+Source: docs/proofs/holder.md#randomized-smoothing; Asi and Liu 2023, Algorithm 3.
 """
 
 from __future__ import annotations
@@ -33,9 +48,10 @@ from torch.func import functional_call, grad, vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
-from torch_dpsco.gradbatch import has_rows
 from torch_dpsco.noise import normal_, uniform
-from torch_dpsco.rng import Source
+from torch_dpsco.rng import Source, noise_generator
+from torch_dpsco.rows import has_rows
+from torch_dpsco.rules.base import State
 
 
 def ball_shift(params: Sequence[Tensor], radius: float, generator: Source) -> list[Tensor]:
@@ -236,3 +252,30 @@ def _shifts(params: Sequence[Tensor], radius: float, count: int, generator: Sour
     joint = g * (lengths / g.norm(dim=1, keepdim=True))
     parts = joint.split([p.numel() for p in params], dim=1)
     return [part.reshape(count, *p.shape).to(p) for part, p in zip(parts, params, strict=True)]
+
+
+class Shifts:
+    """Places parameters at random points around the iterate, and back.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # PRIVACY: not the stream of the noise: shifts may be published (test_shifts_do_not_touch_the_noise)
+        self._stream = noise_generator(device)
+
+    def place(self, params: Sequence[Tensor], state: State, radius: float) -> None:
+        """Moves the parameters, which hold the iterate, to a random point at most `radius` away, joint L2 norm."""
+        if not params:
+            return
+        for p, shift in zip(params, ball_shift(params, radius, self._stream), strict=True):
+            state[p]["iterate"], state[p]["shift"] = p.detach().clone(), shift
+            p.add_(shift)
+
+    def lift(self, params: Sequence[Tensor], state: State) -> None:
+        """Puts the iterate back, exactly; nothing happens if that has been done already."""
+        for p in params:
+            kept = state.get(p, {})
+            if "iterate" in kept and torch.equal(p, kept["iterate"] + kept["shift"]):
+                p.copy_(kept["iterate"])

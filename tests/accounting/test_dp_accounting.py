@@ -31,18 +31,8 @@ from dp_accounting.pld.common import DifferentialPrivacyParameters
 from dp_accounting.rdp import RdpAccountant
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    ZERO_OUT,
-    Adjacency,
-    Event,
-    Gaussian,
-    Laplace,
-    PoissonGaussian,
-    WORGaussian,
-    clipped_gaussian,
-)
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.events import Event, Gaussian, Laplace, PoissonGaussian, WORGaussian, clipped_gaussian
 
 RELATION = {
     ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,

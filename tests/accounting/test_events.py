@@ -10,14 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, CLIP_UNITS, REPLACE_ONE, ZERO_OUT, check_adjacency
 from torch_dpsco.accounting.curves import METHODS, cost_of
-from torch_dpsco.accounting.event_json import event_from_json, event_to_json
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    ADJACENCIES,
-    CLIP_UNITS,
-    REPLACE_ONE,
-    ZERO_OUT,
     Event,
     Gaussian,
     NonPrivate,
@@ -26,10 +21,11 @@ from torch_dpsco.accounting.events import (
     Repeat,
     Sequential,
     WORGaussian,
-    check_adjacency,
     clipped_gaussian,
+    event_from_json,
+    event_to_json,
 )
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.errors import AdjacencyError
 
 SENS = {REPLACE_ONE: 2.0}

@@ -13,30 +13,23 @@ import torch
 
 from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.event_json import event_from_json, event_to_json
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    GDP,
-    REPLACE_ONE,
-    ZCDP,
     AboveThreshold,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
     Gaussian,
-    KNorm,
     Laplace,
     NonPrivate,
     Parallel,
     PoissonGaussian,
-    Pure,
-    RDPCurve,
     Repeat,
     Sequential,
     WORGaussian,
+    event_from_json,
+    event_to_json,
 )
-from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, SequenceError, UnitError
 
 SENS = {REPLACE_ONE: 1.0}

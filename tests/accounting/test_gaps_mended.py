@@ -9,24 +9,19 @@ import pytest
 import torch
 
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part
-from torch_dpsco.accounting import ledger as ledgers
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.event_json import event_from_json
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    ZERO_OUT,
     Gaussian,
-    KNorm,
     Parallel,
     PoissonGaussian,
-    Pure,
-    RDPCurve,
     Sequential,
     clipped_gaussian,
+    event_from_json,
 )
-from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.totals import Sum
+from torch_dpsco.accounting.ledger import store as ledgers
+from torch_dpsco.accounting.ledger.store import Ledger, Sum
+from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 
 ONE = clipped_gaussian(1.0)
 

@@ -6,11 +6,10 @@ import pytest
 
 from tests.reference.papers.objective import objpert_rdp_monotone
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.objective import objective_curve
+from torch_dpsco.accounting.curves import cost_of, objective_curve
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.theory import objective_perturbation as formulas
-from torch_dpsco.theory.objective_monotone import amp_delta_monotone
+from torch_dpsco.theory.linear import objective as formulas
+from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
 REG, NOISE = 0.88, 6.0
 

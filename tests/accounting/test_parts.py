@@ -10,18 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import (
-    REPLACE_ONE,
-    ZERO_OUT,
-    Gaussian,
-    Parallel,
-    Pure,
-    Repeat,
-    Sequential,
-    clipped_gaussian,
-)
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.events import Gaussian, Parallel, Repeat, Sequential, clipped_gaussian
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.stated import Pure
 
 DELTA = 1e-5
 BASE = clipped_gaussian(4.0)

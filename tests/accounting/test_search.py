@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.search import largest
+from torch_dpsco.accounting.calibrate import largest
 
 LIMIT = 2**40
 

@@ -17,20 +17,12 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    ADJACENCIES,
-    REPLACE_ONE,
-    ZERO_OUT,
-    Gaussian,
-    NonPrivate,
-    PoissonGaussian,
-    clipped_gaussian,
-)
-from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.accounting.statement import Run, Statement, make_statement
+from torch_dpsco.accounting.events import Gaussian, NonPrivate, PoissonGaussian, clipped_gaussian
+from torch_dpsco.accounting.report.figures import Run, rounded_up
+from torch_dpsco.accounting.report.statement import Statement, make_statement
 
 DELTA = 1e-5
 STEP = clipped_gaussian(5.0)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Design
-from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.rows import GradBatch
 
 RECORDS = TIMES = 3
 DIM = 4

@@ -32,7 +32,7 @@ from tests.compat.harness import (
     squared,
     trained,
 )
-from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.rows import GradBatch
 
 # torch's compiler looks at `.grad` of tensors between layers and is then warned by torch.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -33,7 +33,7 @@ from tests.compat.harness import (
     trained,
 )
 from tests.compat.test_loops import BATCH, STEPS, N, Run
-from torch_dpsco.gradbatch import GradBatch, has_rows
+from torch_dpsco.rows import GradBatch, has_rows
 
 ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 CASE = Case(network, lambda: (numbers(2),))

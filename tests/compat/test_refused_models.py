@@ -25,7 +25,7 @@ from tests.compat.harness import (
     private_optimizer,
     trained,
 )
-from torch_dpsco.gradbatch import GradBatch
+from torch_dpsco.rows import GradBatch
 
 
 def chain(*layers: nn.Module) -> nn.Sequential:

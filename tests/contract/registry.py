@@ -20,16 +20,12 @@ from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.mechanisms.shuffle import ShuffleParameters
 from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.user_level import (
-    LocalizedUserPlan,
-    PoissonFilterPlan,
-    UserFilterPlan,
-    UserPhase,
-    calibrate_filter,
-    poisson_filter_plan,
-)
-from torch_dpsco.theory.user_radius import pair_radius_search
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import UserFilterPlan
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
+from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
+from torch_dpsco.theory.user_level.radius import pair_radius_search
 
 INF = float("inf")
 ADD, REPLACE = "add_remove", "replace_one"

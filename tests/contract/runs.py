@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.streams import seeded
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.sampling import PrivateLoader, UserLoader, make_sampler
 

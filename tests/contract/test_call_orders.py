@@ -21,7 +21,7 @@ import torch_dpsco as dp
 from tests.contract.call_orders import CallOrders
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped, clipped
 from torch_dpsco.sampling import DrawLog
@@ -29,7 +29,7 @@ from torch_dpsco.sampling import DrawLog
 # Momentum, Adam and another lr warn about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 Patch = pytest.MonkeyPatch
-Attachment = importlib.import_module("torch_dpsco.attach")._Attachment  # the package's `attach` is the function
+Attachment = importlib.import_module("torch_dpsco.rows.attach")._Attachment  # the package's `attach` is the function
 SETTINGS = settings(stateful_step_count=25, suppress_health_check=list(HealthCheck), database=None)
 HUNT = settings(SETTINGS, max_examples=300, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
 

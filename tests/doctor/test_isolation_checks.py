@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.doctor.isolation import Isolation, remembered
+from torch_dpsco.doctor.evidence import Isolation, remembered
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
 

@@ -15,19 +15,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import clip_selection, estimators, objectives, solvers
+from torch_dpsco import clip_selection, estimators
 from torch_dpsco.accounting import calibrate, events
-from torch_dpsco.gradbatch import GradBatch
-from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters
+from torch_dpsco.linear import objectives, solvers
+from torch_dpsco.mechanisms.shuffle import vector_parameters
+from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
 from torch_dpsco.theory.correlated import square_root
-from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.user_level import (
-    LocalizedUserPlan,
-    UserFilterPlan,
-    UserPhase,
-    calibrate_filter,
-)
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import UserFilterPlan
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
 
 __all__ = ["CALLS", "DIM", "N", "records"]
 
@@ -746,7 +744,7 @@ CALLS["objectives.Adversarial"] = lambda: (
     objectives.Adversarial,
     {"loss": LOSS, "attack_radius": 0.1, "normalizer": 1.0} | rows(),
 )
-CALLS["solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})
+CALLS["linear.solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})
 CALLS["solvers.gradient_certificate"] = lambda: (
     solvers.gradient_certificate,
     {"objective": objective(), "point": torch.zeros(DIM, dtype=torch.float64)},

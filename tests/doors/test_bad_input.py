@@ -23,8 +23,9 @@ import torch_dpsco as dp
 from tests.doors.accepted import accepted
 from tests.doors.bad import VALUES, arguments_of, fits, judge
 from tests.doors.calls import CALLS, DIM, LOSS
-from torch_dpsco import clip_selection, estimators, objectives, solvers
+from torch_dpsco import clip_selection, estimators
 from torch_dpsco.accounting import events
+from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.planned import FromPlan
 

@@ -16,15 +16,15 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
-from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.output import OutputPlan, markov_plan, plan_output
-from torch_dpsco.erm.records import build_objective, make_records
+from torch_dpsco.linear import LinearTask, Preparation
+from torch_dpsco.linear.output import OutputPlan, markov_plan, plan_output
+from torch_dpsco.linear.records import build_objective, make_records
+from torch_dpsco.linear.solvers import solve
+from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.solvers import solve
-from torch_dpsco.solvers.certificates import project
-from torch_dpsco.theory.output import expected_suboptimal_sensitivity
+from torch_dpsco.theory.linear.output import expected_suboptimal_sensitivity
 
-SOLVE = importlib.import_module("torch_dpsco.solvers.solve")
+SOLVE = importlib.import_module("torch_dpsco.linear.solvers.solve")
 
 
 def task(delta: float = 1e-6, **settings: object) -> LinearTask:
@@ -74,7 +74,7 @@ def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.Mon
     plan = plan_output(given)
     records = make_records(given, *data(1.0))
     exact = solve(build_objective(given, plan.reg, records), plan.distance / 10).w
-    continuation = importlib.import_module("torch_dpsco.solvers.continuation")
+    continuation = importlib.import_module("torch_dpsco.linear.solvers.continuation")
     for error in (0.1, 1e9, math.nan):
         monkeypatch.setattr(continuation, "newton", lambda smooth, start, distance, error=error: start + error)
         assert float((plan.solve(records) - exact).abs()) <= plan.distance * 1.1

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from torch_dpsco.erm import LinearTask, Preparation, least_risk
-from torch_dpsco.erm.least_risk import _risk, least_risk_reg
-from torch_dpsco.erm.output import plan_output
 from torch_dpsco.errors import CalibrationError
+from torch_dpsco.linear import LinearTask, Preparation
+from torch_dpsco.linear import output as least_risk
+from torch_dpsco.linear.objectives import LinearObjective
+from torch_dpsco.linear.output import _risk, least_risk_reg, plan_output
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.objectives import LinearObjective
 
 
 def task(loss: Any = None, delta: float = 1e-6, **options: Any) -> LinearTask:

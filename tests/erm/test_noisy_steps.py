@@ -10,16 +10,15 @@ from scipy import stats
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.analysis.contraction import noisy_gd_mu
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.noisy_gd import NoisyGDPlan, plan_noisy_gd
-from torch_dpsco.erm.records import build_objective, make_records
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
+from torch_dpsco.linear import LinearTask, Preparation
+from torch_dpsco.linear.noisy_gd import NoisyGDPlan, plan_noisy_gd
+from torch_dpsco.linear.records import build_objective, make_records
+from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.solvers.certificates import project
-from torch_dpsco.theory.output import gradient_rounding
+from torch_dpsco.theory.linear.solvers import gradient_rounding
 
-DRAW = "torch_dpsco.erm.noisy_gd.gaussian_vector"
+DRAW = "torch_dpsco.linear.noisy_gd.gaussian_vector"
 WIDE = 8_000
 # a target so far away that the gradient of the loss is -k x at every iterate: the chain is that of a quadratic
 FAR = {"loss": dp.losses.Huber(0.25), "bound_y": 1e9}
@@ -120,7 +119,7 @@ def test_iterates_stay_in_the_ball(radius: float, monkeypatch: pytest.MonkeyPatc
         norms.append(float(found.norm()))
         return found
 
-    monkeypatch.setattr("torch_dpsco.erm.noisy_gd.project", watched)
+    monkeypatch.setattr("torch_dpsco.linear.noisy_gd.project", watched)
     monkeypatch.setattr(DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator))
     last_iterate(given, plan, torch.ones(3, 3), torch.ones(3))
     assert len(norms) == 20

@@ -19,10 +19,10 @@ from scipy.ndimage import gaussian_filter1d
 from scipy.special import logsumexp
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.objective import objective_curve
-from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.objective import ObjectivePlan, plan_objective
-from torch_dpsco.erm.records import make_records
+from torch_dpsco.accounting.curves import objective_curve
+from torch_dpsco.linear import LinearTask, Preparation
+from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
+from torch_dpsco.linear.records import make_records
 from torch_dpsco.losses.clipped import ResidualClipped
 
 DELTA = 1e-3

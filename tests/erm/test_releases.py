@@ -13,21 +13,17 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.erm import LinearTask, Preparation, fit_linear, output, plan_linear
-from torch_dpsco.erm.objective import plan_objective
-from torch_dpsco.erm.output import plan_output
-from torch_dpsco.erm.records import build_objective, make_records
+from torch_dpsco.linear import LinearTask, Preparation, fit_linear, output, plan_linear
+from torch_dpsco.linear.objective import plan_objective
+from torch_dpsco.linear.output import plan_output
+from torch_dpsco.linear.records import build_objective, make_records
+from torch_dpsco.linear.solvers import solve
+from torch_dpsco.linear.solvers.certificates import Certificate
+from torch_dpsco.linear.solvers.solve import Solution
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.solvers import solve
-from torch_dpsco.solvers.certificates import Certificate
-from torch_dpsco.solvers.solve import Solution
-from torch_dpsco.theory.objective_perturbation import (
-    AMP_MU_OUT,
-    amp_sigma_general,
-    amp_sigma_monotone,
-    log_det,
-    softmax_log_det,
-)
+from torch_dpsco.theory.linear.objective import AMP_MU_OUT, softmax_log_det
+from torch_dpsco.theory.linear.objective_general import amp_sigma_general, log_det
+from torch_dpsco.theory.linear.objective_monotone import amp_sigma_monotone
 
 FALSE_ALARM = 1e-6
 WIDE = 20_000
@@ -177,7 +173,7 @@ def test_the_linear_term_and_the_last_noise_have_their_planned_scales(
         seen.append((objective.linear_term, distance, objective.strong_convexity))
         return Solution(torch.zeros(WIDE, dtype=torch.float64), Certificate(0.0))
 
-    monkeypatch.setattr("torch_dpsco.erm.objective.solve", secret_solver)
+    monkeypatch.setattr("torch_dpsco.linear.objective.solve", secret_solver)
     records = make_records(wide, torch.zeros(4, WIDE), torch.ones(4))
     answer = plan.release(records, dp.Accountant(wide.budget), generator(5))
     [(term, distance, mu)] = seen
@@ -197,14 +193,14 @@ def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(monkeypatch
     plan, points = plan_objective(given), []
     rows = torch.tensor([[3.0, 1.0], [0.2, 0.1], [-1.0, 0.5], [0.0, 0.9]])
     records = make_records(given, rows, torch.tensor([1.0, -1.0, 1.0, 1.0]))
-    original = importlib.import_module("torch_dpsco.erm.objective").solve
+    original = importlib.import_module("torch_dpsco.linear.objective").solve
 
     def watched(objective, distance: float, **options: object) -> Solution:
         found = original(objective, distance, **options)
         points.append(float(objective.value_and_gradient(found.w)[1].norm()))
         return found
 
-    monkeypatch.setattr("torch_dpsco.erm.objective.solve", watched)
+    monkeypatch.setattr("torch_dpsco.linear.objective.solve", watched)
     for seed in range(20):
         plan.release(records, dp.Accountant(given.budget), generator(seed))
     assert len(points) == 20
@@ -237,7 +233,7 @@ def test_a_refused_release_draws_nothing(
         raise AssertionError("noise was drawn")
 
     for name in DRAWERS[mechanism]:
-        monkeypatch.setattr(f"torch_dpsco.erm.{mechanism}.{name}", drawn)
+        monkeypatch.setattr(f"torch_dpsco.linear.{mechanism}.{name}", drawn)
     given = task(**settings)
     spent = dp.Accountant(given.budget)
     spent.authorize(dp.accounting.events.Pure(1.0))
@@ -253,7 +249,7 @@ def test_a_refused_release_draws_nothing(
 def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
     mechanism: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"torch_dpsco.erm.{mechanism}")
+    module = importlib.import_module(f"torch_dpsco.linear.{mechanism}")
     given = task(**settings)
     ledger, charges = dp.Accountant(given.budget), []
     for name in DRAWERS[mechanism]:
@@ -276,7 +272,7 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
 
 @pytest.mark.parametrize("mechanism", ["output", "objective"])
 def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(f"torch_dpsco.erm.{mechanism}")
+    module = importlib.import_module(f"torch_dpsco.linear.{mechanism}")
     scales: list[float] = []
 
     def counted(dim: int, scale: float, draws: torch.Generator) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.erm import LinearTask, Preparation
-from torch_dpsco.erm.adassp import AdaSSPPlan, _symmetric, plan_adassp
-from torch_dpsco.erm.records import make_records
+from torch_dpsco.linear import LinearTask, Preparation
+from torch_dpsco.linear.adassp import AdaSSPPlan, _symmetric, plan_adassp
+from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.linear.records import make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.objectives.records import Records
-from torch_dpsco.theory.adassp import adassp_constants
+from torch_dpsco.theory.linear.adassp import adassp_constants
 
-DRAW = "torch_dpsco.erm.adassp.gaussian_vector"
+DRAW = "torch_dpsco.linear.adassp.gaussian_vector"
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
 RECORDS = (

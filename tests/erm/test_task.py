@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.erm import LinearTask, Preparation, choose_mechanism, fit_linear, plan_linear
-from torch_dpsco.erm.records import build_objective, make_records
-from torch_dpsco.solvers import solve
+from torch_dpsco.linear import LinearTask, Preparation, choose_mechanism, fit_linear, plan_linear
+from torch_dpsco.linear.records import build_objective, make_records
+from torch_dpsco.linear.solvers import solve
 
 BUDGET = dp.Budget(1.0, 1e-6)
 

@@ -295,7 +295,7 @@ def leaves(value: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Ridge"])
 def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
-    from torch_dpsco.erm import objective, output
+    from torch_dpsco.linear import objective, output
 
     secrets: list[float] = []
     solved = output.solve

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gradbatch.test_norms import DTYPES, assert_certified, rows, squares
-from torch_dpsco.gradbatch import FLOAT64, DenseBlock, FactoredBlock, Summation, plan_summation
-from torch_dpsco.gradbatch.dense import DenseBlocks, joined, piece_norms
+from torch_dpsco.rows import FLOAT64, DenseBlock, FactoredBlock, Summation, plan_summation
+from torch_dpsco.rows.dense import DenseBlocks, joined, piece_norms
 
 SHAPES = [(3,), (2, 1024), (), (5, 700), (1, 2048)]
 

@@ -15,7 +15,7 @@ import torch_dpsco as dp
 from tests.gradbatch.test_rows import MODELS, built, loop, losses, mlp, trained
 from tests.problems import column, make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.gradbatch import FLOAT64, GradBatch, has_rows
+from torch_dpsco.rows import FLOAT64, GradBatch, has_rows
 
 CLIP = 0.25
 

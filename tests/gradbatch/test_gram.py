@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_dpsco.gradbatch import GradBatch, SequenceBlock, gram, plan_summation
-from torch_dpsco.gradbatch.base import CANCELLATION
 from torch_dpsco.oracles import clip_weights
+from torch_dpsco.rows import GradBatch, SequenceBlock, plan_summation
+from torch_dpsco.rows import factored as gram
+from torch_dpsco.rows.base import CANCELLATION
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

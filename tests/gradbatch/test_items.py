@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_dpsco.gradbatch import FLOAT64, DenseBlock, GradBatch, ItemBlock, Summation, plan_summation
-from torch_dpsco.gradbatch.items import coalesced
+from torch_dpsco.rows import FLOAT64, DenseBlock, GradBatch, ItemBlock, Summation, plan_summation
+from torch_dpsco.rows.layers.embedding import coalesced
 
 RECORDS, ITEMS, WIDTH = 6, 9, 3
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, Points, batch, neighbor_counts, neighbors
+from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, Points, batch, neighbor_counts, neighbors
 
 UNIT = Fraction(1, 2**53)
 

@@ -13,15 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_dpsco.gradbatch import (
-    FLOAT64,
-    DenseBlock,
-    FactoredBlock,
-    GradBatch,
-    Summation,
-    linear_factors,
-    row_norms,
-)
+from torch_dpsco.rows import FLOAT64, DenseBlock, FactoredBlock, GradBatch, Summation, linear_factors, row_norms
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ABOVE = {torch.float32: 1.3e-4, torch.float64: 2e-12}  # largest relative distance from the exact norm

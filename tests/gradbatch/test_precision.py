@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.problems import gradients
-from torch_dpsco.gradbatch import GradBatch, precision
+from torch_dpsco.rows import GradBatch, precision
 
 B = 3927  # between it and the next, 1/B crosses the middle of two bfloat16 numbers
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import torch_dpsco as dp
 from tests.problems import released
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
-from torch_dpsco.gradbatch.dense import DenseBlocks
-from torch_dpsco.gradbatch.layers import RECORDED
+from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
+from torch_dpsco.rows.dense import DenseBlocks
+from torch_dpsco.rows.layers.table import RECORDED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 

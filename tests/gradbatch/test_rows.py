@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.problems import TwoHeads
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, clear_rows, has_rows
-from torch_dpsco.gradbatch.dense import DenseBlocks
+from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, clear_rows, has_rows
+from torch_dpsco.rows.dense import DenseBlocks
 
 B = 5
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.problems import released
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch, Summation, plan_summation
 from torch_dpsco.oracles import Clipped, clip_weights
+from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, Summation, plan_summation
 
 SCALE = 2.0**300  # all numbers here are multiples of 2^-300
 ELEMENTS = 2**17 + 2**13  # of a batch: enough for float32 to be planned

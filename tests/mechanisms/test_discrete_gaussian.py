@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 from tests.reference import discrete_gaussian_literal as literal
-from torch_dpsco.mechanisms import discrete_gaussian as module
-from torch_dpsco.mechanisms.discrete_gaussian import MOST_BITS, discrete_gaussian, exp_bounds
+from torch_dpsco.mechanisms import discrete as module
+from torch_dpsco.mechanisms.discrete import MOST_BITS, discrete_gaussian, exp_bounds
 
 FALSE_ALARM = 1e-6
 

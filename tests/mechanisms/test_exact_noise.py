@@ -11,13 +11,20 @@ import pytest
 import torch
 
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.accounting.event_json import event_from_json, event_to_json
-from torch_dpsco.accounting.events import REPLACE_ONE, Gaussian, PoissonGaussian, WORGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    PoissonGaussian,
+    WORGaussian,
+    clipped_gaussian,
+    event_from_json,
+    event_to_json,
+)
 from torch_dpsco.accounting.identify import RatePoisson
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.mechanisms.exact_noise import exact_release, on_grid, release_on_grid
+from torch_dpsco.mechanisms.vector_noise import exact_release, on_grid, release_on_grid
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.theory.exact_noise import Grid, asks_exact, exact_grid, with_grid
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_dpsco.mechanisms import laplace
-from torch_dpsco.mechanisms.laplace import draw_laplace
+from torch_dpsco.mechanisms import discrete as laplace
+from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.rng import noise_generator
 
 FALSE_ALARM = 1e-6

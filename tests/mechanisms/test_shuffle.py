@@ -24,8 +24,10 @@ from tests.reference.papers.heavy_tailed import (
 )
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon, zcdp_rho
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.mechanisms import shuffle_noise, shuffle_sizing
+from torch_dpsco.mechanisms import shuffle as shuffle_noise
+from torch_dpsco.mechanisms import shuffle as shuffle_sizing
 from torch_dpsco.mechanisms.shuffle import (
+    BinomialNoise,
     ShuffleParameters,
     centered_sum,
     coordinate_cost,
@@ -36,7 +38,6 @@ from torch_dpsco.mechanisms.shuffle import (
     vector_cost,
     vector_parameters,
 )
-from torch_dpsco.mechanisms.shuffle_noise import BinomialNoise
 
 RUNS = 100_000
 ALARM = 1e-9  # chance that a true law fails a test

@@ -10,6 +10,8 @@ import torch
 
 from tests.objectives import reference
 from torch_dpsco.errors import ConditionError, NotCertifiedError
+from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
+from torch_dpsco.linear.objectives.base import PairwiseSum, Records, gamma
 from torch_dpsco.losses import (
     Hinge,
     Huber,
@@ -20,8 +22,6 @@ from torch_dpsco.losses import (
     SoftmaxCrossEntropy,
     Squared,
 )
-from torch_dpsco.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
-from torch_dpsco.objectives.records import PairwiseSum, Records, gamma
 
 
 def data(seed, n=40, dim=3, scale=1.0):

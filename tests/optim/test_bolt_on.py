@@ -17,10 +17,12 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.reference.papers.output import psgd_sensitivity, psgd_sensitivity_strongly_convex
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.accounting.events import Gaussian, KNorm
+from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 from torch_dpsco.optim import row_free
-from torch_dpsco.theory import bolt_on, bolt_on_plan
+from torch_dpsco.theory.output_sgd import bolt_on
+from torch_dpsco.theory.output_sgd import bolt_on as bolt_on_plan
 
 Vector = np.ndarray
 DELTA = 1e-3

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.optim import closed_form as module
-from torch_dpsco.optim.closed_form import closed_form
+from torch_dpsco.rows import closed_form as module
+from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
 
 pytestmark = [

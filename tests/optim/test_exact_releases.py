@@ -14,13 +14,13 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco import estimators
 from torch_dpsco.accounting.designs import is_exact
-from torch_dpsco.erm import LinearTask, Preparation, plan_linear
-from torch_dpsco.erm import adassp as adassp_module
-from torch_dpsco.erm import output as output_module
-from torch_dpsco.erm.adassp import plan_adassp
-from torch_dpsco.erm.output import markov_plan, plan_output
-from torch_dpsco.erm.records import make_records
-from torch_dpsco.mechanisms.exact_noise import on_grid
+from torch_dpsco.linear import LinearTask, Preparation, plan_linear
+from torch_dpsco.linear import adassp as adassp_module
+from torch_dpsco.linear import output as output_module
+from torch_dpsco.linear.adassp import plan_adassp
+from torch_dpsco.linear.output import markov_plan, plan_output
+from torch_dpsco.linear.records import make_records
+from torch_dpsco.mechanisms.vector_noise import on_grid
 from torch_dpsco.optim import row_free
 from torch_dpsco.theory.exact_noise import exact_grid
 
@@ -131,7 +131,7 @@ def test_a_shared_ledger_keeps_the_sentence_of_its_other_release():
 
 def test_exact_answers_are_the_noiseless_ones_but_for_integer_noise(monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.mechanisms.exact_noise.discrete_gaussian", lambda size, bits, read: np.zeros(size, np.int64)
+        "torch_dpsco.mechanisms.vector_noise.discrete_gaussian", lambda size, bits, read: np.zeros(size, np.int64)
     )
     monkeypatch.setattr(output_module, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64))
     optimizer = output("exact")
@@ -336,7 +336,7 @@ def test_a_refused_exact_release_draws_nothing(monkeypatch):
     def drawn(*arguments):
         raise AssertionError("drawn")
 
-    monkeypatch.setattr("torch_dpsco.mechanisms.exact_noise.discrete_gaussian", drawn)
+    monkeypatch.setattr("torch_dpsco.mechanisms.vector_noise.discrete_gaussian", drawn)
     plan = plan_output(task(reg=2.0), secure="exact")
     with pytest.raises(dp.BudgetExceeded):
         plan.release(torch.zeros(DIM, dtype=torch.float64), dp.Accountant(dp.Budget(0.1, 1e-6)), torch.Generator())

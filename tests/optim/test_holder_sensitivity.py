@@ -17,8 +17,9 @@ import torch_dpsco as dp
 from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Order, Vector, answer
 from tests.streams import picks
 from torch_dpsco.losses import PowerLoss
-from torch_dpsco.theory import holder_plan, holder_stability
-from torch_dpsco.theory.holder_promises import output_path
+from torch_dpsco.theory.holder import stability as holder_stability
+from torch_dpsco.theory.output_sgd import plan as holder_plan
+from torch_dpsco.theory.output_sgd.promises import output_path
 
 LARGE = 100.0  # epsilon of runs on a few records whose noise is off
 

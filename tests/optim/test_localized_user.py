@@ -13,10 +13,11 @@ import torch
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.reference import user_level_literal as literal
-from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.events import AboveThreshold, Gaussian
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.stated import Failure
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.theory.user_level import LocalizedUserPlan, localized_user_plan
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")

@@ -31,12 +31,12 @@ from tests.optim.heavy_runs import (
     reloaded,
 )
 from tests.reference import heavy_tailed_literal as literal
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.clip_selection import C_MAX, C_MIN
 from torch_dpsco.mechanisms.exponential import geometric_grid
-from torch_dpsco.optim.localized_plan import parts_of
+from torch_dpsco.optim.localized import parts_of
 from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.theory.heavy_tailed import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
 
 # Seeds warn in every test here, and pilots that are too small to resolve their quantile.
 pytestmark = [

@@ -14,12 +14,11 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.optim import PrivateOptimizer
-from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.prox import Ball
 from torch_dpsco.rules import SGD
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.smoothing import perturbed_backward
+from torch_dpsco.smoothing import Shifts, perturbed_backward
 
 N, DIM, RADIUS, LR = 6, 3, 0.5, 0.25
 X = torch.arange(1.0, N * DIM + 1, dtype=torch.float64).reshape(N, DIM) / 10

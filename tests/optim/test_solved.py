@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.erm.output import OutputPlan
-from torch_dpsco.erm.records import build_objective, make_records
-from torch_dpsco.objectives.records import Records
-from torch_dpsco.solvers import SOLVERS, solve
+from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.linear.output import OutputPlan
+from torch_dpsco.linear.records import build_objective, make_records
+from torch_dpsco.linear.solvers import SOLVERS, solve
 
 N = 24
 BUDGET = dp.Budget(1.0, 1e-6)
@@ -55,7 +55,7 @@ def train(model: nn.Linear, optimizer: Any, steps: int = 3) -> None:
 
 def silence(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "torch_dpsco.erm.output.gaussian_vector", lambda dim, std, draws: torch.zeros(dim, dtype=torch.float64)
+        "torch_dpsco.linear.output.gaussian_vector", lambda dim, std, draws: torch.zeros(dim, dtype=torch.float64)
     )
 
 

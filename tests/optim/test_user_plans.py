@@ -13,8 +13,12 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.oracles import AdaptiveRadius, UserPoissonFiltered
 from torch_dpsco.prox import Ball, Identity
-from torch_dpsco.theory import user_level
 from torch_dpsco.theory.smoothing import smoothing_bias
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.localized import localized_user_plan
+from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
+from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search
+from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
 
 USERS, ITEMS, DIM = 600, 2, 3
 EPSILON, DELTA = 4.0, 1e-4
@@ -62,7 +66,7 @@ def planned(**changes: Any) -> tuple[nn.Module, Any]:
 
 def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
     made = dp.UserFilteredSGD.plan(**FIXED)
-    expected = user_level.calibrate_filter(
+    expected = calibrate_filter(
         n_users=USERS, steps=4, epsilon=EPSILON, delta=DELTA, pair_radius=0.5, halt_probability=0.01
     )
     assert (made.filter, made.lr, made.risk_bound) == (expected, 0.1, None)
@@ -73,8 +77,8 @@ def test_promises_choose_radius_steps_and_step_size(smoothing: float) -> None:
     made = dp.UserFilteredSGD.plan(
         n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30, smoothing=smoothing
     )
-    radius = user_level.pair_radius_iid(2.0, ITEMS, USERS, 0.01 / 30)
-    expected = user_level.filtered_schedule(
+    radius = pair_radius_iid(2.0, ITEMS, USERS, 0.01 / 30)
+    expected = filtered_schedule(
         n_users=USERS, items_per_user=ITEMS, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, radius=3.0,
         pair_radius=radius, max_steps=30,
     )  # fmt: skip
@@ -88,7 +92,7 @@ def test_a_step_size_alone_is_chosen_too() -> None:
         problem=dp.Problem(lipschitz=2.0), distance=3.0, **{**FIXED, "lr": None}, min_items=ITEMS
     )
     noise = made.filter.noise_std / 2
-    assert (made.lr, made.risk_bound) == user_level.schedule(2.0, 3.0, USERS * ITEMS, 4, DIM, noise)
+    assert (made.lr, made.risk_bound) == schedule(2.0, 3.0, USERS * ITEMS, 4, DIM, noise)
 
 
 def test_more_promised_rows_per_user_need_less_noise() -> None:
@@ -102,19 +106,19 @@ def test_more_promised_rows_per_user_need_less_noise() -> None:
 
 
 def test_a_search_takes_its_share_of_the_budget() -> None:
-    search = user_level.pair_radius_search(USERS, 1.0, 0.01)
+    search = pair_radius_search(USERS, 1.0, 0.01)
     made = dp.UserFilteredSGD.plan(**{**FIXED, "pair_radius": search})
     assert (made.filter.epsilon, made.filter.pair_radius) == (EPSILON - 1.0, 1.0)
 
 
 def test_poisson_samples_are_planned_under_add_remove() -> None:
     made = dp.UserFilteredSGD.plan(**{**FIXED, "budget": ADDED, "batch_size": 300, "typical_score": 0.99 * USERS})
-    expected = user_level.poisson_filter_plan(
+    expected = poisson_filter_plan(
         n_users=USERS, batch_size=300, steps=4, epsilon=EPSILON, delta=DELTA, pair_radius=0.5,
         typical_deficiency=300 * (1 - 0.99), skip_probability=0.01,
     )  # fmt: skip
     assert made.filter.noise_std == pytest.approx(expected.noise_std, rel=1e-9)
-    assert isinstance(made.filter, user_level.PoissonFilterPlan)
+    assert isinstance(made.filter, PoissonFilterPlan)
 
 
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
@@ -122,7 +126,7 @@ def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     made = dp.LocalizedUserSGD.plan(
         problem=dp.Problem(lipschitz=2.0, radius=1.5, strong_convexity=0.2), reg=0.3, **numbers
     )
-    expected = user_level.localized_user_plan(
+    expected = localized_user_plan(
         n_users=4000, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0 + 0.3 * 1.5,
         strong_convexity=0.5, radius=3.0, pair_radius=0.5, max_steps=5,
     )  # fmt: skip
@@ -146,7 +150,7 @@ def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
 
 
 def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
-    search = user_level.pair_radius_search(USERS, 1.5, 0.01, points=32)
+    search = pair_radius_search(USERS, 1.5, 0.01, points=32)
     made, optimizer = planned(pair_radius=search, average="last", lr=0.1)
     dataset, users = data()
     loader = optimizer.loader(dataset, users=users, padding=False)
@@ -212,7 +216,7 @@ def test_smoothing_is_handed_to_the_run() -> None:
 
 # -- wrong inputs -----------------------------------------------------------------------------------------------------
 
-SEARCH = user_level.pair_radius_search(USERS, 1.0, 0.01)
+SEARCH = pair_radius_search(USERS, 1.0, 0.01)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unit": ({"budget": dp.Budget(4.0, 1e-4)}, dp.UnitError, "unit 'user'"),
     "zero-out": ({"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")}, dp.AdjacencyError, "replace_one"),
@@ -222,7 +226,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no-scale": ({"lr": None, "problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "distance="),
     "few-users": ({"n_users": 20}, dp.InfeasibleError, "n_users=20.*smallest n_users that works is"),
     "search-lr": ({"pair_radius": SEARCH, "lr": None}, dp.MissingConstantError, "beside a search"),
-    "search-budget": ({"pair_radius": user_level.pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
+    "search-budget": ({"pair_radius": pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
     "search-sampled": ({"pair_radius": SEARCH, "budget": ADDED, "batch_size": 300}, dp.AdjacencyError, "adapt="),
     "sampled-batch": ({"budget": ADDED}, dp.MissingConstantError, "batch_size must be given"),
     "adapt": ({"adapt": AdaptiveRadius(0.1, 0.1, 1.0)}, ValueError, "adapt must be None"),
@@ -239,7 +243,7 @@ def test_wrong_inputs_are_named(name: str) -> None:
 
 
 def test_a_search_that_may_overshoot_is_told() -> None:
-    search = user_level.pair_radius_search(USERS, 0.3, 0.01)
+    search = pair_radius_search(USERS, 0.3, 0.01)
     # the target is 0.9 n, and c - t of a candidate above all distances 0.1 n
     assert search.overshoot == pytest.approx(64 * math.exp(-0.3 * 0.1 * USERS**2 / (4 * (USERS - 1))), rel=1e-9)
     assert (SEARCH.n_users, SEARCH.overshoot < 0.0101) == (USERS, True)
@@ -248,9 +252,7 @@ def test_a_search_that_may_overshoot_is_told() -> None:
 
 
 def test_a_search_beside_a_sampled_plan_is_refused() -> None:
-    plan = user_level.poisson_filter_plan(
-        n_users=USERS, batch_size=300, steps=2, epsilon=EPSILON, delta=DELTA, pair_radius=0.5
-    )
+    plan = poisson_filter_plan(n_users=USERS, batch_size=300, steps=2, epsilon=EPSILON, delta=DELTA, pair_radius=0.5)
     with pytest.raises(dp.AdjacencyError, match="pair_radius must be a number under add_remove"):
         dp.UserFilteredSGD.plan(filter=plan, lr=0.1, pair_radius=SEARCH)
 
@@ -297,7 +299,7 @@ def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=ADDED)
     with pytest.raises(ValueError, match="steps must be None beside numbers of the filter"):
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, steps=3)
-    phases = user_level.localized_user_plan(
+    phases = localized_user_plan(
         n_users=USERS, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, strong_convexity=0.5,
         pair_radius=0.5, max_steps=3,
     )  # fmt: skip

@@ -21,15 +21,11 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.sampling import UserLoader, make_sampler
-from torch_dpsco.theory.user_level import (
-    LocalizedUserPlan,
-    PoissonFilterPlan,
-    UserFilterPlan,
-    UserPhase,
-    calibrate_filter,
-    poisson_filter_plan,
-)
-from torch_dpsco.theory.user_sensitivity import best_ramp_end
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import UserFilterPlan
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
+from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
+from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 DELTA = 1e-3
 EPSILON = 4.0

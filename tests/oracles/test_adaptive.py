@@ -13,10 +13,11 @@ from torch import nn
 
 import torch_dpsco as dp
 from tests.problems import gradients, release_in_float64
-from torch_dpsco.accounting.events import ADJACENCIES, CLIP_UNITS, clipped_gaussian
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.accounting.adjacency import ADJACENCIES, CLIP_UNITS
+from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.oracles import adaptive
 from torch_dpsco.oracles.adaptive import AdaptiveClipped, votes
+from torch_dpsco.rows import DenseBlock, GradBatch
 
 LENGTHS = [0.0, 1e-45, 1e-13, 1e-5, 0.5, 0.9, 1.0, 1.1, 2.0, 1e19, 3e38, math.inf, -math.inf, math.nan]
 TARGETS = [0.1, 0.5, 0.9]

@@ -12,15 +12,16 @@ from scipy import stats
 
 import torch_dpsco as dp
 from tests.oracles.users import observe, released
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE
 from torch_dpsco.accounting.designs import Draw, Full
-from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
+from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.losses import Squared
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
-from torch_dpsco.oracles.centered import Centered
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.holder import HolderClipped
+from torch_dpsco.oracles.users.centered import Centered
+from torch_dpsco.rows import DenseBlock, GradBatch
 
 CLIP = 0.5
 BAD = [math.nan, math.inf, -math.inf, 3e38, 1e300, 5e-324]

@@ -17,10 +17,10 @@ from torch import Tensor
 import torch_dpsco as dp
 from tests.problems import released
 from tests.streams import gaussians, seeded
-from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.gradbatch import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation
-from torch_dpsco.gradbatch.dense import DenseBlocks
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.oracles import Clipped, clip_weights, joint_norm
+from torch_dpsco.rows import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation
+from torch_dpsco.rows.dense import DenseBlocks
 
 UNITS = {ADD_REMOVE: 1, ZERO_OUT: 1, REPLACE_ONE: 2}
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

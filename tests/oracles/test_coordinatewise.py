@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import released
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, clipped_rows, median_of_means, medians
+from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.rules import SGD
 
 CLIP = 1.5

@@ -15,11 +15,12 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.streams import seeded
+from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import CLIP_UNITS, clipped_gaussian
-from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.oracles.correlated import CorrelatedClipped
+from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import make_sampler
 from torch_dpsco.theory.correlated import square_root
 

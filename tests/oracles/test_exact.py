@@ -10,10 +10,11 @@ from torch import nn
 
 import torch_dpsco as dp
 from tests.problems import REDUCTIONS
+from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.accounting.events import ADJACENCIES, NonPrivate
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
+from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.oracles import Exact
+from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD
 
 

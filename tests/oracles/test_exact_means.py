@@ -16,13 +16,13 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.losses import Squared
-from torch_dpsco.mechanisms.exact_noise import on_grid
+from torch_dpsco.mechanisms.vector_noise import on_grid
 from torch_dpsco.oracles import clipped as clipped_module
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
-from torch_dpsco.oracles.pilot import PilotClipped, QuantilePilot
+from torch_dpsco.oracles.phased import PilotClipped, QuantilePilot
 from torch_dpsco.rng import Keystream
+from torch_dpsco.rows import DenseBlock, GradBatch
 
 IDEAL = "floating-point attacks on the noise are out of scope"
 GRID = 1.0 + 2.0**-12

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.problems import released
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles import HolderClipped
+from torch_dpsco.rows import DenseBlock, GradBatch
 
 INF = math.inf
 HOLDER = {"holder_exponent": 0.5, "holder_constant": 2.0, "grad_at_zero": 1.0}  # G(r) = 1 + 2 sqrt(r)

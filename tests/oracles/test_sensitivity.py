@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import torch_dpsco as dp
 from tests.problems import Folded, TwoHeads, column, gradients, make_optimizer, released
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.gradbatch import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.oracles import Clipped
+from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 
 
 def scores() -> nn.Linear:

@@ -13,10 +13,12 @@ from scipy import stats
 
 import torch_dpsco as dp
 from tests.oracles.users import observe, released
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import Draw, Fixed, Full, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Failure, NonPrivate, PoissonGaussian
+from torch_dpsco.accounting.events import NonPrivate, PoissonGaussian
+from torch_dpsco.accounting.stated import Failure
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
+from torch_dpsco.oracles.users.poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 
 FALSE_ALARM = 1e-6
 BAD = [math.nan, math.inf, -math.inf, 1e300, 1001.0]

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from torch_dpsco.attach import attach
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
-from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
-from torch_dpsco.oracles.user_rows import UserRows
+from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
+from torch_dpsco.oracles.users.rows import UserRows
+from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.rows.attach import attach
 
 
 def opened(n_users=6, expected=6, dim=2, dtype=torch.float32):

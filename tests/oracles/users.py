@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
-from torch_dpsco.oracles.user_filtered import Filter, UserFiltered
+from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
+from torch_dpsco.rows import DenseBlock, GradBatch
 
 
 def observe(oracle, rows, users=None, splits=()):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from torch_dpsco.rules import ScheduledSGD
-from torch_dpsco.theory.heavy_tailed import averaging_schedule
+from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule
 
 
 def run(rule: ScheduledSGD, means: np.ndarray, lr: float = 0.1, phase: dp.Phase | None = None) -> Any:

@@ -11,17 +11,17 @@ import torch
 from tests.objectives import reference
 from tests.reference.papers.output import hinge_dual_gap
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, SmoothedHinge, Squared
-from torch_dpsco.objectives import Adversarial, LinearObjective, Tilted
-from torch_dpsco.solvers import Certificate, gradient_certificate, solve
-from torch_dpsco.solvers.certificates import (
+from torch_dpsco.linear.objectives import Adversarial, LinearObjective, Tilted
+from torch_dpsco.linear.solvers import Certificate, gradient_certificate, solve
+from torch_dpsco.linear.solvers.certificates import (
     BoxDual,
     distance_of_gap,
     gap_certificate,
     primal_point,
     projected_certificate,
 )
-from torch_dpsco.solvers.newton import newton
+from torch_dpsco.linear.solvers.newton import newton
+from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, SmoothedHinge, Squared
 
 FAR = math.inf
 

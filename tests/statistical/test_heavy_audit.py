@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.gradbatch import DenseBlock, GradBatch
 from torch_dpsco.oracles import ClippedMean
+from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # generators and seeds of our own

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.oracles import ClippedMean
-from torch_dpsco.theory import holder_plan
+from torch_dpsco.theory.output_sgd import plan as holder_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # generators of our own
 FALSE_ALARM = 1e-6

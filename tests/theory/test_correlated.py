@@ -19,7 +19,7 @@ from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.theory.correlated import Banded, least_error, square_root
-from torch_dpsco.theory.holder_rounding import gamma
+from torch_dpsco.theory.rounding import gamma
 
 PAGE = Path(__file__).parents[2] / "docs" / "proofs" / "correlated.md"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from torch_dpsco.theory.heavy_proximal import proximal_pl_bound
-from torch_dpsco.theory.heavy_tailed import averaging_schedule, strongly_convex_coefficients
+from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule, strongly_convex_coefficients
+from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_bound
 
 # Adversaries. A bias of norm B and noise of variance S; F(w) = curvature |w|^2/2 (Huber beyond a kink), optimum 0.
 

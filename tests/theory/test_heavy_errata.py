@@ -11,13 +11,13 @@ from tests.reference.papers.accounting import zcdp_epsilon_bs16
 from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes, vector_parameters_paper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
-from torch_dpsco.mechanisms.shuffle_sizing import vector_parameters
+from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.theory.clipping import clip_bias, mean_noise_std
-from torch_dpsco.theory.heavy_reduction import sc_reduction_sizes_full
-from torch_dpsco.theory.heavy_tailed import (
-    localized_schedule_ballfree,
+from torch_dpsco.theory.heavy_tailed.localized import localized_schedule_ballfree
+from torch_dpsco.theory.heavy_tailed.reduction import (
     localized_schedule_minibatch,
     reduction_schedule,
+    sc_reduction_sizes_full,
 )
 
 LAW = {"dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "moment_2k": 1.5, "max_steps": None}

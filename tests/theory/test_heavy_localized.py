@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 from tests.reference.papers.heavy_tailed import boosted_copies, localized_schedule_paper, reduction_sizes
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.heavy_boosted import boosted_failure
-from torch_dpsco.theory.heavy_localized import ballfree_rate, localized_schedule
-from torch_dpsco.theory.heavy_phases import halved_sizes
-from torch_dpsco.theory.heavy_reduction import sc_reduction_sizes_full
-from torch_dpsco.theory.heavy_tailed import (
-    boosted_localized_schedule,
-    localized_schedule_ballfree,
+from torch_dpsco.theory.heavy_tailed.boosted import boosted_failure, boosted_localized_schedule
+from torch_dpsco.theory.heavy_tailed.localized import ballfree_rate, localized_schedule, localized_schedule_ballfree
+from torch_dpsco.theory.heavy_tailed.phases import halved_sizes
+from torch_dpsco.theory.heavy_tailed.reduction import (
     localized_schedule_minibatch,
     minibatch_size,
     reduction_schedule,
+    sc_reduction_sizes_full,
 )
 
 TASK = {"n": 5000, "dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "diameter": 2.0}

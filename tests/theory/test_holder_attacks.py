@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from torch_dpsco.errors import ConditionError, MissingConstantError
-from torch_dpsco.theory.holder_promises import LossPromises, output_path
-from torch_dpsco.theory.holder_rounding import DOUBLE, SINGLE, Arithmetic, gamma
-from torch_dpsco.theory.holder_stability import RunPath, path_sensitivity, run_path
+from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity, run_path
+from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
+from torch_dpsco.theory.rounding import DOUBLE, SINGLE, Arithmetic, gamma
 
 BOUND_X, BOUND_Y = 1.0, 0.7
 

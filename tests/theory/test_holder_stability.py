@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.holder import expansion, radius_growth, radius_schedule, shuffled_sensitivity
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.holder_radius import iterate_bounds
-from torch_dpsco.theory.holder_stability import path_sensitivity, run_path
+from torch_dpsco.theory.holder.stability import iterate_bounds, path_sensitivity, run_path
 
 exponents = st.one_of(st.sampled_from([0.0, 1e-9, 0.5, 1 - 1e-9, 1.0]), st.floats(0.0, 1.0))
 constants = st.floats(1e-3, 1e3)

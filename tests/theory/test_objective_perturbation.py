@@ -21,11 +21,11 @@ from tests.reference.papers.objective import (
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory import objective_monotone as monotone
-from torch_dpsco.theory import objective_perturbation as op
-from torch_dpsco.theory.objective_general import amp_delta_general, objpert_delta_general
-from torch_dpsco.theory.objective_integrals import profile
-from torch_dpsco.theory.objective_monotone import amp_delta_monotone, objpert_delta_monotone
+from torch_dpsco.theory.linear import objective as op
+from torch_dpsco.theory.linear import objective_monotone as monotone
+from torch_dpsco.theory.linear.integrals import profile
+from torch_dpsco.theory.linear.objective_general import amp_delta_general, objpert_delta_general
+from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, objpert_delta_monotone
 
 mp.mp.dps = 35
 

@@ -32,9 +32,25 @@ from tests.reference.papers.output import (
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError, MissingConstantError
-from torch_dpsco.theory import output
-from torch_dpsco.theory.output_constants import noise_norms
-from torch_dpsco.theory.output_sensitivity import suboptimal_sensitivity
+from torch_dpsco.theory.linear.output import (
+    adversarial_gradient_diameter,
+    adversarial_lipschitz,
+    certified_sensitivity,
+    erm_sensitivity,
+    expected_suboptimal_sensitivity,
+    logistic_gradient_diameter,
+    minimizer_radius,
+    noise_norms,
+    suboptimal_sensitivity,
+)
+from torch_dpsco.theory.linear.solvers import (
+    amp_tolerance,
+    check_gap_tolerance,
+    check_tolerance,
+    gradient_rounding,
+    solver_tolerance,
+    sum_terms,
+)
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)
 counts = st.integers(1, 10**7)
@@ -47,20 +63,18 @@ counts = st.integers(1, 10**7)
 def test_the_erm_sensitivity_is_the_exact_ratio_rounded_up(lipschitz, mu, n):
     exact = Fraction(lipschitz) / (Fraction(mu) * n)
     for adjacency, factor in (("replace_one", 2), ("add_remove", 1), ("zero_out", 1)):
-        ours = Fraction(output.erm_sensitivity(lipschitz, mu, n, adjacency))
+        ours = Fraction(erm_sensitivity(lipschitz, mu, n, adjacency))
         assert factor * exact <= ours <= factor * exact * (1 + Fraction(1, 10**14))
     # a diameter counts for a replaced record only, and is not capped
-    assert output.erm_sensitivity(lipschitz, mu, n, "add_remove", 9.0) == output.erm_sensitivity(
-        lipschitz, mu, n, "add_remove"
-    )
-    assert Fraction(output.erm_sensitivity(lipschitz, mu, n, gradient_diameter=9.0)) >= 9 / (Fraction(mu) * n)
-    assert psgd_sensitivity_strongly_convex(lipschitz, mu, n) == output.erm_sensitivity(lipschitz, mu, n)
+    assert erm_sensitivity(lipschitz, mu, n, "add_remove", 9.0) == erm_sensitivity(lipschitz, mu, n, "add_remove")
+    assert Fraction(erm_sensitivity(lipschitz, mu, n, gradient_diameter=9.0)) >= 9 / (Fraction(mu) * n)
+    assert psgd_sensitivity_strongly_convex(lipschitz, mu, n) == erm_sensitivity(lipschitz, mu, n)
 
 
 def test_the_smallest_numbers_do_not_underflow_to_no_noise():
-    assert output.erm_sensitivity(1e-300, 1e300, 10**9) > 0
+    assert erm_sensitivity(1e-300, 1e300, 10**9) > 0
     assert psgd_sensitivity(1e-300, 1e-300, 1) > 0
-    assert output.certified_sensitivity(1e-300, 1e300, 1e-300) > 0
+    assert certified_sensitivity(1e-300, 1e300, 1e-300) > 0
 
 
 def absolute_minimizer(shifts, kink, mu):
@@ -83,8 +97,8 @@ def test_two_points_with_a_kink_attain_the_sensitivity(n):
         ends.append(absolute_minimizer(np.array([r] * more + [-r] * (n - more)), kink, mu))
     moved = abs(ends[0] - ends[1])
     assert moved == pytest.approx(2 * r, rel=1e-9)
-    assert moved <= output.erm_sensitivity(kink, mu, n)  # the regularizer cancels: L = c suffices
-    assert moved / output.erm_sensitivity(kink * (1 + 1 / n), mu, n) == pytest.approx(n / (n + 1), rel=1e-9)
+    assert moved <= erm_sensitivity(kink, mu, n)  # the regularizer cancels: L = c suffices
+    assert moved / erm_sensitivity(kink * (1 + 1 / n), mu, n) == pytest.approx(n / (n + 1), rel=1e-9)
 
 
 def test_no_pair_of_quadratics_moves_further():
@@ -99,7 +113,7 @@ def test_no_pair_of_quadratics_moves_further():
         other_x, other_y = x.copy(), y.copy()
         other_x[0], other_y[0] = (x[0], -y[0]) if trial % 2 else (-x[1], 5.0)
         moved = np.linalg.norm(huber_minimizer(x, y, lam) - huber_minimizer(other_x, other_y, lam))
-        worst = max(worst, moved / output.erm_sensitivity(1.0, lam, n))
+        worst = max(worst, moved / erm_sensitivity(1.0, lam, n))
     assert 0.3 < worst <= 1.0 + 1e-6
 
 
@@ -120,7 +134,7 @@ def test_an_approximate_minimizer_moves_by_twice_its_error():
     mu, grad_tol = 0.3, 1e-3
     # F = (mu/2)(w - a)^2 with a = 0 or 1: points with gradient +-grad_tol, as far apart as can be
     moved = (1.0 + grad_tol / mu) - (0.0 - grad_tol / mu)
-    assert moved <= output.certified_sensitivity(1.0, mu, grad_tol) <= moved * (1 + 1e-14)
+    assert moved <= certified_sensitivity(1.0, mu, grad_tol) <= moved * (1 + 1e-14)
     alpha = 1e-4
     moved = 1.0 + 2 * math.sqrt(2 * alpha / mu)
     assert moved <= suboptimal_sensitivity(1.0, mu, alpha) * (1 + 1e-15)
@@ -142,7 +156,7 @@ def test_an_accuracy_in_expectation_is_not_private_and_its_repair_is():
     """A counterexample to the paper: alpha holds in expectation, and the paper's noise is no protection."""
     mu, lipschitz, n, epsilon = 1.0, 1.0, 1000, 1.0
     alpha = lipschitz**2 / (mu * n**2)
-    exact = output.erm_sensitivity(lipschitz, mu, n)
+    exact = erm_sensitivity(lipschitz, mu, n)
     jump = 0.5
     p = 2 * alpha / (mu * jump**2)
     claimed = suboptimal_sensitivity(exact, mu, alpha)
@@ -158,7 +172,7 @@ def test_an_accuracy_in_expectation_is_not_private_and_its_repair_is():
     assert laplace_profile(with_record, without, claimed, epsilon) > 0.5 * p
     # repaired by Markov's inequality: failures of probability delta_fail are charged
     failure = 1e-4
-    repaired = output.expected_suboptimal_sensitivity(exact, mu, alpha, failure)
+    repaired = expected_suboptimal_sensitivity(exact, mu, alpha, failure)
     total = delta_with_failure(1e-9, failure, epsilon, kind="per_side")
     assert laplace_profile(with_record, without, repaired, epsilon) <= total
 
@@ -180,28 +194,24 @@ def test_the_radius_is_the_least_of_the_bounds_and_holds():
         x /= np.linalg.norm(x, axis=1, keepdims=True)
         y = np.sign(rng.normal(size=n)) * 0.8
         w = np.linalg.norm(huber_minimizer(x, y, lam))
-        rho = output.minimizer_radius(lam, lipschitz=1.0, loss_at_zero=0.32)
-        assert (
-            w
-            <= rho
-            == min(output.minimizer_radius(lam, lipschitz=1.0), output.minimizer_radius(lam, loss_at_zero=0.32))
-        )
-    assert output.minimizer_radius(0.1, lipschitz=1.0, radius=2.0) == 2.0
+        rho = minimizer_radius(lam, lipschitz=1.0, loss_at_zero=0.32)
+        assert w <= rho == min(minimizer_radius(lam, lipschitz=1.0), minimizer_radius(lam, loss_at_zero=0.32))
+    assert minimizer_radius(0.1, lipschitz=1.0, radius=2.0) == 2.0
 
 
 def test_a_sum_of_many_records_leaves_the_replace_radius():
     """Ridge: with n = 100 n0 records the minimizer is outside of the radius for n0, and inside of the one for n_max."""
     n0, records, lam, bound_y = 10, 1000, 1.0, 1.0
     w = records / n0 * bound_y / (records / n0 + lam)  # x = 1, y = 1 in every record
-    assert w > output.minimizer_radius(lam * 3, loss_at_zero=0.5)  # the claim for n = n0
+    assert w > minimizer_radius(lam * 3, loss_at_zero=0.5)  # the claim for n = n0
     w = records / n0 / (records / n0 + 3 * lam)
     rule = {"loss_at_zero": bound_y**2 / 2, "adjacency": "add_remove"}
-    assert w <= output.minimizer_radius(3 * lam, n=n0, n_max=records, **rule)
+    assert w <= minimizer_radius(3 * lam, n=n0, n_max=records, **rule)
     with pytest.raises(MissingConstantError, match="n_max"):
-        output.minimizer_radius(3 * lam, n=n0, **rule)
-    assert output.minimizer_radius(3 * lam, radius=5.0, **rule) == 5.0
+        minimizer_radius(3 * lam, n=n0, **rule)
+    assert minimizer_radius(3 * lam, radius=5.0, **rule) == 5.0
     with pytest.raises(MissingConstantError):
-        output.minimizer_radius(1.0)
+        minimizer_radius(1.0)
 
 
 # Constants of losses.
@@ -215,7 +225,7 @@ def test_no_pair_of_logistic_gradients_is_further_apart(bound, radius, seed):
     u, v = u * bound / np.linalg.norm(u), v * bound / np.linalg.norm(v)
     u = u if seed % 2 else bound * np.array([w[0], w[1]]) / max(np.linalg.norm(w), 1e-12)
     first, second = (row / (1 + math.exp(-w @ row)) for row in (u, v))
-    assert np.linalg.norm(first - second) <= output.logistic_gradient_diameter(bound, radius) * (1 + 1e-15)
+    assert np.linalg.norm(first - second) <= logistic_gradient_diameter(bound, radius) * (1 + 1e-15)
 
 
 @given(st.floats(0.1, 3.0), st.floats(0.01, 5.0), st.integers(0, 10**6))
@@ -246,14 +256,14 @@ def test_no_pair_of_robust_gradients_is_further_apart(bound, attack, seed, norm)
     shared = w / np.linalg.norm(w) if norm == "l2" else np.sign(w)
     gradients = [rng.choice([0.0, rng.uniform(), 1.0]) * (row - attack * shared) for row in (x, z)]
     rule = {"norm": norm, "dim": dim}
-    assert np.linalg.norm(gradients[0] - gradients[1]) <= output.adversarial_gradient_diameter(bound, attack, **rule)
-    assert np.linalg.norm(gradients[0]) <= output.adversarial_lipschitz(bound, attack, **rule)
+    assert np.linalg.norm(gradients[0] - gradients[1]) <= adversarial_gradient_diameter(bound, attack, **rule)
+    assert np.linalg.norm(gradients[0]) <= adversarial_lipschitz(bound, attack, **rule)
 
 
 def test_robustness_up_to_the_bound_costs_no_noise():
     for attack in (0.0, 0.5, 1.0):
-        assert output.adversarial_gradient_diameter(1.0, attack) == pytest.approx(2.0)
-    assert output.adversarial_gradient_diameter(1.0, 0.5, norm="linf", dim=16) == pytest.approx(3.0)
+        assert adversarial_gradient_diameter(1.0, attack) == pytest.approx(2.0)
+    assert adversarial_gradient_diameter(1.0, 0.5, norm="linf", dim=16) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
@@ -381,7 +391,7 @@ def test_the_slopes_of_the_bounds_in_n():
 def test_the_excess_risk_of_noise_on_a_quadratic_is_within_its_bound():
     """F = (beta/2) w^2, L on the ball: E F(z) = (beta/2) E|z|^2 exactly."""
     n, dim, mu, L = 500, 7, 0.5, 1.0
-    sigma = gaussian_sigma(1.0, 1e-6, output.erm_sensitivity(L, mu, n))
+    sigma = gaussian_sigma(1.0, 1e-6, erm_sensitivity(L, mu, n))
     exact = mu / 2 * dim * sigma**2
     assert risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu) == pytest.approx(exact, rel=1e-9)
     off = risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, distance=1e-3)
@@ -420,7 +430,7 @@ def test_the_budget_covers_single_precision_sums(sums):
         else:
             total = pairwise(rows)
         error = np.linalg.norm(total / np.float32(n) + np.float32(lam) * w - exact)
-        budget = output.gradient_rounding(
+        budget = gradient_rounding(
             n, d, lipschitz=1.0, smoothness=0.25, reg=lam, norm=float(np.linalg.norm(exact_w)), sums=sums
         )
         assert 0 < error <= budget * 2.0**29
@@ -444,8 +454,8 @@ def test_the_budget_covers_a_subtracted_target():
     error = np.linalg.norm((x.astype(float).T @ (ours - exact)) / n)
     bound = float(np.linalg.norm(x, axis=1).max())
     rule = {"lipschitz": bound, "smoothness": bound**2, "reg": 0.0, "norm": float(np.linalg.norm(w))}
-    assert error > output.gradient_rounding(n, d, **rule) * 2.0**29
-    assert error <= output.gradient_rounding(n, d, score_offset=2 * float(target) / bound, **rule) * 2.0**29
+    assert error > gradient_rounding(n, d, **rule) * 2.0**29
+    assert error <= gradient_rounding(n, d, score_offset=2 * float(target) / bound, **rule) * 2.0**29
 
 
 def test_the_gap_budget_covers_a_score_that_is_far_above_the_loss():
@@ -466,38 +476,36 @@ def test_the_gap_budget_covers_a_score_that_is_far_above_the_loss():
 
 def test_sums_need_fewer_terms_the_better_they_are_formed():
     for n in (1, 2, 1024, 1025, 10**6):
-        assert (
-            output.sum_terms(n, "pairwise") <= output.sum_terms(n, "blocks") <= max(n, output.sum_terms(n, "plain")) + 1
-        )
-    assert [output.sum_terms(n, "blocks") for n in (1, 1024, 1025, 2048, 2049)] == [1, 1024, 1025, 1025, 1026]
+        assert sum_terms(n, "pairwise") <= sum_terms(n, "blocks") <= max(n, sum_terms(n, "plain")) + 1
+    assert [sum_terms(n, "blocks") for n in (1, 1024, 1025, 2048, 2049)] == [1, 1024, 1025, 1025, 1026]
 
 
 def test_the_weights_of_a_sum_scale_its_budget():
     rule = {"lipschitz": 1.0, "smoothness": 0.25, "norm": 2.0}
-    mean = output.gradient_rounding(1000, 5, reg=0.01, **rule)
-    total = output.gradient_rounding(1000, 5, reg=10.0, weight=1000.0, **rule)
+    mean = gradient_rounding(1000, 5, reg=0.01, **rule)
+    total = gradient_rounding(1000, 5, reg=10.0, weight=1000.0, **rule)
     assert total == pytest.approx(1000 * mean, rel=1e-9)
-    assert output.gradient_rounding(1000, 5, reg=10.0, weight=1000.0, linear=50.0, **rule) > total
+    assert gradient_rounding(1000, 5, reg=10.0, weight=1000.0, linear=50.0, **rule) > total
 
 
 def test_a_tolerance_below_the_rounding_is_refused():
-    assert output.check_tolerance(4.1e-12, 1e-12) == 4.1e-12
+    assert check_tolerance(4.1e-12, 1e-12) == 4.1e-12
     with pytest.raises(ConditionError, match="above 4e-12"):
-        output.check_tolerance(4e-12, 1e-12)
-    assert output.check_gap_tolerance(1e-3, 2.0, 1e-7) <= 1e-6
+        check_tolerance(4e-12, 1e-12)
+    assert check_gap_tolerance(1e-3, 2.0, 1e-7) <= 1e-6
     with pytest.raises(ConditionError, match="distance above"):
-        output.check_gap_tolerance(1e-3, 2.0, 3e-7)
-    assert output.amp_tolerance(2.0, 0.0) == pytest.approx(2e-6)
-    assert output.amp_tolerance(2.0, 2e-5) == 8e-5
+        check_gap_tolerance(1e-3, 2.0, 3e-7)
+    assert amp_tolerance(2.0, 0.0) == pytest.approx(2e-6)
+    assert amp_tolerance(2.0, 2e-5) == 8e-5
     with pytest.raises(ConditionError, match="n_max"):
-        output.amp_tolerance(2.0, 1e-4)
+        amp_tolerance(2.0, 1e-4)
 
 
 def test_the_default_tolerance_costs_its_share_of_noise():
-    delta = output.erm_sensitivity(1.0, 0.01, 1000)
+    delta = erm_sensitivity(1.0, 0.01, 1000)
     for kinked, share in ((False, 1e-3), (True, 0.05)):
-        tolerance = output.solver_tolerance(delta, 0.01, kinked)
-        assert output.certified_sensitivity(delta, 0.01, tolerance) == pytest.approx((1 + share) * delta, rel=1e-12)
+        tolerance = solver_tolerance(delta, 0.01, kinked)
+        assert certified_sensitivity(delta, 0.01, tolerance) == pytest.approx((1 + share) * delta, rel=1e-12)
 
 
 # Refusals.
@@ -506,22 +514,22 @@ def test_the_default_tolerance_costs_its_share_of_noise():
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan, "1", None, True])
 def test_constants_that_must_be_positive_are_refused_otherwise(bad):
     for call in (
-        lambda: output.erm_sensitivity(bad, 1.0, 10),
-        lambda: output.erm_sensitivity(1.0, bad, 10),
+        lambda: erm_sensitivity(bad, 1.0, 10),
+        lambda: erm_sensitivity(1.0, bad, 10),
         lambda: argmin_sensitivity(bad, 1.0),
-        lambda: output.certified_sensitivity(0.1, 1.0, bad),
+        lambda: certified_sensitivity(0.1, 1.0, bad),
         lambda: suboptimal_sensitivity(0.1, 1.0, bad),
-        lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, bad, 0.1),
-        lambda: output.minimizer_radius(bad, lipschitz=1.0),
+        lambda: expected_suboptimal_sensitivity(0.1, 1.0, bad, 0.1),
+        lambda: minimizer_radius(bad, lipschitz=1.0),
         lambda: psgd_sensitivity(1.0, bad, 1),
         lambda: reg_convex_erm(1.0, bad, 10, 2, 1.0, 0.0),
         lambda: reg_smooth_population(1.0, 1.0, bad, 10, 2, 1.0, 0.0),
         lambda: risk_strongly_convex(1.0, bad, 10, 2, 1.0, 0.0),
         lambda: accuracy_paper(1.0, 1.0, 10, 2, bad, 0.0),
-        lambda: output.logistic_gradient_diameter(bad, 1.0),
+        lambda: logistic_gradient_diameter(bad, 1.0),
         lambda: residual_clip_constants(1.0, bad),
         lambda: adversarial_smoothness(1.0, 0.1, bad),
-        lambda: output.check_tolerance(bad, 0.0),
+        lambda: check_tolerance(bad, 0.0),
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
@@ -530,20 +538,20 @@ def test_constants_that_must_be_positive_are_refused_otherwise(bad):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: output.erm_sensitivity(1.0, 1.0, 0), "n must be an integer >= 1"),
-        (lambda: output.erm_sensitivity(1.0, 1.0, 2.5), "n must be an integer"),
-        (lambda: output.erm_sensitivity(1.0, 1.0, 10, "remove"), "adjacency must be one of"),
-        (lambda: output.erm_sensitivity(1.0, 1.0, 10, gradient_diameter=0.0), "gradient_diameter must be > 0"),
-        (lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 0.0), "failure must be in"),
-        (lambda: output.expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 1.0), "failure must be in"),
+        (lambda: erm_sensitivity(1.0, 1.0, 0), "n must be an integer >= 1"),
+        (lambda: erm_sensitivity(1.0, 1.0, 2.5), "n must be an integer"),
+        (lambda: erm_sensitivity(1.0, 1.0, 10, "remove"), "adjacency must be one of"),
+        (lambda: erm_sensitivity(1.0, 1.0, 10, gradient_diameter=0.0), "gradient_diameter must be > 0"),
+        (lambda: expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 0.0), "failure must be in"),
+        (lambda: expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 1.0), "failure must be in"),
         (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.5, mode="paper"), "delta must be in"),
         (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 1.0), "delta must be in"),
         (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, -1e-9), "delta must be >= 0"),
         (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.0, mode="fast"), "mode must be one of"),
         (lambda: accuracy_paper(1.0, 1.0, 10, 2, 1.0, 0.5), "delta must be in"),
-        (lambda: output.adversarial_lipschitz(1.0, 0.1, norm="l1"), "norm must be one of"),
-        (lambda: output.adversarial_lipschitz(1.0, -0.1), "attack_radius must be >= 0"),
-        (lambda: output.sum_terms(10, "fast"), "sums must be one of"),
+        (lambda: adversarial_lipschitz(1.0, 0.1, norm="l1"), "norm must be one of"),
+        (lambda: adversarial_lipschitz(1.0, -0.1), "attack_radius must be >= 0"),
+        (lambda: sum_terms(10, "fast"), "sums must be one of"),
         (lambda: psgd_sensitivity(1.0, 0.1, 0), "passes must be an integer >= 1"),
     ],
 )

@@ -16,12 +16,10 @@ from tests.reference.papers.output import (
     subgradient_steps,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma, gaussian_sigma_zhao, zhao_constant
+from torch_dpsco.linear.objectives import Adversarial, Tilted
 from torch_dpsco.losses import Logistic
-from torch_dpsco.objectives import Adversarial, Tilted
-from torch_dpsco.theory import output
-from torch_dpsco.theory.output_constants import noise_norms
-from torch_dpsco.theory.output_sensitivity import suboptimal_sensitivity
-from torch_dpsco.theory.tilted import tilted_sensitivity
+from torch_dpsco.theory.linear.output import erm_sensitivity, noise_norms, suboptimal_sensitivity
+from torch_dpsco.theory.linear.tilted import tilted_sensitivity
 
 
 @pytest.mark.parametrize(("reach", "loss"), [(0.05, 3.7), (0.1, 12.6), (0.5, 92.0), (1.0, 194.0)])
@@ -31,7 +29,7 @@ def test_an_accuracy_in_expectation_loses_far_more_than_the_epsilon_claimed(reac
     alpha = lipschitz**2 / (mu * n**2)
     p = 2 * alpha / (mu * reach**2)
     assert p * mu * reach**2 / 2 == pytest.approx(alpha)  # the accuracy in expectation is kept
-    moved = output.erm_sensitivity(lipschitz, mu, n)
+    moved = erm_sensitivity(lipschitz, mu, n)
     scale = suboptimal_sensitivity(moved, mu, alpha) / epsilon
     # densities of w_hat + Laplace noise beyond all centers, whose exact minimizers are `moved` apart
     here = (1 - p) + p * math.exp(reach / scale)
@@ -54,7 +52,7 @@ def test_the_printed_density_of_algorithm_7_halves_the_variance(epsilon: float, 
 def test_the_printed_noise_of_algorithm_6_is_too_small_by_2_4() -> None:
     """E3: Delta + 2 alpha / mu in place of Delta + 2 sqrt(2 alpha / mu)."""
     for mu, lipschitz, n in ((1.0, 1.0, 1000), (0.1, 0.3, 2000)):
-        alpha, moved = lipschitz**2 / (mu * n**2), output.erm_sensitivity(lipschitz, mu, n)
+        alpha, moved = lipschitz**2 / (mu * n**2), erm_sensitivity(lipschitz, mu, n)
         needed = suboptimal_sensitivity(moved, mu, alpha)
         assert needed / (moved + 2 * alpha / mu) == pytest.approx(2.4, rel=0.03)
         # points of accuracy alpha on either side of minimizers `moved` apart are as far apart as that
@@ -92,7 +90,7 @@ def test_what_all_data_sets_share_moves_no_minimizer() -> None:
     """E6: linear losses <w, x> with |x| <= L, in the mean, and (lam/2) |w|^2: w* = -mean(x) / lam."""
     lipschitz, lam, n, radius = 2.0, 0.1, 50, 20.0
     moved = abs((-lipschitz) - lipschitz) / (n * lam)  # of the one record that differs
-    ours = output.erm_sensitivity(lipschitz, lam, n)
+    ours = erm_sensitivity(lipschitz, lam, n)
     assert moved <= ours <= moved * (1 + 1e-12)
     assert lipschitz / lam <= radius  # all minimizers are in the ball
     published = 2 * (lipschitz + lam * radius) / (lam * n)

@@ -15,24 +15,16 @@ from scipy.stats import kstest
 
 from tests.reference.papers.output import ball_marginal_cdf, ball_marginal_variance, smoothing_smoothness
 from tests.reference.papers.user_level import item_level_user_delta, sketch_failure
-from torch_dpsco.accounting.events import Failure, PoissonGaussian, Repeat
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.events import PoissonGaussian, Repeat
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.stated import Failure
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.theory.smoothing import ball_mean_norm, smoothing_bias
-from torch_dpsco.theory.user_baselines import centered_sensitivity
-from torch_dpsco.theory.user_level import (
-    LocalizedUserPlan,
-    clipping_noise_std,
-    filtered_schedule,
-    localized_user_plan,
-    pair_radius_iid,
-    pair_radius_search,
-    poisson_filter_plan,
-    schedule,
-    typical_score,
-)
-from torch_dpsco.theory.user_poisson import poisson_step_mu, poisson_underflow
-from torch_dpsco.theory.user_schedules import best_steps
+from torch_dpsco.theory.user_level.filter import centered_sensitivity, clipping_noise_std
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
+from torch_dpsco.theory.user_level.poisson import poisson_filter_plan, poisson_step_mu, poisson_underflow
+from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search, typical_score
+from torch_dpsco.theory.user_level.schedules import best_steps, filtered_schedule, schedule
 
 # -- schedules -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.user_sensitivity import (
+from torch_dpsco.theory.user_level.sensitivity import (
     bernoulli_mismatch,
     bernoulli_sensitivity,
     best_poisson_ramp_end,

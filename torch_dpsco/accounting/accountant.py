@@ -12,16 +12,16 @@ from typing import Any, NoReturn, cast
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
-from torch_dpsco.accounting.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.filters import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.filter_modes import adaptive_epsilon, make_filter
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.grouped import replace_one_epsilon
-from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.ledger_file import LedgerFile
-from torch_dpsco.accounting.lock import locked
-from torch_dpsco.accounting.opacus_face import epsilon_at_orders, register
-from torch_dpsco.accounting.report import PrivacyReport, attack_advantage, make_report
+from torch_dpsco.accounting.ledger.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
+from torch_dpsco.accounting.ledger.file import LedgerFile
+from torch_dpsco.accounting.ledger.journal import Journal
+from torch_dpsco.accounting.ledger.store import locked
+from torch_dpsco.accounting.opacus import epsilon_at_orders, register
+from torch_dpsco.accounting.report.figures import PrivacyReport, attack_advantage, make_report
 from torch_dpsco.accounting.spending import Spending
 from torch_dpsco.errors import AdjacencyError, PrivacyError
 

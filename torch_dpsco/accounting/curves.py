@@ -6,6 +6,14 @@ epsilons, and failure probabilities of the three kinds. Sequential composition a
 their pointwise maximum (valid for each measure by itself: the differing record lies in one part).
 
 Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#figures-of-a-report.
+
+What objective perturbation charges: a Renyi curve.
+
+For monotone losses with one record added or removed it is the curve of the pair that dominates the release, about
+a s^2/2 at small orders, so that the determinant costs nothing there. A Gaussian event (GDP) would have to cover the
+point c + e of that pair, and is larger.
+
+Source: docs/proofs/objective.md#what-is-charged
 """
 
 from __future__ import annotations
@@ -21,11 +29,10 @@ import numpy.typing as npt
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events as kinds
-from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon
-from torch_dpsco.accounting.analysis.convert_failures import epsilon_with_failures
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
+from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
-from torch_dpsco.accounting.analysis.knorm import rdp_l2_knorm
-from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
     extended_orders,
@@ -36,8 +43,10 @@ from torch_dpsco.accounting.analysis.rdp import (
 )
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Gaussian, SimpleEvent
+from torch_dpsco.accounting.events import Gaussian, SimpleEvent
+from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.theory.linear import objective as formulas
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
@@ -386,3 +395,56 @@ def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> floa
     delta0 = cost.failure
     sides = (1.0 + math.exp(min(epsilon, 700.0))) * cost.per_side
     return min(1.0, delta0 + (1.0 - delta0) * delta + cost.transcript + sides)
+
+
+_LEVEL = 1  # orders up to 2^14
+
+
+def objective_curve(
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    *,
+    monotone: bool,
+    mu_out: float = 0.0,
+    adjacency: Adjacency = ADD_REMOVE,
+) -> RDPCurve:
+    """Returns the Renyi curve of a release by objective perturbation of a loss of one linear score.
+
+    Args:
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+        monotone: whether phi' keeps its sign for each record.
+        mu_out: >= 0, level of the noise on an approximate minimizer; 0 for an exact one.
+        adjacency: of the guarantee: "add_remove" includes "zero_out".
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: as `theory.linear.objective.objpert_rdp`, or `objpert_delta_monotone` for monotone losses.
+
+    Source: docs/proofs/objective.md#what-is-charged
+
+    Example:
+        >>> curve = objective_curve(10.0, 5.0, 1.0, 0.25, monotone=True)
+        >>> curve.adjacencies, curve.values[0] < 0.01
+        (('add_remove', 'zero_out'), True)
+    """
+    adjacency, mu_out = check_adjacency(adjacency), check.nonnegative(mu_out=mu_out)
+    determinant = formulas.log_det(reg, smoothness)
+
+    def divergence(order: float) -> float:
+        if monotone:
+            value = formulas.objpert_rdp_dominating(order, noise_std, reg, lipschitz, smoothness, adjacency)
+        elif adjacency == REPLACE_ONE:
+            value = formulas.objpert_rdp_general(order, noise_std, determinant, 2 * lipschitz, 2)
+        else:
+            value = formulas.objpert_rdp(order, noise_std, reg, lipschitz, smoothness)
+        return (value + order * mu_out * mu_out / 2) * (1 + 1e-15)
+
+    orders = tuple(float(order) for order in orders_at(_LEVEL))
+    stated = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
+    return RDPCurve(orders, tuple(divergence(order) for order in orders), stated)

@@ -16,14 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    ZERO_OUT,
     AboveThreshold,
-    Adjacency,
     Event,
-    Failure,
     Gaussian,
     NonPrivate,
     Parallel,
@@ -31,9 +27,9 @@ from torch_dpsco.accounting.events import (
     Repeat,
     Sequential,
     SimpleEvent,
-    Stated,
     WORGaussian,
 )
+from torch_dpsco.accounting.stated import Failure, Stated
 from torch_dpsco.errors import AdjacencyError
 
 # of a query on one given batch; sampling amplifies `Gaussian` alone

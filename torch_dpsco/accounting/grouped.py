@@ -11,8 +11,8 @@ from scipy.optimize import brentq
 
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, below_one
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.analysis.group import group_approx_dp_delta, group_gdp_mu
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.analysis.groups import group_approx_dp_delta, group_gdp_mu
+from torch_dpsco.accounting.ledger.store import Ledger
 
 _LARGEST = 500.0  # epsilon of one record; twice that is no guarantee
 _TOLERANCE = 1e-6  # of the epsilon of one record

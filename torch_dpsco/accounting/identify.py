@@ -20,8 +20,9 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, is_exact, noise_ratio
-from torch_dpsco.accounting.events import ADD_REMOVE, Event, NonPrivate, PoissonGaussian, Repeat
+from torch_dpsco.accounting.events import Event, NonPrivate, PoissonGaussian, Repeat
 from torch_dpsco.errors import UnknownSamplerError
 
 _UNIFORMS = 2**24  # values of a float32 from torch.rand

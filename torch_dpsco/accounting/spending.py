@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.filters import make_filter
+from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import Event, Parallel
-from torch_dpsco.accounting.filter_modes import make_filter
-from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.lock import LOCK, locked
-from torch_dpsco.accounting.opacus_face import OpacusFace
+from torch_dpsco.accounting.ledger.journal import Journal
+from torch_dpsco.accounting.ledger.store import LOCK, locked
+from torch_dpsco.accounting.opacus import OpacusFace
 from torch_dpsco.accounting.planning import Planning
-from torch_dpsco.accounting.search import largest
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
 _MOST = 2**40

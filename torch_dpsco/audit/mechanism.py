@@ -13,9 +13,8 @@ from torch.nn.utils import parameters_to_vector
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.events import Adjacency, check_adjacency
-from torch_dpsco.audit.bound import Array, Audit, judge, require_arguments
-from torch_dpsco.audit.scores import fitted_scores
+from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
+from torch_dpsco.audit.bound import Array, Audit, fitted_scores, judge, require_arguments
 
 _Input = TypeVar("_Input")
 

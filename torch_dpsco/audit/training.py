@@ -12,15 +12,15 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency
-from torch_dpsco.attach import attach, first_step_of, is_attached
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT, Adjacency
 from torch_dpsco.audit.bound import Audit, require_arguments
 from torch_dpsco.audit.mechanism import audit, flat
-from torch_dpsco.engine import require_same_parameters
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.gradbatch import GradBatch
-from torch_dpsco.optim.base import PrivateOptimizer
-from torch_dpsco.train import to_device
+from torch_dpsco.optim.checks import require_same_parameters
+from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.rows import GradBatch
+from torch_dpsco.rows.attach import attach, first_step_of, is_attached
+from torch_dpsco.sampling.loader import to_device
 
 
 @typed

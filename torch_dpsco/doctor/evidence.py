@@ -1,15 +1,229 @@
-"""What probing a script shows, as values that the checks read."""
+"""Whether records are in the gradients of others: the check on what probes have found, and how rows are compared.
+
+Whether the bits of a record's row depend on how many rows a batch has, on its place among them, and on the others.
+
+The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
+Here that is looked at: made-up records, the model's own weights, threads and device as they are. It is no proof.
+
+What probing a script shows, as values that the checks read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from torch_dpsco.attempt import Refused
-from torch_dpsco.doctor.isolation import Isolation
+from torch_dpsco.coupling.rollback import Refused
+from torch_dpsco.doctor.findings import Finding
+from torch_dpsco.doctor.script import Script
+from torch_dpsco.rows.precision import switches
+from torch_dpsco.sampling import PrivateLoader
+
+_HALF = (torch.float16, torch.bfloat16)
+_NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
+
+
+def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
+    found = ""
+    consequence, limit = "many rows, which clipping one row at a time does not bound", _NO_MIX
+    if script.row_free is not None:
+        consequence, limit = "the gradients of many, which the noise does not cover", 1e-6  # in double precision
+    if evidence.mixing is not None and evidence.mixing > limit:
+        found = f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of their norm)"
+    base, changed = evidence.base, evidence.changed
+    if base is not None and changed is not None:
+        moved = movement(base, changed, evidence.size)[1:]
+        if moved.numel() and float(moved.max()) > tolerance(base.rows):
+            count = int((moved > tolerance(base.rows)).sum())
+            found = (
+                f"with another record 0, the gradients of {count} of the {evidence.size - 1} other records moved, by "
+                f"up to {float(moved.max()):.2g} of the largest row"
+            )
+    for (reference, other), what in zip(evidence.outliers, evidence.outlier_kinds, strict=True):
+        count = jumps(reference, other, evidence.size)
+        if count and not found:
+            found = f"with {what} as record 0, the gradients of {count} of the other records moved"
+    if found:
+        yield Finding(
+            "critical",
+            "coupled-records",
+            f"{found}: one record is in {consequence}",
+            "compute loss and features from one record at a time: replace statistics of the batch (x.mean(0), "
+            "logsumexp over records, contrastive pairs) by constants or by functions of the record alone",
+        )
+
+
+def movement(first: Pass, second: Pass, size: int) -> Tensor:
+    """Returns how far each record's rows moved, relative to the largest joint row; (size,) float64."""
+    squares, scale = torch.zeros(size, dtype=torch.float64), 0.0
+    for name, rows in first.rows.items():
+        others = second.rows.get(name)
+        if len(rows) != size or others is None or others.shape != rows.shape:
+            continue
+        gap = (others.double() - rows.double()).reshape(size, -1).norm(dim=1).cpu()
+        squares += torch.where(gap.isnan(), torch.zeros_like(gap), gap).square()
+    norms = joint_norms({name: rows for name, rows in first.rows.items() if len(rows) == size})
+    if norms.numel():
+        scale = float(norms.nan_to_num(0.0, 0.0, 0.0).max())
+    return squares.sqrt() / max(scale, 1e-30)
+
+
+def joint_norms(rows: Mapping[str, Tensor]) -> Tensor:
+    """Returns the norms of rows over all parameters, (size,) float64."""
+    squares = [made.double().reshape(len(made), -1).square().sum(1).cpu() for made in rows.values()]
+    return torch.stack(squares).sum(0).sqrt() if squares else torch.empty(0, dtype=torch.float64)
+
+
+def tolerance(rows: Mapping[str, Tensor]) -> float:
+    """Returns the relative difference of rows that rounding explains."""
+    dtypes = {made.dtype for made in rows.values()}
+    if dtypes & set(_HALF):
+        return 3e-2
+    return 1e-5 if torch.float32 in dtypes else 1e-9
+
+
+def jumps(first: Pass, second: Pass, size: int) -> int:
+    """Returns how many rows of records 1, 2, ... differ, or are not finite any more, after another record 0.
+
+    Each is compared with its own length, or the usual one: the rows of outliers are longer than all others.
+    """
+    names = [name for name, rows in first.rows.items() if len(rows) == size and name in second.rows]
+    if size < 2 or not names:
+        return 0
+    flat = [torch.cat([p.rows[n].double().reshape(size, -1).cpu() for n in names], dim=1)[1:] for p in (first, second)]
+    known = flat[0].isfinite().all(1)
+    norms = flat[0][known].norm(dim=1)
+    if not len(norms):
+        return 0
+    gaps = (flat[1][known] - flat[0][known]).norm(dim=1) / norms.clamp_min(float(norms.median()) + 1e-30)
+    return int((~(gaps <= 10 * tolerance(first.rows))).sum())
+
+
+if TYPE_CHECKING:
+    from torch_dpsco.doctor.script import Script
+
+_MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
+_NO_ROUNDING = 1e-3
+_SIZES = (2, 15, 16)  # where libraries change kernels
+
+_Key = tuple[int, str, int, tuple[object, ...]]
+_known: WeakKeyDictionary[nn.Module, dict[_Key, Isolation]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What moves the bits of a row of a model; None where it could not be seen.
+
+    Args:
+        rows: of the batch of fixed size that was looked at.
+        size: another number of rows does.
+        place: another place in the batch does.
+        company: how far other records beside it do, in a batch of the same size, relative; 0.0 for no bit.
+    """
+
+    rows: int
+    size: bool | None = None
+    place: bool | None = None
+    company: float | None = None
+
+    def __str__(self) -> str:
+        if self.company is None:
+            return "it could not be checked on made-up records, since the model is random"
+        verdict = "does NOT hold" if self.company else "holds"
+        others = [text for seen, text in ((self.size, "the number of rows"), (self.place, "their place")) if seen]
+        moved = f"; bits depend on {' and '.join(others)}" if others else ""
+        return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
+
+
+def rows_to_probe(script: Script) -> int | None:
+    """Returns the number of rows of the batches of a script, as far as they are probed; None if it has no fixed one."""
+    if not script.attached or not isinstance(script.source, PrivateLoader):
+        return None
+    slots, design = script.source.slots, script.source.design
+    most = script.source.physical_batch_size or design.batch_size
+    return max(2, min(_MOST, most if slots is None else slots.block))
+
+
+def remembered(model: nn.Module, device: torch.device, rows: int, probe: Callable[[], Isolation]) -> Isolation:
+    """Returns what is known of a model with these threads, device, rows and kernels; probes it once."""
+    findings = _known.setdefault(model, {})
+    # PRIVACY: other kernels, another finding (test_a_finding_is_of_the_kernels_that_were_looked_at)
+    kernels = torch.are_deterministic_algorithms_enabled(), *switches()
+    key = torch.get_num_threads(), str(device), rows, kernels
+    if key not in findings:
+        findings[key] = probe()
+    return findings[key]
+
+
+def look(row: Callable[[list[int], int, bool], Tensor], pool: int, rows: int) -> Isolation:
+    """Compares bits of the row of one record.
+
+    Args:
+        row: row(records, place, other_randomness) -> the row at that place of a batch of records of the pool.
+        pool: records there are, >= 4; the first is the one that is looked at.
+        rows: of the batches.
+    """
+
+    def filled(size: int, place: int, first: int = 1) -> list[int]:
+        own = range(first, first + (pool - 1) // 2)
+        batch = [own[k % len(own)] for k in range(size)]
+        batch[place] = 0
+        return batch
+
+    base = row(filled(rows, 0), 0, False)
+    if not torch.equal(base, row(filled(rows, 0), 0, True)):
+        return Isolation(rows)
+    places = {place for place in (1, rows // 2, rows - 1) if 0 < place < rows}
+    return Isolation(
+        rows,
+        size=any(not torch.equal(base, row(filled(size, 0), 0, False)) for size in _SIZES if size != rows),
+        place=any(not torch.equal(base, row(filled(rows, place), place, False)) for place in sorted(places)),
+        company=_gap(base, row(filled(rows, 0, 1 + (pool - 1) // 2), 0, False)),
+    )
+
+
+def _gap(first: Tensor, second: Tensor) -> float:
+    if torch.equal(first, second):
+        return 0.0
+    return float(torch.linalg.vector_norm(first - second) / torch.linalg.vector_norm(first).clamp(min=1e-30))
+
+
+def note(script: Script, evidence: Evidence) -> None:
+    """Lets the reports of the loader's optimizer quote what was found."""
+    if evidence.isolation is not None and isinstance(script.source, PrivateLoader):
+        script.source.isolation.checked = str(evidence.isolation)
+
+
+def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Rows must depend on their own record alone, to the last bit, for a kink makes of a bit what it likes."""
+    found = evidence.isolation
+    if found is None:
+        return
+    if found.company and found.company < _NO_ROUNDING:  # more is coupling, which has a finding of its own
+        yield Finding(
+            "warning",
+            "rows-not-isolated",
+            f"in batches of {found.rows} rows the last bits of a row depend on the other records, which a kink of the "
+            f"loss can make as large as it likes",
+            "torch.set_num_threads(1)  # or other kernels: torch.use_deterministic_algorithms(True)",
+        )
+    loader, optimizer = script.source, script.ours
+    private = optimizer is not None and optimizer.sizes_are_private
+    if private and found.size and isinstance(loader, PrivateLoader) and loader.slots is None:
+        yield Finding(
+            "warning",
+            "batches-not-filled-up",
+            "the last bits of a row depend on the number of rows in its batch, which is private and differs between "
+            "neighboring data sets",
+            "optimizer.loader(dataset)  # without padding=False",
+        )
+
 
 _T = TypeVar("_T")
 

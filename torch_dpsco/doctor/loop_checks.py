@@ -13,16 +13,14 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.attempt import Refused, attempt
+from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, same_values, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence
+from torch_dpsco.doctor.evidence import Evidence, isolated_rows
 from torch_dpsco.doctor.findings import Finding
-from torch_dpsco.doctor.isolation import isolated_rows
 from torch_dpsco.doctor.script import Script
 from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.common import CommonOptimizer
-from torch_dpsco.untouched import RandomStreams, same_values, seed_torch
+from torch_dpsco.optim.step import PrivateOptimizer
 
 _DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more

@@ -10,14 +10,21 @@ import torch
 
 from torch_dpsco.compat import BatchNorm
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.coupling import coupled_records, joint_norms, movement, tolerance
-from torch_dpsco.doctor.evidence import Evidence, NotScalarError, Pass
+from torch_dpsco.doctor.evidence import (
+    Evidence,
+    NotScalarError,
+    Pass,
+    coupled_records,
+    joint_norms,
+    movement,
+    tolerance,
+)
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.probe import in_place
 from torch_dpsco.doctor.script import Script
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.gradbatch.precision import coarse_setting
 from torch_dpsco.oracles import ClippedMean
+from torch_dpsco.rows.precision import coarse_setting
 
 _HALF = (torch.float16, torch.bfloat16)
 _NAMED = 4  # names listed in an evidence

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.attach import attach, first_step_of
-from torch_dpsco.attempt import Refused, attempt
 from torch_dpsco.compat import tree_leaves
+from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass
-from torch_dpsco.doctor.isolation import Isolation, look, remembered, rows_to_probe
-from torch_dpsco.doctor.made_up import MadeUp
+from torch_dpsco.doctor.evidence import Evidence, Isolation, Line, NotScalarError, Pass, look, remembered, rows_to_probe
 from torch_dpsco.doctor.script import Script
-from torch_dpsco.gradbatch import Tape
-from torch_dpsco.gradbatch.base import Block
-from torch_dpsco.untouched import Untouched, seed_torch
+from torch_dpsco.doctor.synthetic import MadeUp
+from torch_dpsco.rows import Tape
+from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.base import Block
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED, _OTHER_SEED = 1_000_003, 2_000_003

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torch_dpsco.doctor.coupling import coupled_records
-from torch_dpsco.doctor.evidence import Evidence
+from torch_dpsco.doctor.evidence import Evidence, coupled_records
 from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.loop_checks import drawn, finalized_optimizer, fixed_seed, stale_parameters
 from torch_dpsco.doctor.model_checks import (
@@ -27,8 +26,7 @@ from torch_dpsco.doctor.model_checks import (
 )
 from torch_dpsco.doctor.probe import ROUNDING
 from torch_dpsco.doctor.script import Script
-from torch_dpsco.optim.bolt_on import BoltOnPSGD
-from torch_dpsco.optim.holder_output import HolderOutputSGD
+from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader
 
 _CLOSE = 1e-6  # relative, in double precision

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from torch_dpsco.attach import is_attached
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
 
 NO_RECORD = object()

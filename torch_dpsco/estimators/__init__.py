@@ -17,9 +17,14 @@
 * `protocol`, `own`: scikit-learn's base classes, or ours; * `data`: what `fit` reads; * `base`: what all models do.
 """
 
-from torch_dpsco.estimators.classifiers import LinearSVC, LogisticRegression, SoftmaxRegression
+from torch_dpsco.estimators.classifiers import (
+    AdversarialClassifier,
+    LinearSVC,
+    LogisticRegression,
+    SoftmaxRegression,
+    TiltedClassifier,
+)
 from torch_dpsco.estimators.regressors import HuberRegressor, QuantileRegressor, Ridge
-from torch_dpsco.estimators.robust import AdversarialClassifier, TiltedClassifier
 
 __all__ = [
     "AdversarialClassifier",

@@ -8,9 +8,9 @@ in training, and alike in prediction, since the weights were found for rows prep
 
     sum_i c_i l(<w, x_i>; y_i) + (reg / 2) |w|^2
 
-with the weight of the intercept regularized like the rest. See `erm` for the mechanisms.
+with the weight of the intercept regularized like the rest. See `linear` for the mechanisms.
 
-Differs from the paper in: see `erm.output`; the rest is not there. Source: docs/proofs/output.md and
+Differs from the paper in: see `linear.output`; the rest is not there. Source: docs/proofs/output.md and
 docs/proofs/objective.md
 """
 
@@ -31,14 +31,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.report import OneRelease, PrivacyReport
-from torch_dpsco.accounting.statement import Statement, make_statement
-from torch_dpsco.erm import LinearTask, Preparation, fit_linear, plan_linear
-from torch_dpsco.erm.plan import LinearPlan
+from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
+from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators.data import as_column, as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
+from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear
+from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
 
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
@@ -72,7 +72,7 @@ class LinearModel(BaseEstimator):
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
-        solver: see `solvers.solve`; never trusted.
+        solver: see `linear.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.

@@ -27,12 +27,10 @@ Your own loss: subclass `Loss`, promise its constants in a `Problem`, and try to
 from __future__ import annotations
 
 from torch_dpsco.losses.base import Loss, TableLoss
-from torch_dpsco.losses.bounds import clip_rows, enforce_bounds
 from torch_dpsco.losses.check import check_holder
-from torch_dpsco.losses.clipped import ResidualClipped
-from torch_dpsco.losses.margin import Hinge, Logistic, MarginLoss, SmoothedHinge
-from torch_dpsco.losses.residual import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
-from torch_dpsco.losses.softmax import SoftmaxCrossEntropy
+from torch_dpsco.losses.classification import Hinge, Logistic, MarginLoss, SmoothedHinge, SoftmaxCrossEntropy
+from torch_dpsco.losses.clipped import ResidualClipped, clip_rows, enforce_bounds
+from torch_dpsco.losses.regression import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
 
 __all__ = [
     "Loss",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
+from torch_dpsco.coupling.loss_trace import Traced, apply_as_one
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.loss_trace import Traced, apply_as_one
 from torch_dpsco.problem import Problem, round_up
 
 

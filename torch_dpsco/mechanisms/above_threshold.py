@@ -28,11 +28,11 @@ from fractions import Fraction
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
-from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.mechanisms.laplace import draw_laplace
+from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.rng import Source
 
 _STEPS = 2**32  # of the grid within the sensitivity

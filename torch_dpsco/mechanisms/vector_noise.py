@@ -1,4 +1,9 @@
-"""Noise on a released vector: Gaussian, or of the K-norm mechanism, which is purely epsilon-private.
+"""Releases of one vector. Exact ones are rounded to a public grid, and discrete noise is added in integers.
+
+What numbers can occur does not depend on the data, and no law rests on the rounding of a sampler. See
+`theory.exact_noise` for what is charged, `mechanisms.discrete` for the draws.
+
+Noise on a released vector: Gaussian, or of the K-norm mechanism, which is purely epsilon-private.
 
     K-norm: density proportional to exp(-|z| / scale):  z = r g/|g|,  r ~ Gamma(d, scale),  g standard normal
 
@@ -13,8 +18,46 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.mechanisms.discrete import discrete_gaussian
 from torch_dpsco.noise import exponential_sum, normal_
-from torch_dpsco.rng import Source
+from torch_dpsco.rng import Source, stream_of
+from torch_dpsco.theory.exact_noise import Grid, exact_grid
+
+_LARGEST = 2.0**50  # of a coordinate, in units of the grid: quotients, or products with 1/g, are off by 1/4 up to here
+
+
+def on_grid(value: Tensor, grid: Grid) -> Tensor:
+    """Returns a vector in units of the grid, as int64 on the CPU: rounded, cut at 2^50, 0 for NaN. NOT private."""
+    # PRIVACY: cut, and never refused: an error would tell of the data (test_no_value_raises_in_an_exact_release)
+    scaled = torch.nan_to_num(value.detach().cpu().double() / grid.spacing, nan=0.0).clamp_(-_LARGEST, _LARGEST)
+    return scaled.round_().long()
+
+
+def release_on_grid(value: Tensor, grid: Grid, source: Source) -> Tensor:
+    """Returns the vector, rounded to the grid, with exact noise: float64 of its shape on its device.
+
+    Args:
+        value: what is released, computed from data; only here it is rounded to the grid.
+        grid: of what the caller has charged, see `exact_grid`.
+        source: of the bits.
+    """
+    noise = torch.from_numpy(discrete_gaussian(value.numel(), grid.bits, stream_of(source).read)).view(value.shape)
+    total = on_grid(value, grid) + noise  # below 2^52: exact as a float64
+    return total.double().mul_(grid.spacing).to(value.device)
+
+
+def exact_release(value: Tensor, event: Gaussian, source: Source) -> Tensor:
+    """Returns the vector with the exact noise of the event that the caller has charged for it; see `release_on_grid`.
+
+    Args:
+        value: what is released.
+        event: with `exact=True` and the grid in its sensitivities (`theory.exact_noise.with_grid`).
+        source: of the bits.
+
+    Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.
+    """
+    return release_on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()), source)
 
 
 def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:

@@ -13,25 +13,26 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.designs import Design, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.accounting.report import Run
-from torch_dpsco.accounting.statement import Statement
+from torch_dpsco.accounting.report.figures import Run
+from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
-from torch_dpsco.gradbatch import clear_rows, forget_wrappers
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.charges import Paid, first_charges, planned_event
 from torch_dpsco.optim.common import CommonOptimizer
-from torch_dpsco.optim.shift import Shifts
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.rows import clear_rows, forget_wrappers
 from torch_dpsco.rules.base import UpdateRule
 from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoader, Slots, UserLoader, user_ids
 from torch_dpsco.schedule import Schedule
+from torch_dpsco.smoothing import Shifts
 from torch_dpsco.theory.exact_noise import asks_exact
 
 

@@ -2,24 +2,34 @@
 
 Without a declared sampling there is no draw to compare with: then one backward of one batch makes one step, and
 everything that could put a record into a step twice is refused.
+
+Gradient scaling (`torch.amp.GradScaler`): rows are unscaled before they are clipped, and overflow is not reported.
+
+    scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+
+GradScaler lets an optimizer that says `_step_supports_amp_scaling` unscale by itself, and hands it the scale as an
+attribute. Its check for infinities decides whether a step is skipped and how the scale moves: both would tell about
+private rows outside of the ledger, so it is shown a gradient of zeros. Rows that overflow contribute 0, as always.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError
-from torch_dpsco.gradbatch import GradBatch, LinearRows
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.rows import GradBatch, LinearRows
 from torch_dpsco.sampling import (
     Chunk,
     DrawLog,
@@ -291,3 +301,48 @@ class LogicalBatch:
 
 def _tag(key: str, loader: Any) -> str:
     return fingerprint(key, loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset))
+
+
+_NAME = "grad_scale"  # the attribute by which GradScaler hands over its scale
+
+
+def show_zero_gradient(params: Sequence[nn.Parameter]) -> None:
+    """Puts zeros into the `grad` of the smallest parameter, for a check for infinities to look at."""
+    # PRIVACY: never a gradient of records (test_a_record_that_overflows_does_not_move_the_scale)
+    smallest = min(params, key=torch.numel)
+    smallest.grad = torch.zeros_like(smallest)
+
+
+def take_scale(optimizer: Any, known: float | None) -> float | None:
+    """Returns the scale that a GradScaler has set for this step, None without one.
+
+    Args:
+        optimizer: whose step runs.
+        known: the scale of the step before.
+
+    Raises:
+        SequenceError: `unscale_` was called before: it cannot reach rows, and the scaler now believes them unscaled.
+        ValueError: a scale so far from 1 that rows would lose their accuracy.
+    """
+    if _NAME not in optimizer.__dict__:
+        return None
+    given = optimizer.__dict__[_NAME]
+    if given is None:
+        del optimizer.__dict__[_NAME]  # GradScaler would multiply by it
+        raise SequenceError(
+            "scaler.unscale_(optimizer) must not be called: step() unscales each row before it clips; call "
+            "scaler.step(optimizer) right after backward"
+        )
+    scale = float(given)
+    # GradScaler multiplies by what is left here when a step raises
+    setattr(optimizer, _NAME, torch.ones_like(given))
+    if not 2.0**-40 <= check.positive(grad_scale=scale) <= 2.0**40:
+        raise ValueError(f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler init_scale=1024")
+    if known is not None and scale != known:
+        warnings.warn(
+            f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and never reported to "
+            f"the scaler, so that it only grows: keep it constant by GradScaler(init_scale=..., growth_interval=10**9)",
+            UtilityWarning,
+            stacklevel=4,
+        )
+    return scale

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco import compat
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
-from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.accounting.report import rounded_up
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError, UtilityWarning
+from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, UtilityWarning
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.schedule import Schedule
@@ -240,4 +242,15 @@ def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: list[float]) -> N
             "lr was changed after construction: privacy is unchanged, but the plan's utility theorem does not apply",
             UtilityWarning,
             stacklevel=5,
+        )
+
+
+def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises SequenceError unless the optimizer trains exactly the model's trainable parameters."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if trained != owned:
+        raise SequenceError(
+            f"the optimizer must train exactly the model's trainable parameters (model {len(trained)}, optimizer "
+            f"{len(owned)}, in common {len(trained & owned)}); freeze the others with requires_grad_(False)"
         )

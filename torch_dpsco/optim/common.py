@@ -17,9 +17,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.report import PrivacyReport, Run
-from torch_dpsco.accounting.statement import Statement, make_statement
-from torch_dpsco.agreement import world_size
+from torch_dpsco.accounting.report.figures import PrivacyReport, Run
+from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.optim.checks import listed
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Cyclic
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency

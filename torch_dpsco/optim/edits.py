@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.theory.holder_promises import LossPromises
+from torch_dpsco.theory.output_sgd.promises import LossPromises
 
 _SLACK = 1 + 1e-6  # of norms and their bound: rounding is below 1e-9 for any batch that fits into memory
 

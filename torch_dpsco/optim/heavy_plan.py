@@ -1,29 +1,46 @@
-"""Public numbers of planned runs on clipped means, and what their planners share."""
+"""Public numbers of planned runs on clipped means, and what their planners share.
+
+What the optimizers for heavy-tailed gradients have in common: planning.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson
-from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency
-from torch_dpsco.accounting.filters import Budget
-from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.optim.planned import StepPlan, noise_on_mean
+from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
+from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.errors import AdjacencyError, MissingConstantError
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.pilot import Pilot, PilotPlan
+from torch_dpsco.optim.planned import (
+    SAMPLING,
+    PlannedOptimizer,
+    StepPlan,
+    agreed_adjacency,
+    dimension,
+    noise_on_mean,
+    sampled,
+    steps_of,
+)
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
-from torch_dpsco.oracles.phased import Phased
-from torch_dpsco.oracles.pilot import PilotClipped
+from torch_dpsco.oracles.phased import Phased, PilotClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
+from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.theory.clipping import exchange_rate_phase
+from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
+from torch_dpsco.theory.heavy_tailed.inputs import check_mode
 
 
 @dataclass(frozen=True)
@@ -183,3 +200,234 @@ def scale_of(problem: Problem, distance: float | None, by: str) -> float:
             f"{by} needs a scale to plan from moments: give distance= (a bound on |w_0 - w*|), or promise a radius"
         )
     return 2.0 * problem.radius
+
+
+_PASS = ("shuffled", "assigned")  # words of one pass
+_FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
+_DEFAULT_BATCH, _DEFAULT_EPOCHS, _FULL_STEPS = 512, 10, 30
+
+
+class HeavyTailed(PlannedOptimizer):
+    """Base of the optimizers for heavy-tailed gradients, which have a theorem each and one list of keywords."""
+
+    plans: ClassVar[type[ClippedPlan]] = ClippedPlan
+    words: ClassVar[tuple[str, ...]] = _PASS
+
+    @classmethod
+    @abstractmethod
+    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
+        """Returns what the theorem chooses; raises MissingConstantError for promises that it needs."""
+
+    @classmethod
+    @abstractmethod
+    def _lr(cls, problem: Problem) -> float:
+        """Returns the largest step size of the theorem, where the noise is not known in advance."""
+
+    @classmethod
+    @abstractmethod
+    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+        """Returns what a unit of clip costs in noise, in one pass."""
+
+    @classmethod
+    def _averaging(cls, problem: Problem, steps: int) -> AveragingSchedule | None:
+        """Returns step sizes and weights of the theorem for one pass; None for constant steps."""
+        return None
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        problem: Problem | None = None,
+        n: int | None = None,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        clip: float | Pilot | None = None,
+        steps: int | None = None,
+        epochs: float | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        sampling: str | Design | None = None,
+        average: str | None = None,
+        adjacency: Adjacency | None = None,
+        dim: Any = None,
+        distance: float | None = None,
+        mode: str = "tight",
+        allow_infinite_variance: bool = False,
+        secure: str | None = None,
+    ) -> ClippedPlan:
+        """Returns the public numbers of a run, before anything is spent.
+
+        Args:
+            problem: promised constants: moment, moment_order (and second_moment) of the gradient norm choose clip,
+                steps and step size by theory; smoothness (and more, see the class) chooses the step size in any case.
+            n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
+                replace_one only.
+            budget: what the run may spend; the noise is chosen for it unless it is given.
+            noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
+            clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
+                chooses.
+            steps: number of steps, without that of a pilot; default by theory, else 5 in one pass, 30 of "full"
+                batches.
+            epochs: passes over the data on average, in place of steps; default 10 of other batches in many passes,
+                without limit for noise of your own.
+            batch_size: public divisor; default such that the steps are one pass, or 512 (at most n) in many passes.
+            lr: step size; default by theory, or its largest one where the clip is not known in advance.
+            sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove). `ClippedSGD` makes many
+                passes too: "poisson", "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
+                dp.Poisson(batch_size, n).
+            average: which iterates are the answer, "last" (default), "uniform" or "weighted". In one pass of
+                `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
+                `AcceleratedSGD` has an answer of its own.
+            adjacency: default the budget's, or "replace_one".
+            dim: number of parameters, or the model; needed where moments are promised, and by pilots.
+            distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
+                AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
+            mode: "tight", or "paper": the published number of steps and clip (replace_one).
+            allow_infinite_variance: admits moment_order < 2.
+            secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
+
+        Raises:
+            MissingConstantError: a promise is missing; says which, and how to do without.
+            AdjacencyError: a pilot, mode "paper" or batches cut by position, under add_remove.
+            ValueError: an argument is out of range.
+        """
+        problem, dim, adjacency = problem or Problem(), dimension(dim), agreed_adjacency(adjacency, budget)
+        check_mode(mode, adjacency), check.choice((*AVERAGES, None), average=average)
+        if distance is not None:
+            check.positive(distance=distance)
+        goal, noise = _goal(budget, noise_multiplier)
+        sampling = sampling or ("assigned" if adjacency == ADD_REMOVE else "shuffled")
+        if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
+            n = sampling.n if n is None else n
+        once = cls._is_one_pass(sampling, n, steps, epochs, adjacency)
+        left = n if n is None else check.positive_count(n=n)
+        if isinstance(clip, Pilot) and left is not None:
+            if isinstance(sampling, Design):
+                raise ValueError(f"sampling must be a word, for the records that a pilot leaves (got {sampling})")
+            left = check.positive_count(n=left - clip.records(left))
+        theory: Theory | None = None
+        made: AveragingSchedule | None = None
+        if once and left is not None:
+            noise = noise if goal is None else release_noise(goal)
+            if steps is None and (isinstance(sampling, Design) or batch_size is not None):
+                steps = _one_pass(sampling, batch_size, left, adjacency).steps_per_epoch
+            if noise and not isinstance(clip, Pilot):
+                inputs = {"n": left, "dim": dim, "rho": zcdp_of(noise, adjacency), "steps": steps, "clip": clip}
+                inputs |= {"adjacency": adjacency, "mode": mode, "allow_infinite_variance": allow_infinite_variance}
+                theory = cls._chosen(problem, distance, inputs)
+            if theory is not None:
+                steps, clip = theory.steps, theory.clip
+            steps = _FEW_STEPS if steps is None else check.positive_count(steps=steps)
+            if steps > left:
+                raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
+            design = _one_pass(sampling, batch_size, left, adjacency, steps)
+            steps = steps_of(design, steps, None, None) or steps
+            made = cls._averaging(problem, steps) if average is None else None
+        else:
+            if clip is None:
+                raise MissingConstantError(
+                    f"{cls.__name__} needs a clip for many passes, which no theorem chooses: clip=dp.Pilot(), or a "
+                    f"number"
+                )
+            if batch_size is None and left is not None and sampling in SAMPLING:
+                batch_size = min(_DEFAULT_BATCH, left)
+            design = sampled(sampling, batch_size, left, adjacency)
+            default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
+            steps = steps_of(design, steps, epochs, None if goal is None and not isinstance(clip, Pilot) else default)
+            if goal is not None:
+                noise = calibrate_noise(goal.epsilon, goal.delta, design=design, steps=steps, adjacency=adjacency)
+        covered = lr is None and average is None
+        if lr is None:
+            lr = theory.lr if theory is not None else cls._lr(problem) if made is None else made.lr[0]
+        if goal is not None and n and dim and steps and mode != "paper":
+            checks.warn_if_buried(noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=goal.epsilon)
+        if theory is not None and left is not None:
+            covered = covered and design == Disjoint(left // theory.steps, left)
+        pilot: PilotPlan | None = None
+        if isinstance(clip, Pilot):
+            if n is None or left is None or budget is None or steps is None or dim is None:
+                raise ValueError(
+                    f"n, budget and dim must be given for a pilot, or a number as clip (got {n}, {budget} and {dim})"
+                )
+            rho = zcdp_of(release_noise(budget), adjacency)
+            rate = exchange_rate_phase(left, dim, rho, adjacency)
+            if once:
+                rate = cls._exchange_rate(problem, left, dim, steps, rho, adjacency)
+            pilot, clip = clip.plan(n, budget, rate), None
+            design, steps = after_pilot(pilot.size, design, steps, n), steps + 1
+        return cls.plans(
+            budget=budget,
+            adjacency=adjacency,
+            design=design,
+            steps=steps,
+            lr=check.positive(lr=lr),
+            radius=problem.radius,
+            average=average or ("weighted" if made is not None else cls.plans.average),
+            secure=secure,
+            clip=clip,
+            noise_multiplier=noise,
+            pilot=pilot,
+            factors=() if made is None else tuple(step / made.lr[0] for step in made.lr),
+            weights=() if made is None else made.weights,
+            risk_bound=theory.bound if theory is not None and covered else None,
+        )
+
+    @classmethod
+    def _is_one_pass(
+        cls, sampling: str | Design, n: int | None, steps: int | None, epochs: float | None, adjacency: Adjacency
+    ) -> bool:
+        """Returns whether each record is used once; raises ValueError where that must be so and is not."""
+        if steps is not None and epochs is not None:
+            raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
+        if epochs is not None:
+            check.positive(epochs=epochs)
+        if isinstance(sampling, Design):
+            once = sampling.one_pass
+        else:
+            check.choice(cls.words, sampling=sampling)
+            if sampling == "shuffled" and adjacency == ADD_REMOVE:
+                raise AdjacencyError(
+                    "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got 'shuffled'): removing a "
+                    "record would shift the batches of all later ones"
+                )
+            once = n is not None and (sampling == "assigned" or (sampling == "shuffled" and epochs in (None, 1)))
+        if epochs not in (None, 1) and (sampling == "assigned" or cls.words == _PASS):
+            raise ValueError(f"epochs must be 1 for one pass (got {epochs})")
+        if not once and cls.words == _PASS:
+            raise ValueError(
+                f"sampling must be one pass over n records for {cls.__name__}: 'shuffled', 'assigned', or a design of "
+                f"one pass (got {sampling!r} and n={n})"
+            )
+        return once
+
+    @classmethod
+    def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> Theory | None:
+        if problem.moment is not None and inputs["dim"] is None:
+            raise MissingConstantError("dim must be given where moments are promised: the model, or its parameters")
+        try:
+            return cls._theory(problem, distance, **inputs)
+        except MissingConstantError:
+            if inputs["clip"] is None:
+                raise
+            return None
+
+
+def _goal(budget: Budget | None, noise_multiplier: float | None) -> tuple[Budget | None, float]:
+    """Returns the budget that noise is chosen for, or else noise that is given."""
+    if noise_multiplier is not None:
+        return None, check.nonnegative(noise_multiplier=noise_multiplier)
+    if budget is None:
+        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+    if budget.mode != "planned":
+        raise ValueError(f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})")
+    return budget, math.nan
+
+
+def _one_pass(sampling: str | Design, batch_size: int | None, n: int, adjacency: Adjacency, steps: int = 1) -> Design:
+    """Returns the design of one pass in batches of this size, or in so many."""
+    if isinstance(sampling, Design):
+        return sampled(sampling, batch_size, n, adjacency)
+    size = n // steps if batch_size is None else batch_size
+    if sampling == "assigned":  # all records to these batches
+        return Assigned(size, n, steps if batch_size is None else None)
+    return Disjoint(size, n)

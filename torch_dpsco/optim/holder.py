@@ -22,10 +22,10 @@ from functools import cache
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
@@ -38,13 +38,12 @@ from torch_dpsco.optim.planned import (
     sampled,
     steps_of,
 )
-from torch_dpsco.oracles.absolute import HolderAbsolute
-from torch_dpsco.oracles.holder import NOISES, HolderClipped
+from torch_dpsco.oracles.holder import NOISES, HolderAbsolute, HolderClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import AVERAGES
-from torch_dpsco.theory.holder import average_risk_bound, balanced_lr
-from torch_dpsco.theory.holder_paper import search_split_paper
+from torch_dpsco.theory.holder.paper import search_split_paper
+from torch_dpsco.theory.holder.plan import average_risk_bound, balanced_lr
 
 _DEFAULT_BATCH, _DEFAULT_EPOCHS = 512, 10
 
@@ -165,7 +164,7 @@ class HolderSGD(PlannedOptimizer):
             epochs: passes over the data on average; default 10 where the noise is chosen, 1 for "assigned".
             batch_size: expected batch size, the public divisor; default 512 (at most n) for smooth losses, else a power
                 of 2 that makes the noise per record pair, noise_multiplier/2, closest to 2.
-            lr: step size; default 1/smoothness, or `theory.holder.balanced_lr`.
+            lr: step size; default 1/smoothness, or `theory.holder.plan.balanced_lr`.
             sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass) or
                 "full"; or a design such as dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.adjacency import ADD_REMOVE
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Fixed, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
-from torch_dpsco.oracles.pilot import QuantilePilot
+from torch_dpsco.oracles.phased import QuantilePilot
 from torch_dpsco.theory.clipping import exchange_rate_phase
-from torch_dpsco.theory.heavy_phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ import torch
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
-from torch_dpsco.accounting.filters import Budget
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import sizes_are_private
-from torch_dpsco.optim.base import PrivateOptimizer
 from torch_dpsco.optim.charges import first_charges, planned_event
+from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox

@@ -22,19 +22,17 @@ from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Shuffled, is_exact
-from torch_dpsco.accounting.events import KNorm
-from torch_dpsco.accounting.report import OneRelease
-from torch_dpsco.accounting.statement import Statement
+from torch_dpsco.accounting.report.figures import OneRelease
+from torch_dpsco.accounting.report.statement import Statement
+from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.mechanisms.exact_noise import exact_release
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
+from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import check_call, in_turn, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
-from torch_dpsco.optim.linear_layer import parameters_of, record_bounds, require_linear
 from torch_dpsco.optim.planned import FromPlan
-from torch_dpsco.optim.row_free_plan import RowFreePlan
-from torch_dpsco.optim.saved_row_free import SavedRowFree
+from torch_dpsco.optim.row_free_plan import RowFreePlan, parameters_of, record_bounds, require_linear
+from torch_dpsco.optim.row_free_state import SavedRowFree
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules.base import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler

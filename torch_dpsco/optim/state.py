@@ -1,17 +1,51 @@
-"""The private part of an optimizer's state dict: versioned, and tied to the mechanism by a digest."""
+"""The private part of an optimizer's state dict: versioned, and tied to the mechanism by a digest.
+
+Going on after a crash: which releases a run may have made, and what becomes of those that its checkpoint misses.
+
+The ledger file says it: each charge names the run and how many of its releases may have been made from then on, and
+is on the disk before their noise is drawn. A run that is resumed never makes one of these again, since a second answer
+under the charge of the first would be free. They are lost: time, not budget.
+
+| crash | charged | marked | after resume |
+|---|---|---|---|
+| before the charge of a step is on the disk | no | no | the step is made |
+| after it, before or after the release | yes | yes | the step is lost |
+| after a checkpoint | yes | yes | nothing is lost |
+
+Checkpoints of a private optimizer: what they keep, and how a run goes on from one, by itself or after a crash.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+import secrets
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from torch_dpsco.accounting.book import read_state
-from torch_dpsco.errors import PrivacyError
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.ledger.book import read_state
+from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.distributed import join
+from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.assembly import Assembly
+from torch_dpsco.optim.batches import LogicalBatch
+from torch_dpsco.optim.charges import Paid, refuse_copy, refuse_load, refuse_lost
+from torch_dpsco.optim.common import in_turn
+from torch_dpsco.oracles.base import Release
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
+from torch_dpsco.smoothing import Shifts
 
 _KEY = "dpsco"
 _VERSION = 3
@@ -89,3 +123,214 @@ def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], 
         average = saved["state"].get(index, {}).get("average")
         if average is not None:
             state[p]["average"] = average.to(p.device, copy=True)
+
+
+class Resumable(Protocol):
+    """What a run is made of that can be resumed."""
+
+    accountant: Accountant
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the answer was installed."""
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the public constants of the mechanism."""
+
+
+def unpacked(run: Resumable, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Mapping[str, int]]:
+    """Returns (torch's part, private part, releases that are marked) of a checkpoint for a run that goes on.
+
+    Raises:
+        ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+        SequenceError: the optimizer has made steps.
+        PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
+    """
+    if run.steps or run.finalized:
+        raise SequenceError("resume must be called on a new optimizer (got one that has made steps)")
+    public, private = split_private_state(state, run.settings())
+    require_run(private)
+    # PRIVACY: only its own ledger knows what was released since (test_a_run_is_resumed_with_its_own_ledger_file_only)
+    return public, private, run.accountant.continue_from(private["ledger"])
+
+
+def tell_of_lost(steps: int, made: int) -> None:
+    """Warns of steps that an interrupted run may have made after its checkpoint, after `made` steps."""
+    if steps:
+        warnings.warn(
+            f"{steps} steps after step {made} were lost to a crash: they were charged after the checkpoint, so that "
+            f"the run goes on without them and makes none of them again",
+            UtilityWarning,
+            stacklevel=4,
+        )
+
+
+def tell_of_lost_answer(name: str) -> None:
+    """Warns of an only answer that was charged, and may have been released, before the crash."""
+    warnings.warn(
+        f"the answer of this {name} run was charged before the crash and is lost: it may have been released, so that "
+        f"another one is charged again, if the budget has room for it",
+        UtilityWarning,
+        stacklevel=4,
+    )
+
+
+class Saved(Assembly):
+    """The state of a private optimizer; `PrivateOptimizer`, which adds the step, has the arguments."""
+
+    @abstractmethod
+    def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        """Moves by a release."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress.
+
+        CONFIDENTIAL, as it says itself and by its type (`SecretState`), as long as one pass goes on: it keeps who is
+        in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
+        noisy tests: it keeps their thresholds.
+        """
+        # PRIVACY: a run that is resumed has the same threshold (test_a_killed_run_goes_on_or_loses)
+        self.oracle.prepare(self._noise)
+        phase, k = self.schedule.position(self._steps)
+        private: dict[str, Any] = {
+            "t": self._steps,
+            "phase": phase,
+            "k": k,
+            "halted": self._halted,
+            "still": self._stills,
+            "finalized": self._finalized,
+            "run": self._run,
+            "since": self._since,
+        }
+        private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
+        partition = None if self._finalized else self._batch.sealed()
+        # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
+        # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
+        secret = bool(self._sharing) or partition is not None or isinstance(private["oracle"], SecretState)
+        private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
+        private["paid"] = None if self._paid is None else list(self._paid)
+        if partition is not None:
+            private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
+        return add_private_state(super().state_dict(), self.settings(), private)
+
+    @in_turn
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state, ledger included; drops a batch in progress.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+            PrivacyError: the state's ledger would forget events charged here.
+            SequenceError: the run is charged as a whole and goes on by `resume` only.
+        """
+        public, private = split_private_state(state_dict, self.settings())
+        require_charged(private, shared=bool(self._sharing))
+        if private["t"] and not private["finalized"]:
+            refuse_load(self._sharing)
+        self.discard()
+        self.accountant.load_state_dict(private["ledger"])
+        if not private["t"] and not self._steps:
+            # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
+            # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
+            private = private | {"oracle": None, "run": self._run}
+        self._restore(public, private)
+
+    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
+        super().load_state_dict(public)
+        restore_averages(self.state, public, self._all_params())
+        self.rule.load_state_dict(private["rule"], self.param_groups)
+        if private["oracle"] is not None:
+            self.oracle.restore(private["oracle"])
+        if "partition" in private:
+            saved = private["partition"]
+            self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
+        self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
+        self._stills, self._run = private["still"], private.get("run", self._run)
+        self._paid = None if private.get("paid") is None else Paid(*private["paid"])
+        self._since = private.get("since", self._steps)
+
+    @in_turn
+    def resume(self, state_dict: dict[str, Any]) -> int:
+        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
+
+        Load the model's state before: it holds the point of the next step. Steps that were charged after the
+        checkpoint are not made again, since they may have been released: they are lost, and a warning counts them.
+
+        Args:
+            state_dict: of the run's last checkpoint.
+
+        Returns:
+            The number of steps that were lost.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+            SequenceError: the optimizer has made steps.
+            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
+        """
+        public, private, marked = unpacked(self, state_dict)
+        require_charged(private, shared=bool(self._sharing))
+        if self._sharing and "paid" not in private:
+            raise ValueError("state_dict must say what was paid for (got one of an older version): start the run again")
+        self.discard()
+        self._restore(public, private)
+        partition, made = self._batch.partition, self._steps
+        if partition is not None:
+            used = marked.get(self._batch.partition_name, partition.made)
+            self._batch.resume(replace(partition, made=max(partition.made, used)))
+        lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
+        refuse_lost(self._sharing, lost)
+        with torch.no_grad():
+            for _ in range(lost):
+                # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
+                halted = self.oracle.lose(self._steps, halted=self._halt_mark() in marked)
+                self._note_paid()
+                self._apply(self._trained(), Release([], halted=halted, still=True))
+        tell_of_lost(lost, made)
+        return lost
+
+    def _note_paid(self) -> None:
+        """Notes what was charged with a lost step."""
+        if self._paid is not None and self._steps < self._paid.stop:
+            return
+        known = self._batch.partition is not None
+        part = self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
+        charge = self.oracle.charge(self.design, Draw(0, self._batch.partition_name, str(part)))
+        if charge.covers > 1:
+            self._paid = Paid(self._steps + charge.covers, self._batch.partition_name if known else "")
+
+    def _halt_mark(self) -> str:
+        return f"{self._run}/halted/{self._steps}"
+
+    def _note_halt(self) -> None:
+        """Notes in the ledger that the release of this step is a halt, before anybody sees it."""
+        self.accountant.authorize(Sequential(()), releases={self._halt_mark(): 1})
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._finalized:
+            refuse_copy(self._sharing)
+        # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
+        # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
+        kept = {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("_noise", "_batch", "_shifts", "_world", "step")
+        }
+        # PRIVACY: with the fingerprint of its records (test_a_copy_goes_on_with_the_records_of_its_run_only)
+        return {**kept, "_partition": self._batch.sealed()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        partition = state.pop("_partition", None)
+        super().__setstate__(state)
+        if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
+            return
+        device = checks.one_device(self._all_params())
+        self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
+        self._batch, self._world = LogicalBatch(self.design), join(device)
+        if partition is not None:
+            self._batch.resume(partition)
+        self.oracle.discard()
+        # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
+        self._run, self._since = secrets.token_hex(16), self._steps

@@ -10,16 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import below_one
+from torch_dpsco.accounting.adjacency import Adjacency, below_one
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Full
-from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import agreed_adjacency, dimension, noise_on_mean, sampled, steps_of
-from torch_dpsco.optim.user_base import UserOptimizer, UserPlan
-from torch_dpsco.oracles.centered import Centered
+from torch_dpsco.optim.user_plan import UserOptimizer, UserPlan
 from torch_dpsco.oracles.clipped import Clipped
+from torch_dpsco.oracles.users.centered import Centered
 from torch_dpsco.prox import Prox
 
 _FULL_STEPS, _EPOCHS = 30, 10

@@ -26,30 +26,31 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
-from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.optim.user_plan import FilterPlan, disagreement, lipschitz_of, near, warn_if_users_are_buried
-from torch_dpsco.oracles.user_filtered import UserFiltered
-from torch_dpsco.oracles.user_poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
+from torch_dpsco.optim.user_plan import (
+    FilterPlan,
+    UserOptimizer,
+    disagreement,
+    lipschitz_of,
+    near,
+    warn_if_users_are_buried,
+)
+from torch_dpsco.oracles.users.filtered import UserFiltered
+from torch_dpsco.oracles.users.poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.smoothing import smoothing_bias
-from torch_dpsco.theory.user_level import (
-    PairRadiusSearch,
-    PoissonFilterPlan,
-    UserFilterPlan,
-    calibrate_filter,
-    filtered_schedule,
-    pair_radius_iid,
-    poisson_filter_plan,
-    schedule,
-)
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import UserFilterPlan
+from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
+from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid
+from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +199,12 @@ class UserFilteredSGD(UserOptimizer):
         Args:
             n_users: public number of users (a lower bound under add_remove).
             budget: of unit "user". replace_one: all users in each step; add_remove: Poisson samples of `batch_size`.
-            filter: see `theory.user_level.calibrate_filter`; or numbers of yours, from there or from
+            filter: see `calibrate.calibrate_filter`; or numbers of yours, from there or from
                 `poisson_filter_plan`, in place of n_users, pair_radius, steps, batch_size and typical_score. The budget
                 then only limits the run.
             problem: promises: lipschitz and radius choose what of pair_radius, lr and steps is not given.
             min_items: rows that a user must have, public: m of the theory; others are isolated.
-            pair_radius: tau, public; a `theory.user_level.PairRadiusSearch`, whose epsilon is taken from the budget;
+            pair_radius: tau, public; a `radius.PairRadiusSearch`, whose epsilon is taken from the budget;
                 or None for `pair_radius_iid`.
             lr: step size; None for that of the bound (all users, pair radius known).
             steps: number of steps, beside that of a search; None for as many as help, up to max_steps (all users, pair

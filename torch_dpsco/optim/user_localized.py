@@ -3,7 +3,7 @@
 Each phase is a run of `UserFilteredSGD` on users of its own, started at the answer of the one before; the last one has
 half of the users, the first one few, which decides whether anything is proved.
 
-Differs from the paper in: see `optim.user_filtered` and `theory.user_localized`.
+Differs from the paper in: see `optim.user_filtered` and `theory.user_level.localized`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.events import REPLACE_ONE
-from torch_dpsco.accounting.filters import Budget
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
-from torch_dpsco.optim.user_base import UserOptimizer
-from torch_dpsco.optim.user_plan import FilterPlan, disagreement, lipschitz_of, near, warn_if_users_are_buried
+from torch_dpsco.optim.user_plan import (
+    FilterPlan,
+    UserOptimizer,
+    disagreement,
+    lipschitz_of,
+    near,
+    warn_if_users_are_buried,
+)
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.user_level import LocalizedUserPlan, UserPhase, localized_user_plan
+from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase, localized_user_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,7 @@ class LocalizedUserSGD(UserOptimizer):
             n_users: public number of users.
             budget: of unit "user", replace_one.
             phases: their number; None for the largest that is feasible; or phases of yours, from
-                `theory.user_level.localized_user_plan`, in place of n_users and all that chooses them. The budget then
+                `localized.localized_user_plan`, in place of n_users and all that chooses them. The budget then
                 only limits the run.
             problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
             reg: lambda of the term (lambda/2) |w|^2, which adds to the strong convexity; the optimizer has it too.
@@ -123,7 +129,7 @@ class LocalizedUserSGD(UserOptimizer):
             pair_radius: tau, public; None for `pair_radius_iid` in each phase.
             max_steps: cap on the steps of a phase.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball (2 lipschitz / convexity caps it).
-            filter: see `theory.user_level.calibrate_filter`.
+            filter: see `calibrate.calibrate_filter`.
             score_share: public guess of the score over the users of a phase.
             halt_probability: of each phase.
             schedule: "explicit", or "theorem_4_1" with the paper's step sizes and smoothing.

@@ -40,15 +40,16 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, clipped_gaussian
+from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
+from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.clip_selection import adaptive_clip_update
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
-from torch_dpsco.gradbatch import GradBatch
-from torch_dpsco.mechanisms.exact_noise import release_on_grid
+from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import normal
-from torch_dpsco.oracles.base import Release
-from torch_dpsco.oracles.clipped import ClippedMean, clip_weights
+from torch_dpsco.oracles.base import Release, clip_weights
+from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source
+from torch_dpsco.rows import GradBatch
 from torch_dpsco.theory.exact_noise import exact_grid, with_grid
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
@@ -94,7 +95,7 @@ class AdaptiveClipped(ClippedMean):
         that a record's row does not depend on other records, but for the rounding of a mean loss.
 
     Example:
-        >>> from torch_dpsco.gradbatch import DenseBlock
+        >>> from torch_dpsco.rows import DenseBlock
         >>> oracle = AdaptiveClipped(1.0, 1.0, batch_size=100, target=0.5)
         >>> round(oracle.event().sigma, 4)
         0.995

@@ -59,7 +59,7 @@ class AutoClip(ClippedMean):
     Guarantee: that of `ClippedMean` with clip R.
 
     Example:
-        >>> from torch_dpsco.gradbatch import DenseBlock, GradBatch
+        >>> from torch_dpsco.rows import DenseBlock, GradBatch
         >>> oracle = AutoClip(bound=1.0, noise_multiplier=0.0, batch_size=1, offset=5.0)
         >>> oracle.open([torch.zeros(2)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0]]))]))

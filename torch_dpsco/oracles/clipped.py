@@ -33,14 +33,14 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
-from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, Gaussian, NonPrivate, clipped_gaussian
+from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
+from torch_dpsco.accounting.events import Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import ConditionError, SequenceError
-from torch_dpsco.gradbatch import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
-from torch_dpsco.mechanisms.exact_noise import release_on_grid
+from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import add_normal_, normal_
-from torch_dpsco.oracles.base import MeanOracle, Release
-from torch_dpsco.oracles.weights import Cut, clip_weights, clipped_slopes, cuts, in_float32, views
+from torch_dpsco.oracles.base import Cut, MeanOracle, Release, clip_weights, clipped_slopes, cuts, in_float32, views
 from torch_dpsco.rng import Source
+from torch_dpsco.rows import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
 from torch_dpsco.theory.exact_noise import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
@@ -353,7 +353,7 @@ class Clipped(ClippedMean):
         batch_size: public divisor.
 
     Example:
-        >>> from torch_dpsco.gradbatch import DenseBlock
+        >>> from torch_dpsco.rows import DenseBlock
         >>> oracle = Clipped(clip=1.0, noise_multiplier=0.0, batch_size=2)
         >>> oracle.open([torch.zeros(2)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0], [float("nan"), 0.0]]))]))

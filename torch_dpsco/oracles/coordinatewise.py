@@ -31,13 +31,14 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, Gaussian
+from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.noise import normal_
 from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
 from torch_dpsco.rng import Source
+from torch_dpsco.rows import GradBatch
 
 _UNITS = {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}  # clips that a coordinate moves by
 
@@ -147,7 +148,7 @@ class Coordinatewise(MeanOracle):
     Source: docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12, and noise before the median).
 
     Example:
-        >>> from torch_dpsco.gradbatch import DenseBlock
+        >>> from torch_dpsco.rows import DenseBlock
         >>> oracle = Coordinatewise(clip=1.0, noise_multiplier=0.0, batch_size=3, groups=3)
         >>> oracle.open([torch.zeros(2)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[0.5, 9.0], [0.25, 0.0], [float("nan"), -9.0]]))]))

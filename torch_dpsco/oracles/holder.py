@@ -1,4 +1,13 @@
-"""Means of rows clipped at the gradient bound of a problem, which may follow the public iterate."""
+"""Means of rows clipped at the gradient bound of a problem, which may follow the public iterate.
+
+Means of rows clipped at the bound of the public iterate, with noise of a prescribed size.
+
+Where `HolderClipped` keeps the ratio of noise to clip and lets the noise follow the iterate, here the noise is fixed in
+advance and the ratio follows: steps near the origin, where gradients are small, cost less. What a step costs is known
+before it is made, from public history, but not before the run: it needs a filter or an odometer.
+
+Source: docs/proofs/holder.md#prescribed-noise.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.errors import MissingConstantError
+from torch_dpsco.oracles.base import Charge, joint_norm
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.oracles.weights import joint_norm
 from torch_dpsco.problem import Problem
 
 NOISES = ("adaptive", "constant", "paper")
@@ -85,3 +96,84 @@ class HolderClipped(ClippedMean):
             "problem": repr(self.problem),
             "grad_bound": self.problem.grad_bound(min(1.0, self._reach)),  # repr leaves exact_grad_bound out
         }
+
+
+_BITS = 10  # of the ratio that the ledger sees
+
+
+class HolderAbsolute(ClippedMean):
+    """Clips at G(|w_t|) and adds noise whose std on the mean is given.
+
+    The ledger is told the ratio of noise to clip rounded down to 10 bits, which costs at most 0.2 % of it and lets a
+    run have few distinct events.
+
+    Args:
+        problem: promised constants; see `Problem.grad_bound`.
+        noise_std: std of the noise on the released mean, > 0; or one per step, the last one for all steps after.
+        batch_size: public divisor.
+        radius: bound of the feasible set; inf for the whole space.
+
+    Raises:
+        MissingConstantError: constants are missing.
+
+    Example:
+        >>> import torch
+        >>> from torch_dpsco.losses import Squared
+        >>> oracle = HolderAbsolute(Squared().problem(bound_x=1.0), noise_std=0.5, batch_size=10)
+        >>> for point in (0.0, 3.0):
+        ...     oracle.open([torch.full((1,), point)])
+        ...     print(round(oracle.clip, 2), oracle.event().sigma)
+        1.0 4.9921875
+        4.0 1.248046875
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        noise_std: float | Sequence[float],
+        batch_size: int,
+        *,
+        radius: float = math.inf,
+    ) -> None:
+        self._follow = HolderClipped(problem, 0.0, batch_size, radius=radius)
+        given = (noise_std,) if isinstance(noise_std, (int, float)) else tuple(noise_std)
+        if not given:
+            raise ValueError("noise_std must hold a number for each step, at least one (got none)")
+        self._stds = tuple(check.positive(noise_std=std) for std in given)
+        super().__init__(0.0, batch_size)
+        self._step = 0
+        self._set(problem.grad_bound(0.0) / self.batch_size)  # the first event is one at the origin
+
+    def _set(self, sensitivity: float) -> None:
+        exact = self._stds[min(self._step, len(self._stds) - 1)] / sensitivity
+        mantissa, exponent = math.frexp(exact * (1.0 - 2.0**-50))
+        # PRIVACY: rounded down (test_the_ledger_is_told_no_more_noise_than_is_drawn)
+        self._multiplier = math.ldexp(math.floor(mantissa * 2**_BITS), exponent - _BITS)
+        self._event = clipped_gaussian(self._multiplier, self._exact)
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns the gradient bound at a public point."""
+        return self._follow.bound(query)
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Fixes clip, noise and event by the public point."""
+        super().open(query, step)
+        self._step = check.count(step=step)
+        self._set(self.sensitivity("zero_out"))
+        if self._exact:
+            self._plan_grid()  # of this step's noise
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what the release of the open batch is charged; the next one depends on the iterate."""
+        return super().charge(design, draw)._replace(adaptive=True)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean."""
+        return self._stds[min(self._step, len(self._stds) - 1)]
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        follow = self._follow.settings()
+        del follow["noise_multiplier"], follow["noise"]
+        return {**follow, "oracle": "HolderAbsolute", "noise_std": list(self._stds)}

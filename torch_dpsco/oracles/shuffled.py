@@ -26,28 +26,31 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, ApproxZCDP, NonPrivate
+from torch_dpsco.accounting.events import NonPrivate
+from torch_dpsco.accounting.stated import ApproxZCDP
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.gradbatch import GradBatch
 from torch_dpsco.mechanisms.shuffle import (
+    FAILURE,
+    BinomialNoise,
     ShuffleParameters,
     centered_sum,
     coordinate_cost,
     coordinate_parameters,
+    failure_of,
     grid_values,
     largest_count,
     round_randomly,
+    shuffle_event,
     vector_cost,
     vector_parameters,
 )
-from torch_dpsco.mechanisms.shuffle_noise import BinomialNoise
-from torch_dpsco.mechanisms.shuffle_sizing import FAILURE, failure_of, shuffle_event
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
-from torch_dpsco.oracles.clipped import clip_weights
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, require_places
 from torch_dpsco.oracles.coordinatewise import check_clip, clipped_rows, flat_rows, medians
 from torch_dpsco.rng import Source
+from torch_dpsco.rows import GradBatch
 
 _MOVES = {ZERO_OUT: 0.5, REPLACE_ONE: 1.0}  # of the grid, by a record
 
@@ -216,7 +219,7 @@ class ShuffledClipped(_Shuffled):
     Source: docs/proofs/heavy_tailed.md#shuffled-sums (Algorithms 10 and 11).
 
     Example:
-        >>> from torch_dpsco.gradbatch import DenseBlock
+        >>> from torch_dpsco.rows import DenseBlock
         >>> oracle = ShuffledClipped(clip=1.0, parameters=ShuffleParameters(1024, 0), batch_size=2, dim=2)
         >>> oracle.open([torch.zeros(2)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0], [float("inf"), 0.0]]))]))
@@ -298,7 +301,7 @@ class ShuffledMedian(_Shuffled):
     Source: docs/proofs/heavy_tailed.md#shuffled-sums (Algorithms 13 and 14).
 
     Example:
-        >>> from torch_dpsco.gradbatch import DenseBlock
+        >>> from torch_dpsco.rows import DenseBlock
         >>> oracle = ShuffledMedian(clip=2.0, parameters=ShuffleParameters(4, 0), batch_size=3, dim=1, groups=3)
         >>> oracle.open([torch.zeros(1)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[1.0], [-1.0], [1e9]]))]))

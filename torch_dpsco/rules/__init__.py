@@ -3,8 +3,7 @@
 from torch_dpsco.rules.accelerated import Accelerated
 from torch_dpsco.rules.anchored import Anchored
 from torch_dpsco.rules.base import AVERAGES, UpdateRule
-from torch_dpsco.rules.scheduled import ScheduledSGD
 from torch_dpsco.rules.selection import select_central
-from torch_dpsco.rules.sgd import SGD, TorchRule
+from torch_dpsco.rules.sgd import SGD, ScheduledSGD, TorchRule
 
 __all__ = ["AVERAGES", "SGD", "Accelerated", "Anchored", "ScheduledSGD", "TorchRule", "UpdateRule", "select_central"]

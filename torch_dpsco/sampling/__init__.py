@@ -1,8 +1,7 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
 from torch_dpsco.sampling.distributed import RankSampler, require_divisible
-from torch_dpsco.sampling.draws import Chunk, DrawLog
-from torch_dpsco.sampling.fingerprint import fingerprint, records_of
+from torch_dpsco.sampling.draws import Chunk, DrawLog, fingerprint, records_of
 from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
 from torch_dpsco.sampling.one_pass import (
     AssignedSampler,

@@ -19,9 +19,8 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.compat import tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
-from torch_dpsco.losses.bounds import enforce_bounds
-from torch_dpsco.sampling.draws import Chunk, Drawn
-from torch_dpsco.sampling.fingerprint import records_of
+from torch_dpsco.losses.clipped import enforce_bounds
+from torch_dpsco.sampling.draws import Chunk, Drawn, records_of
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import Isolation, Slots
 
@@ -355,3 +354,8 @@ def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[An
     if bound_y is None:
         return [enforce_bounds(features, bound_x=bound_x), targets]
     return list(enforce_bounds(features, targets.double(), bound_x=bound_x, bound_y=bound_y))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Returns a nested batch with its tensors moved to a device."""
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)

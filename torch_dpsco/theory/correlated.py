@@ -34,7 +34,7 @@ from scipy.signal import lfilter
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.holder_rounding import gamma, scaled_up
+from torch_dpsco.theory.rounding import gamma, scaled_up
 
 FloatArray = NDArray[np.float64]
 

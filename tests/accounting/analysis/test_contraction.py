@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis.contraction import noisy_gd_mu
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, noisy_gd_mu
 
 contractions = st.one_of(st.floats(0.0, 1.0), st.floats(1e-16, 1e-3).map(lambda gap: 1 - gap), st.floats(0.0, 1e-9))
 scales = st.floats(-6.0, 6.0).map(lambda x: 10**x)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import poisson_group_delta
-from torch_dpsco.accounting.analysis.convert_failures import (
+from torch_dpsco.accounting.analysis.convert import (
     delta_before_failure,
     delta_with_failure,
     epsilon_with_failures,

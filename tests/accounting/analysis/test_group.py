@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.group import group_approx_dp_delta, group_gdp_mu
+from torch_dpsco.accounting.analysis.groups import group_approx_dp_delta, group_gdp_mu
 from torch_dpsco.accounting.analysis.rdp import rdp_poisson_gaussian_group
 
 sizes = st.integers(1, 12)

@@ -23,8 +23,7 @@ from tests.reference.papers.accounting import (
     laplace_delta,
 )
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.knorm import rdp_l2_knorm
-from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pure
+from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_l2_knorm, rdp_laplace, rdp_pure
 from torch_dpsco.accounting.analysis.rdp import default_orders
 
 epsilons = st.floats(-9.0, 3.0).map(lambda x: 10**x)

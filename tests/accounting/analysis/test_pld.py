@@ -19,11 +19,11 @@ from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_compose import DeltaCurve
-from torch_dpsco.accounting.analysis.pld_grid import GridLaw
-from torch_dpsco.accounting.analysis.pld_loss import (
+from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
     FixedSizeLoss,
     GaussianLoss,
+    GridLaw,
     LossLaw,
     PoissonLoss,
     ReplaceOneLoss,

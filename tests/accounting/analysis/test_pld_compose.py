@@ -11,10 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.analysis import pld_compose
-from torch_dpsco.accounting.analysis.pld_compose import coarsening, compose, tilted, transform_size
-from torch_dpsco.accounting.analysis.pld_grid import GridLaw
-from torch_dpsco.accounting.analysis.pld_loss import ApproxLoss, FixedSizeLoss, PoissonLoss, ReplaceOneLoss
-from torch_dpsco.accounting.analysis.pld_plan import Cumulant, Window, conversion, least, narrowed, window
+from torch_dpsco.accounting.analysis.pld_compose import (
+    Cumulant,
+    Window,
+    coarsening,
+    compose,
+    conversion,
+    least,
+    narrowed,
+    tilted,
+    transform_size,
+    window,
+)
+from torch_dpsco.accounting.analysis.pld_laws import ApproxLoss, FixedSizeLoss, GridLaw, PoissonLoss, ReplaceOneLoss
 
 LONG = np.longdouble
 

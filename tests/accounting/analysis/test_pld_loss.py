@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss, laplace_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.pld_grid import GridLaw
-from torch_dpsco.accounting.analysis.pld_loss import (
+from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
     FixedSizeLoss,
     GaussianLoss,
+    GridLaw,
     PoissonLoss,
     ReplaceOneLoss,
 )

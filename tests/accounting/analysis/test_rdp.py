@@ -18,8 +18,8 @@ from scipy.special import gammaln
 
 from tests.reference.papers.accounting import rdp_gaussian, rdp_poisson_replace_one_profile, rdp_wor_gaussian_wbk
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.mixtures import PoissonMixture
 from torch_dpsco.accounting.analysis.rdp import (
+    PoissonMixture,
     default_orders,
     extended_orders,
     rdp_poisson_gaussian,

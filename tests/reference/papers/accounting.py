@@ -17,16 +17,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.convert import _checked, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
-from torch_dpsco.accounting.analysis.knorm import _LEAST_EPSILON, _log_integral, _log_total
-from torch_dpsco.accounting.analysis.mixtures import MAX_NOISE, PoissonMixture, gaussian_divergence, sampled_divergence
-from torch_dpsco.accounting.analysis.pld_grid import GridLaw, atom, connected, cuts, lifted
-from torch_dpsco.accounting.analysis.pld_loss import LossLaw
+from torch_dpsco.accounting.analysis.pld_laws import GridLaw, LossLaw, atom, connected, cuts, lifted
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
-from torch_dpsco.accounting.analysis.pure import _LEAST, _profile, pure_delta
+from torch_dpsco.accounting.analysis.pure import _LEAST, _LEAST_EPSILON, _log_integral, _log_total, _profile, pure_delta
 from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders, _nodes
+from torch_dpsco.accounting.analysis.rdp import MAX_NOISE, PoissonMixture, gaussian_divergence, sampled_divergence
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
-from torch_dpsco.accounting.filters import _SLACK
+from torch_dpsco.accounting.budgets.budget import _SLACK
 from torch_dpsco.errors import ConditionError
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none

@@ -12,9 +12,14 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.mechanisms.exponential import FloatArray, _counts, _law, _points
-from torch_dpsco.mechanisms.shuffle import centered_sum, grid_values, round_randomly
-from torch_dpsco.mechanisms.shuffle_noise import BinomialNoise
-from torch_dpsco.mechanisms.shuffle_sizing import ShuffleParameters, vector_parameters
+from torch_dpsco.mechanisms.shuffle import (
+    BinomialNoise,
+    ShuffleParameters,
+    centered_sum,
+    grid_values,
+    round_randomly,
+    vector_parameters,
+)
 from torch_dpsco.noise import uniform
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.clipping import (
@@ -25,11 +30,11 @@ from torch_dpsco.theory.clipping import (
     safe_exp,
     sensitivity_factor,
 )
-from torch_dpsco.theory.heavy_averaged import _clip, strongly_convex_coefficients
-from torch_dpsco.theory.heavy_boosted import _gap
-from torch_dpsco.theory.heavy_inputs import OnePass
-from torch_dpsco.theory.heavy_phases import LocalizedPhase, halved_sizes
-from torch_dpsco.theory.heavy_reduction import _parts
+from torch_dpsco.theory.heavy_tailed.averaged import _clip, strongly_convex_coefficients
+from torch_dpsco.theory.heavy_tailed.boosted import _gap
+from torch_dpsco.theory.heavy_tailed.inputs import OnePass
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, halved_sizes
+from torch_dpsco.theory.heavy_tailed.reduction import _parts
 
 
 def clip_bias_constant(moment_order: float) -> float:

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_dpsco import _validate
-from torch_dpsco.theory.holder_mixture import (
+from torch_dpsco.theory.holder.paper import _checked, search_split_paper
+from torch_dpsco.theory.holder.stability import (
+    FloatArray,
+    RunPath,
+    _growth,
+    expansions,
+    iterate_bounds,
+    log_expansion,
+    path_sensitivity,
+    run_path,
+)
+from torch_dpsco.theory.output_sgd.mixture import (
     _TAIL,
     SensitivityLaw,
     _binomial,
@@ -18,11 +29,8 @@ from torch_dpsco.theory.holder_mixture import (
     _sigma,
     weighted_law,
 )
-from torch_dpsco.theory.holder_output_paper import _holder
-from torch_dpsco.theory.holder_paper import _checked, search_split_paper
-from torch_dpsco.theory.holder_radius import FloatArray, _growth, iterate_bounds
-from torch_dpsco.theory.holder_rounding import scaled_up
-from torch_dpsco.theory.holder_stability import RunPath, expansions, log_expansion, path_sensitivity, run_path
+from torch_dpsco.theory.output_sgd.paper import _holder
+from torch_dpsco.theory.rounding import scaled_up
 
 
 def uniform_delta(sigma: float, path: RunPath, sample_rate: float, epsilon: float) -> float:
@@ -284,7 +292,7 @@ def radius_growth(
 ) -> float:
     """Returns A(eta) with |w_{s+1}|^2 <= |w_s|^2 + A(eta) for a nonnegative convex loss, rounded up.
 
-    Formula and proof: `theory.holder_radius`.
+    Formula and proof: `theory.holder.stability`.
 
     Args:
         holder_exponent: alpha in [0, 1].

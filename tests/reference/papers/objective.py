@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.theory.objective_general import (
+from torch_dpsco.theory.linear.integrals import least_noise, log_normal_cdf
+from torch_dpsco.theory.linear.objective_general import (
     _folded,
     amp_delta_general,
     amp_sigma_general,
@@ -12,8 +13,7 @@ from torch_dpsco.theory.objective_general import (
     noise_level,
     spare_epsilon,
 )
-from torch_dpsco.theory.objective_integrals import least_noise, log_normal_cdf
-from torch_dpsco.theory.objective_monotone import _ROUNDING, _log_sum, amp_sigma_monotone
+from torch_dpsco.theory.linear.objective_monotone import _ROUNDING, _log_sum, amp_sigma_monotone
 
 
 def objpert_delta(epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:

@@ -31,16 +31,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import zhao_constant
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.losses.margin import Hinge
-from torch_dpsco.objectives.linear import LinearObjective
-from torch_dpsco.solvers.certificates import gap_certificate, primal_point
+from torch_dpsco.linear.objectives.linear import LinearObjective
+from torch_dpsco.linear.solvers.certificates import gap_certificate, primal_point
+from torch_dpsco.losses.classification import Hinge
 from torch_dpsco.theory.clipping import safe_exp
-from torch_dpsco.theory.holder_rounding import DOUBLE, scaled_up
-from torch_dpsco.theory.output_constants import _attack_length, noise_norms
-from torch_dpsco.theory.output_rounding import sum_terms
-from torch_dpsco.theory.output_sensitivity import erm_sensitivity, safe
-from torch_dpsco.theory.solvers import _count
-from torch_dpsco.theory.tilted import _spread
+from torch_dpsco.theory.linear.output import _attack_length, erm_sensitivity, noise_norms, safe
+from torch_dpsco.theory.linear.solvers import _count, sum_terms
+from torch_dpsco.theory.linear.tilted import _spread
+from torch_dpsco.theory.rounding import DOUBLE, scaled_up
 
 _MODES = ("tight", "paper")
 
@@ -353,7 +351,8 @@ def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, 
     """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
 
     It holds for any number of passes and any batches, and not for an average of iterates:
-    early iterates move by more, their uniform average by about log(n) times as much (`theory.bolt_on` computes it).
+    early iterates move by more, their uniform average by about log(n) times as much (`theory.output_sgd.bolt_on`
+    computes it).
 
     Args:
         lipschitz: L > 0, of the data-dependent part.

@@ -1,4 +1,22 @@
-"""Renyi curves to (epsilon, delta).
+"""Failure probabilities in a privacy statement, and a curve summarized as Gaussian differential privacy.
+
+A mechanism may be as private as its analysis says only up to an event of probability beta. Three kinds are told apart:
+
+* coupling: the noiseless outputs of the two data sets can be coupled so that they are close except with probability d.
+  By joint convexity of the hockey stick its delta is at most d + (1 - d) delta, with no factor e^epsilon;
+* transcript: the failure is a function of the pair of data sets and the transcript, and two mechanisms M and M* agree
+  until it happens. Then P(E) <= P*(E and good) + beta <= e^epsilon Q*(E and good) + delta + beta and the good part is
+  the same under M: it adds beta;
+* per side: on each data set on its own, M differs from M* with probability beta. Then P(E) <= P*(E) + beta
+  <= e^epsilon (Q(E) + beta) + delta + beta: it adds (1 + e^epsilon) beta.
+
+Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
+and per-side failures add up.
+
+Source: docs/proofs/accounting.md#failure-probabilities;
+docs/proofs/output.md#accuracy-in-expectation (per side).
+
+Renyi curves to (epsilon, delta).
 
 If D_a(P||Q) <= D for both orderings of every neighboring pair, the mechanism is (epsilon, delta)-DP with
 
@@ -13,13 +31,213 @@ Sato 2020; Canonne, Kamath and Steinke 2020.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate
-from torch_dpsco.accounting.analysis.convert_failures import delta_with_failure
+from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
+
+FailureKind = Literal["coupling", "transcript", "per_side"]
+
+_KINDS: tuple[FailureKind, ...] = ("coupling", "transcript", "per_side")
+
+
+def delta_with_failure(delta: float, failure: float, epsilon: float, kind: FailureKind) -> float:
+    """Returns the delta of a mechanism whose analysis holds except for a failure.
+
+    Args:
+        delta: in [0, 1], of the mechanism without the failure.
+        failure: total failure probability of this kind, in [0, 1].
+        epsilon: >= 0, at which delta holds; only "per_side" depends on it.
+        kind: "coupling" d + (1 - d) delta, "transcript" delta + beta, "per_side" delta + (1 + e^epsilon) beta.
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation.
+
+    Example:
+        >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
+        1.371828e-06
+    """
+    delta = _validate.between(0.0, 1.0, delta=delta)
+    failure = _validate.between(0.0, 1.0, failure=failure)
+    epsilon = _validate.nonnegative(epsilon=epsilon)
+    kind = _validate.choice(_KINDS, kind=kind)
+    if failure == 0:
+        return delta
+    kept = 1 - failure if kind == "coupling" else 1.0
+    total = kept * delta + _weight(epsilon, kind) * failure
+    # PRIVACY: rounded up (test_a_failure_is_never_undercharged)
+    return min(1.0, total * (1 + _ROUNDING))
+
+
+def delta_before_failure(delta: float, failure: float, epsilon: float, kind: FailureKind) -> float:
+    """Returns the delta that is left for the mechanism itself: the inverse of `delta_with_failure`.
+
+    Args:
+        delta: in [0, 1], of the whole statement.
+        failure: total failure probability of this kind, in [0, 1].
+        epsilon: >= 0, of the whole statement; only "per_side" depends on it.
+        kind: "coupling" (delta - d) / (1 - d), "transcript" delta - beta, "per_side" delta - (1 + e^epsilon) beta.
+
+    Returns:
+        delta in [0, 1], rounded down; 0 if the failure takes all of it.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: docs/proofs/accounting.md#failure-probabilities.
+
+    Example:
+        >>> round(delta_before_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="transcript"), 12)
+        9e-07
+    """
+    delta = _validate.between(0.0, 1.0, delta=delta)
+    failure = _validate.between(0.0, 1.0, failure=failure)
+    epsilon = _validate.nonnegative(epsilon=epsilon)
+    kind = _validate.choice(_KINDS, kind=kind)
+    if failure == 0:
+        return delta
+    # PRIVACY: what is taken away is rounded up (test_the_inverse_never_exceeds_the_delta_of_the_statement)
+    left = delta * (1 - _ROUNDING) - failure * _weight(epsilon, kind) * (1 + 4 * _ROUNDING)
+    if left <= 0:
+        return 0.0
+    return left / (1 - failure) * (1 - _ROUNDING) if kind == "coupling" else left
+
+
+def epsilon_with_failures(
+    delta: float,
+    epsilon_at: Callable[[float], float],
+    *,
+    coupling: float = 0.0,
+    transcript: float = 0.0,
+    per_side: float = 0.0,
+) -> float:
+    """Returns an epsilon at which a mechanism with failures satisfies delta.
+
+    epsilon solves epsilon = epsilon_at(delta'), delta' = (delta - beta_t - (1 + e^epsilon) beta_s - d) / (1 - d). The
+    right-hand side grows with epsilon, so that iterating from 0 climbs to the least solution; the value returned lies
+    above it and has been checked to satisfy the inequality.
+
+    Args:
+        delta: in (0, 1), of the whole statement.
+        epsilon_at: conversion of the mechanism itself, nonincreasing in delta.
+        coupling: total failure of couplings, d = 1 - prod(1 - d_i).
+        transcript: total of transcript failures, beta_t.
+        per_side: total of per-side failures, beta_s.
+
+    Returns:
+        epsilon >= 0, within a relative 1e-9 where it is not next to the largest that the failures admit; inf if they
+        take all of delta.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP if `epsilon_at` is valid for the mechanism itself.
+
+    Source: docs/proofs/accounting.md#failure-probabilities.
+
+    Example:
+        >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
+        >>> round(epsilon_with_failures(1e-5, lambda delta: gaussian_epsilon(0.1, delta), per_side=1e-6), 6)
+        0.347804
+    """
+    delta = _validate.open_interval(0.0, 1.0, delta=delta)
+
+    def bound(epsilon: float) -> float:
+        left = delta_before_failure(delta, transcript, epsilon, "transcript")
+        left = delta_before_failure(left, per_side, epsilon, "per_side")
+        left = delta_before_failure(left, coupling, epsilon, "coupling")
+        return epsilon_at(left) if 0 < left < 1 else math.inf
+
+    epsilon = 0.0
+    for round_number in range(400):
+        # PRIVACY: only a verified epsilon is returned (test_the_epsilon_with_failures_satisfies_delta)
+        padded = epsilon * (1 + 1e-9 * 2 ** (round_number // 20)) + 1e-12
+        if bound(padded) <= padded:
+            return bound(padded)  # smaller, and valid too, since less is taken away there
+        epsilon = bound(epsilon)
+        if math.isinf(epsilon):
+            break
+    return math.inf
+
+
+def mu_upper(epsilons: ArrayLike, deltas: ArrayLike, delta_min: float = 1e-10) -> float:
+    """Returns a mu for which a privacy curve lies below that of mu-GDP wherever delta >= delta_min, rounded up.
+
+    Between two points of the grid delta(epsilon) <= delta_i and epsilon < epsilon_(i+1): it suffices that the Gaussian
+    curve at epsilon_(i+1) is at least delta_i. A finer grid gives a smaller mu.
+
+    Args:
+        epsilons: (K,) ascending, the first one 0.
+        deltas: (K,) valid delta at each, in [0, 1], nonincreasing; the last one below delta_min.
+        delta_min: in (0, 1).
+
+    Returns:
+        mu >= 0, to a relative 1e-9; inf if a delta is 1.
+
+    Raises:
+        ValueError: an argument is out of range, or the curve does not start at 0 or stops above delta_min.
+
+    Guarantee: a summary "valid for delta >= delta_min", not GDP; compositions of it are not covered.
+
+    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
+
+    Example:
+        >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+        >>> grid = np.linspace(0, 6, 6001)
+        >>> round(mu_upper(grid, [gaussian_delta(0.5, epsilon) for epsilon in grid]), 2)
+        0.5
+    """
+    delta_min = _validate.open_interval(0.0, 1.0, delta_min=delta_min)
+    epsilon, delta = np.asarray(epsilons, dtype=np.float64), np.asarray(deltas, dtype=np.float64)
+    if epsilon.ndim != 1 or epsilon.size < 2 or delta.shape != epsilon.shape:
+        raise ValueError(f"epsilons and deltas must be 1-d, of one length >= 2 (got {epsilon.shape}, {delta.shape})")
+    if epsilon[0] != 0 or not np.all(np.diff(epsilon) > 0) or not math.isfinite(epsilon[-1]):
+        raise ValueError("epsilons must ascend from 0 and be finite")
+    if not (np.all((delta >= 0) & (delta <= 1)) and np.all(np.diff(delta) <= 0)):
+        raise ValueError("deltas must be in [0, 1] and nonincreasing")
+    if delta[-1] >= delta_min:
+        raise ValueError(f"deltas must reach below delta_min = {delta_min:g} (got {delta[-1]:g})")
+    relevant = np.flatnonzero(delta >= delta_min)
+    if relevant.size == 0:
+        return 0.0
+    if delta[0] == 1:
+        return math.inf
+    return _least_mu(epsilon[relevant + 1], np.log(delta[relevant]))
+
+
+def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
+    """Returns the least mu whose Gaussian curve is at least these values, rounded up."""
+
+    def covers(mu: float) -> bool:
+        # PRIVACY: the kernel is accurate to 1e-12 of the log (test_mu_upper_is_above_every_point_of_the_curve)
+        return bool(np.all(log_delta_curve(epsilon, mu) * (1 + 1e-12) >= log_delta))
+
+    low, high = 0.0, 1.0
+    while not covers(high):
+        low, high = high, 2 * high
+    while low == 0 and covers(high / 2):
+        high /= 2
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if covers(middle) else (middle, high)
+    return high
+
+
+def _weight(epsilon: float, kind: FailureKind) -> float:
+    """Returns the factor of a failure that is added to delta."""
+    if kind != "per_side":
+        return 1.0
+    return 1 + math.exp(epsilon) if epsilon < 700 else math.inf
+
 
 __all__ = ["RDPEpsilon", "delta_with_failure", "rdp_delta", "rdp_epsilon", "rdp_epsilon_at_order"]
 

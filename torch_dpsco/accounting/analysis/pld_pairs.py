@@ -26,8 +26,8 @@ from functools import cached_property
 import numpy as np
 from scipy.special import ndtr
 
-from torch_dpsco.accounting.analysis.mixtures import PoissonMixture
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import PoissonMixture
 
 UNIT = 2.0**-53  # relative error of one operation in double precision
 _BLOCK = 1 << 14  # panels integrated at once: the nodes stay in the cache

@@ -1,0 +1,1 @@
+"""Budgets, and the filters that decide before an event whether it still fits."""

@@ -1,0 +1,1 @@
+"""The ledger: what was charged, in memory and on disk."""

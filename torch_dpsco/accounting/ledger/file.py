@@ -1,0 +1,449 @@
+"""The high-water mark of a ledger file: how far it has come, in a small file beside it.
+
+A ledger file that was cut at the end of a line, or replaced by an older copy, is a valid ledger file. The mark tells it
+from the right one: it names the last run that charged, the number of events, and the number of marked releases.
+
+Order: the line of a charge is on the disk, then the mark is written, then the noise is drawn. So the mark is never
+ahead of the file: a crash between the two leaves a file that is one charge further than its mark, which is no error,
+and for that charge nothing was released. The mark is one write in place of less than a sector, complete or not made,
+whoever is killed; it is forced to the disk when the file is opened. So a power failure may leave a mark of some seconds
+ago, which refuses nothing that is right.
+
+Not seen: file and mark put back together, or both deleted.
+
+The ledger on disk: a file of JSON lines, only added to, each on the disk before the noise that it pays for is drawn.
+
+A killed process loses nothing: `LedgerFile.append` returns after fsync, and only then `Accountant.authorize` does. Each
+line carries a digest of itself and of the lines before it. The digests find damage and slips, not forgers: who may
+write the file may recompute them. A digest is 128 bits of SHA-256.
+
+Lines are of two kinds. A *state* (the first line, and what a checkpoint that knew more has brought) replaces all before
+it; a *charge* adds an event:
+
+    {"config": {..}, "digest": "..", "ledger": [..], "runs": [..]}
+    {"at": 7, "count": 1, "digest": "..", "event": {"type": ..}, "run": "..", "stepped": true}
+
+`at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
+`book.MARKS`. `releases` names the run of an optimizer, and how many releases it may have made once the line is there.
+
+A second file, `.mark`, knows how far the first had come (see `high_water`).
+
+A long file is made short when it is opened: a new file, whose one line is the state of all lines, takes its place at
+once. A crash leaves the old file or the new one under the name, and both know every charge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.ledger.book import Book, Place, Row
+from torch_dpsco.errors import PrivacyError, UtilityWarning
+
+_SIZE = 256  # bytes: written at once, within one sector
+
+
+class HighWater:
+    """The mark beside a ledger file, written by who holds the lock of that file.
+
+    Args:
+        path: of the ledger file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = f"{os.path.realpath(path)}.mark"
+        self._fd = -1
+
+    def read(self) -> Place | None:
+        """Returns how far the ledger file had come; None without a mark.
+
+        Raises:
+            PrivacyError: it is not what was written.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            return None
+        if not content:
+            return None  # a crash between its making and its first write
+        try:
+            row = json.loads(content)
+            place = str(row["run"]), check.count(events=row["events"]), check.count(releases=row["releases"])
+            if content != _content(place):
+                raise ValueError("it was altered")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise PrivacyError(
+                f"mark {self.path!r} of the ledger file is damaged ({type(error).__name__}): how much was spent is not "
+                f"known for certain; delete the mark only if the ledger file is known to be the newest one"
+            ) from error
+        return place
+
+    def write(self, place: Place, *, safe: bool = False) -> None:
+        """Moves the mark.
+
+        Args:
+            place: how far the ledger file has come, on the disk.
+            safe: wait until the mark is on the disk too.
+        """
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        os.write(self._fd, _content(place))
+        if safe:
+            os.fsync(self._fd)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the file that is written, if any, is the one that others find under its name."""
+        try:
+            return self._fd < 0 or os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _content(place: Place) -> bytes:
+    row = dict(zip(("run", "events", "releases"), place, strict=True))
+    text = json.dumps(row | {"digest": sha256(repr(place).encode()).hexdigest()[:32]})
+    return text.ljust(_SIZE - 1).encode() + b"\n"
+
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows: no lock; a second writer is then found by the size of the file
+    fcntl = None
+
+_NOWHERE: Place = ("", 0, 0)
+_LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
+# not inherited by programs that are started; O_APPEND: no write can hit an earlier line
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+
+
+class LedgerFile:
+    """A ledger file that is only added to, locked against other writers while it is open.
+
+    An existing file is read back and verified. A last line without its end was torn by a crash: then `authorize` had
+    not returned and no noise was drawn for it, so that it is dropped. Without a mark nobody knows that, and it is
+    charged, as a repetition of the charge before it.
+
+    Args:
+        path: of the file; made if it does not exist (its folder must).
+        must_exist: refuse to make it.
+
+    Raises:
+        PrivacyError: another process or accountant has the file open, a line is damaged, lines are missing that its
+            mark knows of, or it cannot be opened for reading and writing.
+
+    Guarantee:
+        Every event for which `append` has returned is in the file, also after kill -9 or a power failure, as far as
+        fsync keeps its promise. The file is never behind what was released.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
+        self.path = os.fspath(path)
+        self._mark = HighWater(self.path)
+        # PRIVACY: a new file in the place of a lost one knows of no charge (test_a_lost_file_is_not_made_anew)
+        if not os.path.exists(self.path) and (must_exist or self._mark.read() not in (None, _NOWHERE)):
+            reason = "must_exist=True" if must_exist else f"its mark {self._mark.path!r} knows of charges"
+            raise PrivacyError(f"ledger file {self.path!r} must exist ({reason}): put it back, or name the right file")
+        try:
+            self._fd = _opened(self.path)
+        except OSError as error:
+            raise PrivacyError(
+                f"ledger file {self.path!r} cannot be opened for reading and writing ({error}): without it nothing can "
+                f"be charged; name a file in a folder that exists, on a disk that can be written"
+            ) from error
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        self._mark_closer = weakref.finalize(self, self._mark.close)
+        self._size, self._digest, self._broken = 0, "", False
+        try:
+            known = self._mark.read()
+            self.book = self._read(known)
+            self._shorten()
+            self._sync(lambda: self._mark.write(self.book.place, safe=True))
+            # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
+            # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
+            self._sync(lambda: sync_folder(os.path.realpath(self.path)))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes and unlocks the file; a later `append` raises."""
+        self._broken = True
+        self._mark_closer()
+        self._closer()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return self._size == 0
+
+    @property
+    def awaits_name(self) -> bool:
+        """Whether it is open and empty, so that it does not say which ledger it is."""
+        return self.is_empty and not self._broken
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def append(self, row: Row) -> None:
+        """Writes a line and waits until it is on the disk.
+
+        Raises:
+            PrivacyError: it could not be written for certain, or somebody else changed the file, or it is closed;
+                nothing may be released for this line, nor charged to this file any more.
+        """
+        self._require_own()
+        line, digest = _line(self._digest, row)
+
+        def put() -> None:
+            _write(self._fd, line)
+            os.fsync(self._fd)
+
+        self._sync(put)
+        self._size, self._digest = self._size + len(line), digest
+
+    def note(self, place: Place) -> None:
+        """Notes in the mark how far the book has come whose lines were appended; before anything is released.
+
+        Raises:
+            PrivacyError: it could not be written.
+        """
+        self._sync(lambda: self._mark.write(place))
+
+    def _sync(self, put: Callable[[], None]) -> None:
+        self._broken = True  # until it is safe: after a failed fsync nobody knows what the disk holds
+        try:
+            put()
+        except OSError as error:
+            raise PrivacyError(
+                f"ledger file {self.path!r} could not be written ({error}): nothing more can be charged to it; make "
+                f"room, then a new accountant on the same file"
+            ) from error
+        self._broken = False
+
+    def _require_own(self) -> None:
+        if self._broken:
+            raise PrivacyError(f"ledger file {self.path!r} is closed or failed: make a new accountant on the same file")
+        now = os.fstat(self._fd)
+        try:
+            named = os.path.samestat(now, os.stat(self.path)) and self._mark.is_named
+        except OSError:
+            named = False
+        if now.st_size != self._size or not named:
+            # PRIVACY: charges must not go to a file that is gone, or that others do not find under its name
+            # (test_a_file_deleted_moved_or_changed_in_a_run_is_noticed)
+            raise PrivacyError(
+                f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in use, or its mark "
+                f"was: put it back as it was"
+            )
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, known: Place | None) -> Book:
+        lines = _contents(self._fd).split(b"\n")
+        torn, book, last = lines.pop(), Book(), None
+        for number, line in enumerate(lines, start=1):
+            row = self._verified(line)
+            if row is None:
+                raise PrivacyError(
+                    f"line {number} of ledger file {self.path!r} is damaged or altered: what was spent is not known; "
+                    f"restore the file from a copy"
+                )
+            book, last = self._follow(book, row, number)
+            self._size += len(line) + 1
+        self._require_all(book, known)
+        return self._mend(torn, book, last, marked=known is not None) if torn else book
+
+    def _require_all(self, book: Book, known: Place | None) -> None:
+        """Raises PrivacyError if the mark knows of more than the complete lines; warns without a mark."""
+        if known is not None and not book.reaches(known):
+            # PRIVACY: (test_every_cut_of_a_file_opens_with_all_charges_or_is_refused)
+            raise PrivacyError(
+                f"ledger file {self.path!r} must hold {known[1]} events of its last run, as its mark "
+                f"{self._mark.path!r} says (got {len(book.ledger)}): it was cut, emptied, or replaced by an older copy "
+                f"or another ledger; put the newest one back"
+            )
+        if known is None and len(book.ledger):
+            warnings.warn(
+                f"ledger file {self.path!r} has no mark {self._mark.path!r} (it is of an earlier version, or was "
+                f"copied without): whether it is the newest copy is not known",
+                UtilityWarning,
+                stacklevel=2,
+            )
+
+    def _verified(self, line: bytes) -> Row | None:
+        """Returns the row of a line and moves the chain of digests on; None if the line is not what was written."""
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                return None
+            digest = row.pop("digest", None)
+            if digest != _chained(self._digest, row):
+                return None
+        except (ValueError, RecursionError):  # no JSON, or nested without end
+            return None
+        self._digest = digest
+        return row
+
+    def _follow(self, book: Book, row: Row, number: int) -> tuple[Book, Row]:
+        try:
+            if "ledger" in row:
+                return Book.from_row(row), row
+            book.apply(row)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise PrivacyError(f"line {number} of ledger file {self.path!r} cannot be understood ({error})") from error
+        return book, row
+
+    def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
+        """Ends a torn line that is complete, drops another one, or without a mark replaces it by the one before."""
+        self._sync(lambda: os.ftruncate(self._fd, self._size))
+        before = self._digest
+        row = self._verified(torn)
+        self._digest = before
+        if row is None and marked:
+            # PRIVACY: the mark follows each line, before its noise
+            # (test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark)
+            self._sync(lambda: os.fsync(self._fd))
+            self._tell_of_torn("is dropped: it was not complete, so that nothing was released for it")
+            return book
+        if row is None:
+            # PRIVACY: over-counts, since authorize had not returned
+            # (test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark)
+            if last is None or "event" not in last:
+                self._sync(lambda: os.fsync(self._fd))
+                return book  # since the last state no charge was completed
+            row = {key: value for key, value in last.items() if key != "run"} | {"at": len(book.ledger)}
+        self.append(row)
+        self._tell_of_torn("is charged although nothing was released for it")
+        return self._follow(book, row, number=0)[0]
+
+    def _tell_of_torn(self, what: str) -> None:
+        warnings.warn(
+            f"the last line of ledger file {self.path!r} was torn by a crash; it {what}", UtilityWarning, stacklevel=2
+        )
+
+    # -- making it short ----------------------------------------------------------------------------------------------
+
+    def _shorten(self) -> None:
+        """Replaces a long file by the state that its lines come to; leaves it as it is where that cannot be done."""
+        old = os.fstat(self._fd)
+        if self._size < _LONG or old.st_nlink != 1:  # under a second name the old file would live on, and fall behind
+            return
+        line, digest = _line("", self.book.to_row())
+        # PRIVACY: only what reads back as the same book (test_a_state_that_loses_a_charge_replaces_nothing)
+        if 2 * len(line) > self._size or Book.from_row(json.loads(line)).digest() != self.book.digest():
+            return
+        new = _replaced(os.path.realpath(self.path), line, old)  # the file itself, where the name is a link
+        if new is None:
+            return
+        self._closer()
+        self._fd, self._closer = new, weakref.finalize(self, os.close, new)
+        self._size, self._digest = len(line), digest
+
+
+def _opened(path: str) -> int:
+    """Opens and locks the file of that name; while the lock was not yet held, another may have taken its place."""
+    while True:
+        fd = os.open(path, _FLAGS, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError("not a regular file")
+            _lock(fd, path)
+            # PRIVACY: a file without its name is not the one that others read (test_no_charge_is_lost_between_writers)
+            if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _lock(fd: int, path: str) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        # PRIVACY: two writers would each see half of what is spent (test_a_second_writer_is_refused)
+        raise PrivacyError(
+            f"ledger file {path!r} is in use by another accountant or process (also a worker that has not ended yet): "
+            f"two writers would each spend unseen by the other; close() the other one first"
+        ) from error
+
+
+def _replaced(path: str, content: bytes, old: os.stat_result) -> int | None:
+    """Puts a locked file with that content, owner and mode in the place of another; None if it could not be done."""
+    draft, fd = f"{path}.draft", -1
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(draft)  # of a crash
+        fd = os.open(draft, _FLAGS | os.O_EXCL, 0o600)
+        os.chmod(draft, stat.S_IMODE(old.st_mode))
+        made = os.fstat(fd)
+        if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
+            raise OSError("the file belongs to somebody else, who must be able to open it")
+        _lock(fd, draft)
+        _write(fd, content)
+        os.fsync(fd)
+        # PRIVACY: whole and on the disk before it gets the name (test_a_crash_at_any_point_leaves_the_old_or_the_new)
+        os.replace(draft, path)
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        with suppress(OSError):
+            os.unlink(draft)
+        if isinstance(error, OSError):
+            return None  # no room, no right: the old file is as good
+        raise
+    return fd
+
+
+def _line(before: str, row: Row) -> tuple[bytes, str]:
+    """Returns the line of a row, and its digest, which the next line continues."""
+    digest = _chained(before, row)
+    return json.dumps(row | {"digest": digest}, sort_keys=True).encode() + b"\n", digest
+
+
+def _chained(before: str, row: Row) -> str:
+    return hashlib.sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()[:32]
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _contents(fd: int) -> bytes:
+    os.lseek(fd, 0, os.SEEK_SET)
+    blocks = []
+    while block := os.read(fd, 2**20):
+        blocks.append(block)
+    return b"".join(blocks)
+
+
+def sync_folder(path: str) -> None:
+    """Makes the name of a new file survive a power failure, where folders can be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

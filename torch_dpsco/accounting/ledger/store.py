@@ -1,0 +1,529 @@
+"""Sums of pure epsilons: what answers a question at delta = 0.
+
+Let event t have P_t(S) <= e^(eps_t) Q_t(S) for every set S, whatever was released before it. Then the density ratio of
+the whole run is at most the product of the e^(eps_t) along its path: if their sum stays within a number fixed in
+advance, on every path, that number is the run's pure epsilon, whatever rule chose the events and the stop. A differing
+record lies in one part of a partition, so that of its parts the largest sum counts. No other conversion has a finite
+answer at delta = 0, and a failure probability is a delta.
+
+Sums are exact, in rational numbers, and rounded once, to the nearest float.
+
+Source: docs/proofs/accounting.md#pure-sums.
+
+Composed costs of a ledger: one row per distinct event, so that a sum over events is one product.
+
+Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition.
+
+The one lock of all ledgers: deciding and charging is one operation, also where several threads share an accountant.
+
+One for all and not one each: a ledger cannot be read while it is half changed, whoever holds it, and a fork waits until
+no charge is on its way, so that the child finds the lock free and every ledger whole.
+
+The ledger: counts of events, per partition and part, with their composed cost.
+
+Equal events share one counter, so that a million equal steps cost one entry. Totals are recomputed from the counts
+whenever they are asked for, so that saving and loading cannot make them drift.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, below_one
+from torch_dpsco.accounting.curves import Cost, Evaluation, cost_of, delta_of, epsilon_of
+from torch_dpsco.accounting.events import (
+    Event,
+    Parallel,
+    Repeat,
+    Sequential,
+    SimpleEvent,
+    event_from_json,
+    event_to_json,
+)
+from torch_dpsco.accounting.loss_laws import ComposedLaws
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
+
+_Places = Mapping[tuple[str, str], Mapping[SimpleEvent, int]]
+
+
+def pure_epsilon(event: SimpleEvent, adjacency: Adjacency) -> float:
+    """Returns the pure epsilon of an event; inf where there is none.
+
+    Raises:
+        AdjacencyError: the event has no guarantee under this adjacency.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import ApproxDP, Laplace
+        >>> noisy = Laplace(4.0, {"replace_one": 2.0})
+        >>> pure_epsilon(noisy, "replace_one"), pure_epsilon(ApproxDP(1.0, 1e-9), "replace_one")
+        (0.5, inf)
+    """
+    cost = cost_of(event, adjacency)
+    # PRIVACY: what may fail is not pure (test_what_has_no_pure_epsilon_is_named)
+    failing = cost.log_survival or cost.transcript or cost.per_side
+    return math.inf if failing else cost.pure
+
+
+def find_impure(places: _Places, adjacency: Adjacency) -> SimpleEvent | None:
+    """Returns the first event without a finite pure epsilon; None if there is none."""
+    events = (event for counts in places.values() for event in counts)
+    return next((event for event in events if math.isinf(pure_epsilon(event, adjacency))), None)
+
+
+def impurity(event: SimpleEvent) -> str:
+    """Returns in words why an event has no place at delta = 0, and the ways out."""
+    return (
+        f"{event} has no finite pure epsilon (delta = 0 has no Gaussian noise and no failure probability); give "
+        f"delta > 0, or release with pure noise (KNorm, Laplace)"
+    )
+
+
+def pure_sum(places: _Places, adjacency: Adjacency) -> float:
+    """Returns the pure epsilon of counted events: summed, over each partition the largest part.
+
+    Args:
+        places: counts of events per (partition, part); both names are empty for events that touch all records.
+        adjacency: neighboring relation, under which the partitions have a guarantee.
+
+    Returns:
+        The exact sum of the events' floats, rounded once to the nearest; inf if some event has no pure epsilon.
+
+    Raises:
+        AdjacencyError: an event has no guarantee under this adjacency.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import Pure
+        >>> parts = {("", ""): {Pure(0.1): 10}, ("p", "a"): {Pure(0.5): 1}, ("p", "b"): {Pure(0.25): 4}}
+        >>> pure_sum(parts, "replace_one")
+        2.0
+    """
+    largest: dict[str, Fraction] = {}
+    for (partition, _), counts in places.items():
+        terms = [(times, pure_epsilon(event, adjacency)) for event, times in counts.items()]
+        if any(math.isinf(epsilon) for _, epsilon in terms):
+            return math.inf
+        part = sum((times * Fraction(epsilon) for times, epsilon in terms), Fraction())
+        largest[partition] = max(part, largest.get(partition, part))
+    try:
+        return float(sum(largest.values(), Fraction()))
+    except OverflowError:
+        return math.inf
+
+
+Counts = Mapping[SimpleEvent, int]
+
+
+class Sum:
+    """Sequential composition of counted events under one adjacency, on one order grid.
+
+    Changing a count, or adding an event, takes no new sum over the others. The result depends on the counts and on the
+    order in which events came, and on nothing else.
+
+    Args:
+        adjacency: neighboring relation.
+        level: of the order grid (`curves.orders_at`).
+    """
+
+    def __init__(self, adjacency: Adjacency, level: int) -> None:
+        self._adjacency, self._level = adjacency, level
+        self._places: dict[SimpleEvent, int] = {}
+        self._rows = np.empty((1, len(Cost.zero(level).row)))
+        self._times = np.empty(1)
+
+    def put(self, event: SimpleEvent, times: int) -> None:
+        """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
+        place = self._places.get(event)
+        if place is None:
+            place = self._write(len(self._places), event)
+            self._places[event] = place
+        self._times[place] = times
+
+    def _write(self, place: int, event: SimpleEvent) -> int:
+        row = cost_of(event, self._adjacency, self._level).row
+        if place == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+            self._times = np.concatenate([self._times, np.empty_like(self._times)])
+        self._rows[place] = row
+        return place
+
+    def cost(self, changed: Counts | None = None) -> Cost:
+        """Returns the composed cost, as if some events had happened another number of times, >= 1."""
+        last, places = len(self._places), []
+        for event in changed or ():
+            place = self._places.get(event)
+            if place is None:  # written behind the known ones, where `put` will write it too
+                place = self._write(last, event)
+                last += 1
+            places.append(place)
+        if not last:
+            return Cost.zero(self._level)
+        times = self._times[:last].copy()
+        times[places] = list((changed or {}).values())
+        with np.errstate(invalid="ignore"):  # nan marks what is not defined
+            return Cost.of_row(times @ self._rows[:last])
+
+
+def total_of(counts: Counts, adjacency: Adjacency, level: int) -> Cost:
+    """Returns the sequential composition of counted events."""
+    total = Sum(adjacency, level)
+    for event, times in counts.items():
+        total.put(event, times)
+    return total.cost()
+
+
+class Totals:
+    """What a ledger costs under one adjacency, on one order grid.
+
+    Args:
+        adjacency: neighboring relation.
+        level: of the order grid.
+    """
+
+    def __init__(self, adjacency: Adjacency, level: int) -> None:
+        self.base = Sum(adjacency, level)
+        self._largest: dict[str, Cost] = {}  # per partition
+
+    def grow(self, partition: str, part: Cost) -> None:
+        """Notes the cost of a part. It only ever grows, so that the running maximum over parts stays exact."""
+        known = self._largest.get(partition)
+        self._largest[partition] = part if known is None else known.maximum(part)
+
+    def cost(self, base: Counts | None = None, parts: Totals | None = None) -> Cost:
+        """Returns the composed cost, as if base events had other counts, and some parts the costs of `parts`."""
+        largest = dict(self._largest)
+        for partition, part in (parts._largest if parts is not None else {}).items():
+            known = largest.get(partition)
+            largest[partition] = part if known is None else known.maximum(part)
+        total = self.base.cost(base)
+        for partition in sorted(largest):  # in one order, so that the same events always give the same bits
+            total = total + largest[partition]
+        return total
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+LOCK = threading.RLock()
+
+if hasattr(os, "register_at_fork"):  # elsewhere processes are not forked
+    # PRIVACY: (test_a_fork_during_a_charge_leaves_a_whole_ledger_and_a_free_lock)
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+
+
+def locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Returns the function, run by one thread at a time among all that are locked; calls within it may nest."""
+
+    @wraps(method)
+    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with LOCK:
+            return method(*args, **kwargs)
+
+    return alone
+
+
+_BASE = ("", "")  # partition and part of events that touch all records
+_POSITIONAL = ("positional", False)
+_Place = tuple[str, str]
+_Counts = dict[SimpleEvent, int]
+_Kinds = dict[str, tuple[str, bool]]  # per partition: how it was cut, and whether its key is public
+
+
+def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
+    if isinstance(event, Repeat):
+        yield from _flatten(event.event, count * event.n)
+    elif isinstance(event, Sequential):
+        for inner in event.events:
+            yield from _flatten(inner, count)
+    elif isinstance(event, Parallel):
+        for part, events in event.items():
+            for inner in events:
+                for place, simple, times in _flatten(inner, count):
+                    if place != _BASE:
+                        raise ValueError(f"partition {event.partition!r} must not contain another (got {place[0]!r})")
+                    yield (event.partition, part), simple, times
+    elif not isinstance(event, SimpleEvent):
+        raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
+    elif count:
+        yield _BASE, event, count
+
+
+def _kinds(event: Event) -> Iterator[tuple[str, tuple[str, bool]]]:
+    if isinstance(event, Parallel):
+        yield event.partition, (event.partition_kind, event.key_public)
+    for inner in (event.event,) if isinstance(event, Repeat) else event.events if isinstance(event, Sequential) else ():
+        yield from _kinds(inner)
+
+
+def _require_defined(kinds: _Kinds, adjacency: Adjacency) -> None:
+    """Raises AdjacencyError where the largest part is no bound."""
+    for name, (kind, key_public) in kinds.items():
+        if kind == "positional" and adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                f"parts cut by position have no add_remove guarantee (partition {name!r}): removing a record shifts "
+                f"all later positions"
+            )
+        if kind == "keyed" and adjacency == REPLACE_ONE and not key_public:
+            # PRIVACY: (test_keyed_parts_have_no_replace_one_guarantee)
+            raise AdjacencyError(
+                f"parts by key have no replace_one guarantee (partition {name!r}): the new record may carry another "
+                f"key, so that two parts change; a public key that is kept needs key_public=True"
+            )
+
+
+class Ledger:
+    """Events recorded so far.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import Gaussian
+        >>> ledger = Ledger()
+        >>> ledger.add(Gaussian(2.0, {"replace_one": 1.0}), 4)
+        >>> len(ledger), round(ledger.epsilon(1e-5, "replace_one"), 3)
+        (4, 4.377)
+    """
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self._length = 0
+        self._latest: Event | None = None  # event that touches all records
+        self.distinct: set[SimpleEvent] = set()  # wherever they were charged
+        self._counts: dict[_Place, _Counts] = {}
+        self._kinds: _Kinds = {}
+        self._parts: dict[str, list[_Place]] = {}
+        self._totals: dict[tuple[Adjacency, int], Totals] = {}
+        for event in events:
+            self.add(event)
+
+    def __len__(self) -> int:
+        """Number of events, counting repetitions."""
+        return self._length
+
+    def entries(self) -> Iterator[tuple[str, str, SimpleEvent, int]]:
+        """Yields (partition, part, event, count); both names are empty for events that touch all records."""
+        with LOCK:  # a list: others may charge while the caller reads on
+            found = [
+                (*place, event, times) for place, counts in self._counts.items() for event, times in counts.items()
+            ]
+        yield from found
+
+    @locked
+    def includes(self, other: Ledger) -> bool:
+        """Returns whether every event of another ledger is here, at least as often."""
+        mine = {(partition, part, event): times for partition, part, event, times in self.entries()}
+        return all(mine.get((place, part, event), 0) >= times for place, part, event, times in other.entries())
+
+    def add(self, event: Event, count: int = 1) -> None:
+        """Records an event `count` times. The whole event is checked before anything is recorded."""
+        with LOCK:
+            known = isinstance(event, SimpleEvent) and (event is self._latest or event in self._counts.get(_BASE, {}))
+            if known and type(count) is int and count > 0:  # what most steps are
+                self._add_again(event, count)
+            else:
+                self._add(event, count)
+
+    def _add(self, event: Event, count: int) -> None:
+        entries, kinds = list(_flatten(event, check.count(count=count))), self._kinds_with(event)
+        if not entries:
+            return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
+        self._require_room(sum(times for _, _, times in entries))
+        self._kinds = kinds
+        # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
+        totals, self._totals = self._totals, {}
+        for place, simple, times in entries:
+            if place not in self._counts:
+                self._counts[place] = {}
+                self._parts.setdefault(place[0], []).append(place)
+            counts = self._counts[place]
+            counts[simple] = counts.get(simple, 0) + times
+            self.distinct.add(simple)
+            self._length += times
+            self._update(totals, place, simple)
+        self._totals = totals
+
+    def _add_again(self, event: Any, count: int) -> None:
+        self._require_room(count)
+        totals, self._totals = self._totals, {}  # as in `add`
+        counts = self._counts[_BASE]
+        counts[event] = times = counts[event] + count
+        self._length += count
+        for known in totals.values():  # each has the event already
+            known.base.put(event, times)
+        self._totals, self._latest = totals, event
+
+    def _require_room(self, events: int) -> None:
+        length = self._length + events
+        if length > sys.maxsize:
+            raise ValueError(f"count must leave at most {sys.maxsize} events in the ledger (got {length})")
+
+    def _kinds_with(self, event: Event | None) -> _Kinds:
+        kinds = dict(self._kinds)
+        for name, kind in _kinds(event) if event is not None else ():
+            if kinds.setdefault(name, kind) != kind:
+                raise ValueError(f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})")
+        return kinds
+
+    def _update(self, known: dict[tuple[Adjacency, int], Totals], place: _Place, event: SimpleEvent) -> None:
+        for key, totals in list(known.items()):
+            try:
+                if place == _BASE:
+                    totals.base.put(event, self._counts[place][event])
+                else:
+                    totals.grow(place[0], total_of(self._counts[place], *key))
+            except AdjacencyError:  # recorded all the same; a query under that adjacency raises
+                del known[key]
+
+    def _totals_at(self, adjacency: Adjacency, level: int) -> Totals:
+        if (adjacency, level) not in self._totals:
+            totals = Totals(adjacency, level)
+            for place, counts in self._counts.items():
+                if place != _BASE:
+                    totals.grow(place[0], total_of(counts, adjacency, level))
+            for event, times in self._counts.get(_BASE, {}).items():
+                totals.base.put(event, times)
+            self._totals[adjacency, level] = totals
+        return self._totals[adjacency, level]
+
+    def _changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
+        """Returns the counts that recording an event `count` times would change, as they would be."""
+        changed: dict[_Place, _Counts] = {}
+        for place, simple, times in _flatten(extra, count) if extra is not None else ():
+            counts = changed.setdefault(place, {})
+            counts[simple] = counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
+        return changed
+
+    @locked
+    def adds_nothing(self, event: Event, count: int = 1) -> bool:
+        """Returns whether no cost grows by the event: each part that it touches stays within another one.
+
+        The next batch of one pass, for instance. Compares with two parts of the partition only (a pilot may be one).
+        """
+        changed = self._changed(event, count)
+        self._kinds_with(event)  # raises if the partition is cut in another way
+        for place, counts in changed.items():
+            others = [self._counts[other] for other in self._parts.get(place[0], ())[:2] if other != place]
+            # PRIVACY: (test_only_a_part_within_another_one_adds_nothing)
+            if place == _BASE or not any(all(o.get(e, 0) >= k for e, k in counts.items()) for o in others):
+                return False
+        return bool(changed)
+
+    @locked
+    def cost(self, adjacency: Adjacency, level: int = 0, extra: Event | None = None, count: int = 1) -> Cost:
+        """Returns the composed cost, with `extra` as if it had been recorded `count` more times.
+
+        Raises:
+            AdjacencyError: some event has no guarantee under this adjacency.
+        """
+        _require_defined(self._kinds_with(extra), adjacency)
+        totals, changed = self._totals_at(adjacency, level), self._changed(extra, count)
+        base, parts = changed.pop(_BASE, None), Totals(adjacency, level)
+        for place, counts in changed.items():
+            parts.grow(place[0], total_of(self._counts.get(place, {}) | counts, adjacency, level))
+        return totals.cost(base, parts)
+
+    @locked
+    def evaluate(
+        self,
+        delta: float,
+        adjacency: Adjacency,
+        method: str = "best",
+        *,
+        extra: Event | None = None,
+        count: int = 1,
+        enough: float = 0.0,
+    ) -> Evaluation:
+        """Returns epsilon at delta with its method.
+
+        Args:
+            delta: in [0, 1); at 0 epsilon is the sum of pure epsilons.
+            adjacency: neighboring relation.
+            method: see `curves.epsilon_of`; at delta = 0 "best" or "pure".
+            extra: an event, as if it had been recorded `count` more times.
+            count: >= 0.
+            enough: an epsilon below which a cheaper bound will do.
+
+        Raises:
+            InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
+        """
+        if below_one(delta=delta) == 0:
+            return self._evaluate_pure(adjacency, method, extra, count)
+        laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
+        return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
+
+    def _evaluate_pure(self, adjacency: Adjacency, method: str, extra: Event | None, count: int) -> Evaluation:
+        if method not in ("best", "pure"):
+            raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
+        epsilon, culprit = self.pure(adjacency, extra, count), self.find_impure(adjacency, extra, count)
+        if culprit is not None:
+            raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
+        return Evaluation(epsilon, "pure")
+
+    @locked
+    def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
+        """Returns the sum of pure epsilons (see `pure_sums`), inf if some event has none; raises as `cost` does."""
+        # PRIVACY: parts without a guarantee have no maximum either (test_at_delta_0_the_largest_part_counts)
+        _require_defined(self._kinds_with(extra), adjacency)
+        return pure_sum(self.counts(extra, count), adjacency)
+
+    @locked
+    def find_impure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> SimpleEvent | None:
+        """Returns the first event that has no finite pure epsilon; None if there is none."""
+        return find_impure(self.counts(extra, count), adjacency)
+
+    def epsilon(self, delta: float, adjacency: Adjacency, method: str = "best") -> float:
+        """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""
+        return self.evaluate(delta, adjacency, method).epsilon
+
+    @locked
+    def delta(self, epsilon: float, adjacency: Adjacency) -> float:
+        """Returns delta at epsilon under an adjacency."""
+        return delta_of(lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency))
+
+    @locked
+    def mu(self, adjacency: Adjacency, delta_min: float) -> float | None:
+        """Returns a mu whose Gaussian curve covers that of the ledger where delta >= delta_min; None without a figure.
+
+        Not Gaussian differential privacy (see `pld.gdp_upper`); failures are not covered.
+        """
+        return ComposedLaws(self.counts, adjacency).mu(delta_min)
+
+    @locked
+    def counts(self, extra: Event | None = None, count: int = 1) -> dict[tuple[str, str], dict[SimpleEvent, int]]:
+        """Returns the counts per (partition, part), with `extra` as if it had been recorded `count` more times."""
+        changed = self._changed(extra, count)
+        places = dict.fromkeys((*self._counts, *changed))
+        return {place: self._counts.get(place, {}) | changed.get(place, {}) for place in places}
+
+    @locked
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the entries as JSON objects with bit-exact floats."""
+        rows = []
+        for partition, part, event, times in self.entries():
+            row = event_to_json(event) | {"count": times}
+            if partition:
+                row = {"type": "Parallel", "partition": partition, "parts": {part: [row]}}
+                kind, key_public = self._kinds[partition]
+                if (kind, key_public) != _POSITIONAL:
+                    row |= {"partition_kind": kind, "key_public": key_public}
+            rows.append(row)
+        return rows
+
+    @classmethod
+    def from_json(cls, rows: Iterable[dict[str, Any]]) -> Ledger:
+        """Builds a ledger from JSON objects (see `events.event_from_json`; "count" repeats an event)."""
+        return cls(event_from_json(row) for row in rows)
+
+    @locked
+    def digest(self) -> str:
+        """Returns the SHA-256 of the entries in a canonical order."""
+        rows = sorted(json.dumps(row, sort_keys=True) for row in self.to_json())
+        return hashlib.sha256("\n".join(rows).encode()).hexdigest()

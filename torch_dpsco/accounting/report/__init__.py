@@ -1,0 +1,1 @@
+"""What was spent, in numbers and in sentences."""

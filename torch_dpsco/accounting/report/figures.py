@@ -1,0 +1,363 @@
+"""What was spent, in numbers that can be quoted: epsilon per adjacency, unit, events and assumptions.
+
+`torch_dpsco.accounting.report.statement` puts them into plain words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Context
+from fractions import Fraction
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.designs import BaseEvent, Design
+from torch_dpsco.accounting.events import (
+    AboveThreshold,
+    Event,
+    Gaussian,
+    Laplace,
+    NonPrivate,
+    PoissonGaussian,
+    Repeat,
+    SimpleEvent,
+    WORGaussian,
+    clipped_gaussian,
+)
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.stated import GDP, KNorm
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
+
+_MEANING = {
+    ADD_REMOVE: "the data set has one {unit} more or less",
+    ZERO_OUT: "one {unit} is replaced by a null record",
+    REPLACE_ONE: "one {unit} is replaced by any other",
+}
+_SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
+
+
+def rounded_up(value: float, digits: int = 4) -> str:
+    """Returns the value >= 0 with that many significant digits (1 to 15), never less than it is.
+
+    Example:
+        >>> rounded_up(0.99991), rounded_up(1e-5), rounded_up(float("inf"))
+        ('1', '1e-05', 'inf')
+    """
+    # PRIVACY: printed figures are quoted, and typed in again as a budget (test_no_printed_epsilon_is_rounded_down)
+    exact = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(exact):.{digits}g}"
+
+
+def attack_advantage(epsilon: float, delta: float) -> float:
+    """Returns the largest possible (true - false positive rate) of a test which of two neighboring data sets was used.
+
+    Proof. For a test with true positive rate t and false positive rate f, (epsilon, delta)-DP of "says yes" gives
+    t <= e^epsilon f + delta, and of "says no", with the data sets exchanged, 1 - f <= e^epsilon (1 - t) + delta. Their
+    sum is (1 + e^epsilon)(t - f) <= e^epsilon - 1 + 2 delta, hence
+
+        t - f <= (e^epsilon - 1 + 2 delta) / (e^epsilon + 1) = tanh(epsilon/2) + 2 delta / (e^epsilon + 1).
+
+    Where both data sets are equally likely, the test is right with probability (1 + t - f)/2, at most
+    (e^epsilon + delta) / (e^epsilon + 1). The mechanism that tells the truth with probability delta, and else answers
+    by epsilon-randomized response, attains it.
+
+    Args:
+        epsilon: >= 0, inf allowed.
+        delta: in [0, 1].
+
+    Returns:
+        The advantage in [0, 1], rounded up.
+
+    Example:
+        >>> round(attack_advantage(1.0, 1e-5), 4), attack_advantage(float("inf"), 0.0)
+        (0.4621, 1.0)
+    """
+    epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
+    decay = math.exp(-epsilon)
+    # PRIVACY: an upper bound (test_no_attack_on_gaussian_noise_beats_the_stated_bound)
+    return min(1.0, (math.tanh(epsilon / 2.0) + 2.0 * delta * decay / (1.0 + decay)) * _SLACK)
+
+
+def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, float]:
+    """Returns (k epsilon, k e^((k-1) epsilon) delta), which holds for k records where (epsilon, delta) holds for one.
+
+    Proof. Change the records one by one: P_0(S) <= e^epsilon P_1(S) + delta <= .. <= e^(k epsilon) P_k(S) + delta
+    (1 + e^epsilon + .. + e^((k-1) epsilon)), and each of the k terms is at most the last.
+
+    Args:
+        epsilon: >= 0, inf allowed.
+        delta: in [0, 1].
+        size: k >= 1.
+
+    Returns:
+        Both figures, rounded up; a delta of 1.0 is no guarantee.
+
+    Example:
+        >>> group_guarantee(1.0, 1e-5, 1)[0] >= 1.0, round(group_guarantee(1.0, 1e-5, 3)[1], 6)
+        (True, 0.000222)
+    """
+    epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
+    k = check.positive_count(size=size)
+    if delta == 0:
+        return _multiple(k, epsilon), 0.0
+    exponent = math.log(k) + (k - 1) * epsilon if k > 1 else 0.0
+    log_delta = exponent + math.log(delta)
+    # the rounding of log_delta is relative to its terms, and that of exp(log_delta) is absolute in log_delta
+    rounding = 1e-15 * (exponent + abs(math.log(delta)))
+    return k * epsilon * _SLACK, 1.0 if log_delta >= 0 else min(1.0, math.exp(log_delta + rounding) * _SLACK)
+
+
+def _multiple(k: int, epsilon: float) -> float:
+    """Returns k epsilon, rounded up only where it is no float: 2 x 1 is printed as 2."""
+    product = k * epsilon
+    short = math.isfinite(product) and Fraction(product) < k * Fraction(epsilon)
+    return math.nextafter(product, math.inf) if short else product
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Equal events of a ledger in one line.
+
+    Args:
+        event: the event.
+        count: how often; for parts the largest number on one of them.
+        passes: number of partitions of the data into disjoint parts; 0 for events that touch all records.
+        parts: parts of each pass that were charged with it; 0 for events that touch all records.
+    """
+
+    event: SimpleEvent
+    count: int
+    passes: int = 0
+    parts: int = 0
+
+    def __str__(self) -> str:
+        if not self.passes:
+            return f"{self.count} x {self.event}"
+        times = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        parts = "1 disjoint part" if self.parts == 1 else f"{self.parts} disjoint parts, on each"
+        return f"{times} over {parts} at most {self.count} x {self.event}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is public about a run.
+
+    Args:
+        name: of the optimizer's class.
+        design: how batches are drawn.
+        event: of one step on a given batch, without sampling (`MeanOracle.event`), or of the only release.
+        steps: made so far, >= 0.
+        planned: steps declared in advance; None if they were not.
+        finalized: whether the answer was installed, so that no step can follow.
+        assumptions: what its oracle takes for granted beside what all do.
+        repeatable: whether the noise comes from a generator of the caller's.
+    """
+
+    name: str
+    design: Design
+    event: BaseEvent
+    steps: int
+    planned: int | None
+    finalized: bool
+    assumptions: tuple[str, ...] = ()
+    repeatable: bool = False
+
+    @property
+    def unfinished(self) -> int:
+        """Planned steps that were not made."""
+        return max(0, (self.planned or 0) - self.steps)
+
+    def ahead(self) -> Event | None:
+        """Returns the event of the planned steps that were not made; None without a plan."""
+        if self.planned is None or not isinstance(self.event, (Gaussian, NonPrivate)):
+            return None
+        last = self.design.steps_per_epoch if self.design.one_pass else self.planned
+        whole = self.design.event(self.event, max(min(self.planned, last), self.steps))
+        done = self.design.event(self.event, self.steps)
+        if isinstance(whole, Repeat) and isinstance(done, Repeat) and whole.event == done.event:
+            return Repeat(whole.event, whole.n - done.n)
+        return self.design.event(self.event, self.unfinished)
+
+
+@dataclass(frozen=True)
+class OneRelease(Run):
+    """What is public about a run that releases its final answer only."""
+
+    def ahead(self) -> Event | None:
+        """Returns the event of the release, as long as it was not made."""
+        return None if self.finalized else self.event
+
+
+@dataclass(frozen=True)
+class PrivacyReport:
+    """Epsilon spent at delta under each adjacency that all events support.
+
+    Args:
+        epsilons: epsilon per adjacency.
+        delta: the delta of all figures; 0 is pure differential privacy.
+        adjacency: the adjacency of the guarantee (the others are information).
+        unit: what one record is.
+        method: how the guarantee's epsilon was computed, with its Renyi order if any.
+        charges: what was charged, one per kind of event.
+        assumptions: what must hold for the figures to be true.
+        budget: the budget, if there is one.
+        advantage: bound of (true - false positive rate) of any test which of two neighboring data sets was used. From
+            the whole privacy curve: at most `attack_advantage(epsilon, delta)`, and often far less.
+        planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
+        advice: what would cost less for the same work.
+        ledger_id: random name of the ledger, as its file and checkpoints have it.
+    """
+
+    epsilons: dict[Adjacency, float]
+    delta: float
+    adjacency: Adjacency
+    unit: str
+    method: str
+    charges: tuple[Charge, ...]
+    assumptions: tuple[str, ...]
+    budget: Budget | None
+    advantage: float
+    planned_epsilon: float | None = None
+    advice: tuple[str, ...] = ()
+    ledger_id: str = field(default="", compare=False)
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the guarantee."""
+        return self.epsilons[self.adjacency]
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """One line per kind of event."""
+        return tuple(map(str, self.charges))
+
+    def __str__(self) -> str:
+        lines = [
+            f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy, {self.adjacency}: "
+            f"{_MEANING[self.adjacency].format(unit=self.unit)} ({self.method})"
+        ]
+        if self.budget is not None:
+            lines.append(f"  budget: epsilon {self.budget.epsilon:g} at delta {self.budget.delta:g}")
+        lines += [f"  {name}: epsilon {rounded_up(e)}" for name, e in self.epsilons.items() if name != self.adjacency]
+        lines += [f"  event: {line}" for line in self.events]
+        lines += [f"  assumes: {line}" for line in self.assumptions]
+        lines += [f"  advice: {line}" for line in self.advice]
+        lines += [f"  ledger: {self.ledger_id}"] if self.ledger_id else []
+        return "\n".join(lines)
+
+
+def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
+    events = {type(event) for _, _, event, _ in ledger.entries()}
+    gaussians = (Gaussian, PoissonGaussian, WORGaussian)
+    exact = {event.exact for _, _, event, _ in ledger.entries() if isinstance(event, gaussians)}
+    whose = "one record per example" if unit == "example" else f"all rows of a {unit} carry its id, and no other does"
+    lines = [whose, "noise, rates and number of steps fixed before the run"]
+    if PoissonGaussian in events:
+        lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
+    if WORGaussian in events:
+        lines.append("batches drawn by the optimizer's own fixed-size loader, kept secret; public data set size")
+    partitions = {partition for partition, _, _, _ in ledger.entries() if partition}
+    if any(partition.startswith("assigned/") for partition in partitions):
+        lines.append(
+            "records assigned to batches by the optimizer's own loader, independently of the data, kept secret"
+        )
+    if any(not partition.startswith("assigned/") for partition in partitions):
+        lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
+    if True in exact:
+        lines.append("exact discrete Gaussian noise on a public grid, from uniform random bytes")
+    # PRIVACY: one release of floating-point noise is enough (test_mixed_ledgers_keep_the_sentence)
+    if False in exact or GDP in events:
+        lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
+    if events & {Laplace, KNorm, AboveThreshold}:
+        lines.append("ideal Laplace or K-norm noise (floating-point attacks on the noise are out of scope)")
+    return tuple(lines)
+
+
+def _charges(ledger: Ledger) -> tuple[Charge, ...]:
+    whole: list[Charge] = []
+    parts: dict[tuple[str, SimpleEvent], set[str]] = {}
+    largest: dict[tuple[str, SimpleEvent], int] = {}
+    for partition, part, event, count in ledger.entries():
+        if not partition:
+            whole.append(Charge(event, count))
+            continue
+        parts.setdefault((partition, event), set()).add(part)
+        largest[partition, event] = max(count, largest.get((partition, event), 0))
+    passes = Counter((event, count, len(parts[partition, event])) for (partition, event), count in largest.items())
+    return (*whole, *(Charge(event, count, times, size) for (event, count, size), times in passes.items()))
+
+
+def _advice(ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float) -> tuple[str, ...]:
+    """Returns the way out where random batches of fixed size cost more than a pass over disjoint ones."""
+    entries = list(ledger.entries())
+    event, times = (entries[0][2], entries[0][3]) if len(entries) == 1 else (None, 0)
+    if not isinstance(event, WORGaussian) or times * event.batch_size > event.dataset_size:
+        return ()
+    one_pass = Ledger([clipped_gaussian(event.noise_multiplier)]).epsilon(delta, adjacency)
+    if one_pass >= epsilon:
+        return ()
+    return (
+        f"{times} random batches cost more than one pass over disjoint batches with the same noise would "
+        f"(epsilon {rounded_up(one_pass)}): use design=Disjoint({event.batch_size}, {event.dataset_size})",
+    )
+
+
+def _total_variation(ledger: Ledger, adjacency: Adjacency) -> float:
+    # delta at epsilon 0, computed to 1e-12 relative and 1e-15 absolute where it is not an upper bound by itself
+    # (test_the_reported_advantage_is_exact_for_unsampled_gaussians)
+    delta = ledger.delta(0.0, adjacency)
+    return min(1.0, delta * (1.0 + 1e-12) + 1e-15) if delta else 0.0
+
+
+def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
+    return epsilon if budget is None else budget.quoted(epsilon, delta)
+
+
+def make_report(
+    ledger: Ledger,
+    delta: float,
+    adjacency: Adjacency,
+    unit: str,
+    budget: Budget | None,
+    ahead: Event | None = None,
+) -> PrivacyReport:
+    """Builds the report of a ledger.
+
+    Args:
+        ledger: what was charged.
+        delta: in [0, 1).
+        adjacency: that of the guarantee.
+        unit: what one record is.
+        budget: the budget, if there is one.
+        ahead: event of what is still planned, if there is a plan.
+
+    Raises:
+        AdjacencyError: some event has no guarantee under `adjacency`.
+        InfeasibleError: delta is 0 and some event has no pure epsilon under `adjacency`.
+    """
+    evaluation = ledger.evaluate(delta, adjacency)
+    epsilons = {adjacency: _quoted(evaluation.epsilon, delta, budget)}
+    for other in ADJACENCIES:
+        try:
+            epsilons.setdefault(other, _quoted(ledger.epsilon(delta, other), delta, budget))
+        except (AdjacencyError, InfeasibleError):  # an event has no guarantee there: the report leaves the line out
+            continue
+    method = evaluation.method if evaluation.order is None else f"{evaluation.method}, order {evaluation.order:.4g}"
+    method += ", the largest tried" if evaluation.order == MAX_ORDER else ""
+    return PrivacyReport(
+        epsilons=epsilons,
+        delta=delta,
+        adjacency=adjacency,
+        unit=unit,
+        method=method,
+        charges=_charges(ledger),
+        assumptions=_assumptions(ledger, unit),
+        budget=budget,
+        advantage=min(attack_advantage(evaluation.epsilon, delta), _total_variation(ledger, adjacency)),
+        planned_epsilon=None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon,
+        advice=_advice(ledger, delta, adjacency, evaluation.epsilon),
+    )

@@ -1,0 +1,192 @@
+"""The privacy statement: what a run guarantees, to whom and under which conditions, as text, markdown or JSON.
+
+A statement is made from public values only: the report of a ledger, the design and the step counts of a run. No field
+of it has ever seen a record, so that it may be published with the model. Figures are rounded up, never down.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.accounting.events import event_to_json
+from torch_dpsco.accounting.report.figures import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
+from torch_dpsco.accounting.report.wording import (
+    GROUPS,
+    WORLDS,
+    Section,
+    accuracy,
+    headline,
+    odds_factor,
+    sections,
+    warning_sentences,
+)
+
+__all__ = ["Run", "Section", "Statement", "make_statement"]
+
+_SCHEMA, _SCHEMA_VERSION = "torch_dpsco.privacy_statement", 1
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A privacy statement: `str()` or `print` for text, `markdown()` for a privacy card, `json()` for machines.
+
+    Args:
+        headline: the guarantee in one sentence.
+        warnings: what a reader must know before quoting it.
+        sections: everything else.
+        report: the exact figures.
+        run: the run that they are about.
+        version: of the library that computed them.
+
+    Example:
+        >>> from torch_dpsco.accounting.accountant import Accountant
+        >>> from torch_dpsco.accounting.designs import Full
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> accountant, step = Accountant(), clipped_gaussian(9.0)
+        >>> accountant.authorize(step, 4)
+        >>> run = Run("NoisyGD", Full(50), step, steps=4, planned=4, finalized=True)
+        >>> statement = make_statement(accountant.report(1e-5), run)
+        >>> print(statement.headline)
+        (1.748, 1e-05)-differential privacy for one example (replace_one).
+        >>> statement.warnings
+        ()
+    """
+
+    headline: str
+    warnings: tuple[str, ...]
+    sections: tuple[Section, ...]
+    report: PrivacyReport
+    run: Run
+    version: str
+
+    def __str__(self) -> str:
+        lines = _wrapped(self.headline, "")
+        for name, epsilon in self.report.epsilons.items():
+            mark = "the guarantee" if name == self.report.adjacency else "for information"
+            lines.append(f"  epsilon {rounded_up(epsilon)} under {name} ({mark})")
+        for title, sentences in self._all_sections():
+            lines += ["", title]
+            lines += [line for sentence in sentences for line in _wrapped(sentence, "  - ")]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """Returns a privacy card: headline, table of epsilons, and the sections."""
+        worlds = {name: text.format(unit=self.report.unit) for name, text in WORLDS.items()}
+        lines = ["# Privacy statement", "", f"**{self.headline}**", ""]
+        lines += ["| adjacency | two worlds | epsilon | delta |", "|---|---|---|---|"]
+        for name, epsilon in self.report.epsilons.items():
+            label = f"**{name}** (the guarantee)" if name == self.report.adjacency else f"{name} (for information)"
+            lines.append(f"| {label} | {worlds[name]} | {rounded_up(epsilon)} | {rounded_up(self.report.delta)} |")
+        for title, sentences in self._all_sections():
+            lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
+        return "\n".join(lines) + "\n"
+
+    @typed
+    def json(self, indent: int | None = 2) -> str:
+        """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
+        if indent is not None:
+            check.between(0, 100, indent=indent)
+        return json.dumps(_finite(_facts(self)), indent=indent, allow_nan=False)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
+    def _all_sections(self) -> tuple[Section, ...]:
+        first = (Section("Read this first", self.warnings),) if self.warnings else ()
+        return (*first, *self.sections)
+
+
+def make_statement(report: PrivacyReport, run: Run) -> Statement:
+    """Puts a report into words.
+
+    Args:
+        report: of the accountant that the run charges, best with `ahead=run.ahead()`.
+        run: what is public about the run.
+
+    Returns:
+        The statement. It holds no number that was computed from records, and no figure rounded down.
+    """
+    # the package is loaded, or this module would not be; an import statement here would be a cycle
+    version = str(importlib.import_module(__name__.partition(".")[0]).__version__)
+    # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
+    words = sections(report, run, version)
+    return Statement(headline(report), warning_sentences(report, run), words, report, run, version)
+
+
+def _wrapped(text: str, bullet: str) -> list[str]:
+    indent = " " * len(bullet)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=bullet, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Returns a JSON-codable value with infinities as strings."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _facts(statement: Statement) -> dict[str, Any]:
+    report, run = statement.report, statement.run
+    declared = not isinstance(run.design, Undeclared)
+    return {
+        "schema": _SCHEMA,
+        "schema_version": _SCHEMA_VERSION,
+        "library": {"name": "torch_dpsco", "version": statement.version},
+        "guarantee": {
+            "holds": math.isfinite(report.epsilon),
+            "epsilon": report.epsilon,
+            "delta": report.delta,
+            "adjacency": report.adjacency,
+            "unit": report.unit,
+            "method": report.method,
+        },
+        "epsilons": dict(report.epsilons),
+        "odds_factor": odds_factor(report.epsilon),
+        "attack": {
+            "advantage": report.advantage,
+            "accuracy": accuracy(report.advantage),
+            "accuracy_from_epsilon_and_delta": accuracy(attack_advantage(report.epsilon, report.delta)),
+        },
+        "groups": {
+            str(k): dict(zip(("epsilon", "delta"), group_guarantee(report.epsilon, report.delta, k), strict=True))
+            for k in GROUPS
+        },
+        "budget": None
+        if report.budget is None
+        else {"epsilon": report.budget.epsilon, "delta": report.budget.delta, "adjacency": report.budget.adjacency},
+        "run": {
+            "optimizer": run.name,
+            "steps": run.steps,
+            "planned_steps": run.planned,
+            "planned_epsilon": report.planned_epsilon,
+            "finalized": run.finalized,
+            "step_event": event_to_json(run.event, exact=False),
+        },
+        "design": {
+            "type": type(run.design).__name__,
+            "batch_size": run.design.batch_size,
+            "n": run.design.n if declared else None,
+        },
+        "charges": [
+            {"count": c.count, "event": event_to_json(c.event, exact=False), "passes": c.passes, "parts": c.parts}
+            for c in report.charges
+        ],
+        "assumptions": report.assumptions,
+        "ledger_id": report.ledger_id,
+        "headline": statement.headline,
+        "warnings": statement.warnings,
+        "sections": [{"title": title, "sentences": sentences} for title, sentences in statement.sections],
+    }

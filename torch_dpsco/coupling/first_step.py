@@ -1,0 +1,266 @@
+"""The check of an attached model's first step: do records reach each other, in the model or in the loss?
+
+It runs on made-up records of the first batch's shape (`mixing`). The model is called without gradients, after its first
+training forward, and put back as it was (`untouched`); outputs of the other records must stay. What the loop computes
+from its outputs is noted, and looked at before the backward (`loss_trace`). It does not see what is done to a batch
+before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
+outside of itself are called and written ten times more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
+from torch_dpsco.coupling.loss_trace import plain, trace_outputs
+from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, changed_rows, compare, rows_first
+from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
+from torch_dpsco.errors import PrivacyError
+from torch_dpsco.rows.passes import batch_sizes
+
+_SIZES = (7, 5, 11, 13, 17, 19, 23)  # of made-up batches: the first that is no other size of the model's tensors
+_CPU = torch.device("cpu")
+_SAFE = ("cpu",)  # devices on which a wrong index is an error
+_NOT_FOUND = "a part that was not found"
+_MOST_COPIED = 2**24  # parameters of a model that is copied to the CPU
+_OFF = "not checked, switched off by dp.attach(check_first_step=False)"
+_UNSEEN = {
+    "model": "not checked, no training forward of a batch was seen",
+    "loss": "not checked, no loss.backward() of a batch was seen",
+}
+_PROBED = "checked by the probes of dp.doctor on made-up records: none reaches another"
+_FOUND = (
+    "records must not reach each other in the model (in {where}: with {what} as one of several made-up records, the "
+    "outputs of others changed): clipping one row at a time does not bound one record then; replace statistics of the "
+    "batch (x.mean(0), x.abs().max(), medians) by constants or by functions of one record (docs/pitfalls.md, coupled "
+    "records)"
+)
+
+
+class FirstStep:
+    """What is known about records that reach each other in an attached model; looks in its first step.
+
+    Args:
+        asked: whether to look.
+        reduction: of the loss, "mean" or "sum".
+        dim: where the batch is in the inputs.
+        ghost: whether `ghost_backward` takes the place of `backward()`.
+    """
+
+    def __init__(self, asked: bool, reduction: str, dim: int, ghost: bool) -> None:
+        self.verdicts = dict(_UNSEEN) if asked else dict.fromkeys(_UNSEEN, _OFF)
+        self.reduction, self.ghost, self.forwards = reduction, ghost, 0
+        self.asked, self.probed = asked, False  # the doctor says whether it has compared rows
+        self.hooked = False  # whether hooks on the model may change the gradients of its outputs
+        self._open = dict.fromkeys(_UNSEEN, True)
+        self._dim = dim
+        self._dims: list[int | None] | None = None  # of the model's outputs, as far as that was seen
+
+    @property
+    def waits(self) -> bool:
+        """Whether a part is to be looked at in the next step."""
+        return self.asked and any(self._open.values())
+
+    def settle(self, part: str, verdict: str) -> None:
+        """Notes what is known about "model" or "loss", which is not looked at any more."""
+        self.verdicts[part], self._open[part] = verdict, False
+
+    def settle_probed(self, part: str) -> None:
+        """Notes that the probes of the doctor were about this part, if they have shown anything."""
+        if self.probed:
+            self.settle(part, _PROBED)
+
+    def take(self, other: FirstStep) -> None:
+        """Takes over what is known of the same model."""
+        self.verdicts.update(other.verdicts)
+        self._open.update(other._open)
+
+    def look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Looks at a model, after a training forward; returns its output, traced for a look at the loss.
+
+        Raises:
+            PrivacyError: a made-up record moves the outputs of others.
+        """
+        self.forwards += 1
+        self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
+        if self._open["model"]:
+            self._look_at(model, args, kwargs, output)
+        if not self._open["loss"]:
+            return None
+        dims = self._dims
+        leaves = tree_leaves(output)
+        if dims is None or len(dims) != len(leaves):
+            known = {len(t) for t in leaves if isinstance(t, Tensor) and t.dim()} if self._dim == 0 else set()
+            dims = [0 if len(known) == 1 and isinstance(t, Tensor) and t.dim() else None for t in leaves]
+        return trace_outputs(self, output, dims)
+
+    def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Tensor, PackedSequence))]
+        sizes = dict.fromkeys(t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim)
+        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None or _has_lists((args, kwargs))
+        if not sizes or unknown or any(isinstance(leaf, PackedSequence) for leaf in leaves):
+            self.settle("model", "not checked, its inputs are no tensors with a row for each record")
+            return
+        verdict = ""
+        for batch in (size for size in sizes if size):  # the batch is the size that the outputs follow
+            calls = _Calls(model, args, kwargs, output, batch, self._dim)
+            verdict = calls.problem or self._compared(calls)  # PrivacyError leaves the part open: it comes again
+            if any(dim is not None for dim in calls.dims):
+                self._dims = calls.dims
+                break
+        if verdict:  # else the batch was empty
+            self.settle("model", verdict)
+
+    def _compared(self, calls: _Calls) -> str:
+        found = attempt("calling the model on made-up records", calls.compared)
+        if isinstance(found, Refused):  # e.g. memory
+            return f"not checked, {type(found.error).__name__} was raised"
+        if isinstance(found, str):
+            return found
+        self.verdicts["model"] = "records REACH each other"
+        # PRIVACY: one would be in many rows (test_a_model_that_couples_records_is_found_at_the_first_step)
+        raise PrivacyError(_FOUND.format(where=found[1], what=found[0].what))
+
+
+class _Calls:
+    """Calls of a model on made-up records, for one guess at the size of its batch.
+
+    Args:
+        model: attached.
+        args: of its first forward.
+        kwargs: the same.
+        output: of it.
+        batch: the guess.
+        dim: where the batch is in the inputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, batch: int, dim: int
+    ) -> None:
+        self._model, self._batch, self._dim = model, batch, dim
+        self._inputs, self._structure = tree_flatten((plain(args), plain(kwargs)))
+        self._outputs = tree_leaves(output)
+        self.dims: list[int | None] = [None] * len(self._outputs)  # where outputs have the batch
+        sizes = {n for t in (*self._inputs, *self._outputs) if isinstance(t, Tensor) for n in t.shape}
+        self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
+        self._places = [
+            k for k, t in enumerate(self._inputs) if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
+        ]
+        made = [self._inputs[k] for k in self._places]
+        # a wrong index on an accelerator ends the process
+        self._on_cpu = any(not t.is_floating_point() and t.device.type not in _SAFE for t in made)
+        self.problem = ""
+        if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
+            self.problem = "not checked, integers are made up on the CPU, where the model is too large to be copied"
+        self.leaves = [
+            Leaf((*t.shape[:dim], self.rows, *t.shape[dim + 1 :]), t.dtype, _CPU if self._on_cpu else t.device, dim)
+            for t in made
+        ]
+        self._watched: list[_Watched] | None = None
+
+    def compared(self) -> str | tuple[Mixed, str]:
+        """Returns what was checked, or how records reach each other, and where; puts everything back."""
+        with self._open():
+            found = compare(self.leaves, self.rows, self)
+            return found if isinstance(found, str) else (found, self._culprit(found))
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        self._state = Untouched(self._model)
+        self._copy: dict[str, Tensor] = {}
+        if self._on_cpu:
+            tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+            self._copy = {name: t.detach().cpu() for name, t in tensors}
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            self._state.restore()
+
+    def __call__(self, made: list[Tensor]) -> list[Tensor]:
+        """Returns the outputs for made-up records, records first."""
+        leaves = [t.cpu() if self._on_cpu and isinstance(t, Tensor) else t for t in self._inputs]
+        for k, t in zip(self._places, made, strict=True):
+            leaves[k] = t
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        self._state.rewind()
+        seed_torch(SEED)
+        if self._watched is not None:
+            self._watch(self._watched)
+        if self._copy:
+            found = tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
+        else:
+            found = tree_leaves(self._model(*args, **kwargs))
+        self.dims = [self._dim_of(*pair) for pair in zip(found, self._outputs, strict=True)]
+        return [rows_first(t, d) for t, d in zip(found, self.dims, strict=True) if d is not None]
+
+    def _dim_of(self, made: Any, real: Any) -> int | None:
+        """Returns where an output has the batch: there alone it has changed its size."""
+        if not isinstance(made, Tensor) or not isinstance(real, Tensor) or made.dim() != real.dim():
+            return None
+        differing = [d for d, sizes in enumerate(zip(made.shape, real.shape, strict=True)) if sizes[0] != sizes[1]]
+        if len(differing) != 1 or differing[0] > self._dim:
+            return None
+        (d,) = differing
+        return d if (made.shape[d], real.shape[d]) == (self.rows, self._batch) else None
+
+    def _culprit(self, found: Mixed) -> str:
+        """Returns the name of the module in which records meet."""
+
+        def named() -> str:
+            runs = []
+            for made in found.batches:
+                self._watched = []
+                self([t.clone() for t in made])
+                runs.append(self._watched)
+            for first, second in zip(*runs, strict=True):
+                if changed_rows(first.outputs, second.outputs):
+                    inside = changed_rows(first.inputs, second.inputs)  # then they met on the way to this module
+                    name = first.name.rpartition(".")[0] if inside else first.name
+                    kind = type(self._model.get_submodule(name)).__name__
+                    return f"{kind} {name!r}" if name else f"the forward of {kind}"
+            return _NOT_FOUND
+
+        where = attempt("looking for the module", named)
+        return _NOT_FOUND if isinstance(where, Refused) else where
+
+    def _watch(self, watched: list[_Watched]) -> None:
+        def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            watched.append(_Watched(name, self._records((args, kwargs)), self._records(output)))
+
+        for name, module in self._model.named_modules():
+            module.register_forward_hook(partial(note, name), with_kwargs=True)  # the next rewind() removes it
+
+    def _records(self, tree: Any) -> list[Tensor]:
+        found = []
+        for t in tree_leaves(tree):
+            dims = [d for d in (self._dim, 0) if isinstance(t, Tensor) and d < t.dim() and t.shape[d] == self.rows]
+            found += [rows_first(t.clone(), d) for d in dims[:1]]
+        return found
+
+
+class _Watched(NamedTuple):
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _only_looks(hook: Any) -> bool:
+    """Returns whether a hook is one of those that make rows."""
+    return str(getattr(hook, "func", hook).__module__).split(".")[0] in ("opacus", "torch_dpsco")
+
+
+def _has_lists(tree: Any) -> bool:
+    """Returns whether there are lists of tensors in the inputs: a record for each entry."""
+    if isinstance(tree, (tuple, dict)):
+        return any(map(_has_lists, tree.values() if isinstance(tree, dict) else tree))
+    return isinstance(tree, list) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))

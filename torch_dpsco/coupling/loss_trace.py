@@ -1,0 +1,263 @@
+"""What a loop computes from the outputs of an attached model until `backward()`: noted, and then checked.
+
+Outputs of the first training forward are tensors of a class whose operations are noted. Before `backward()` they are
+repeated on made-up outputs (`repeated_loss`), whose gradients must depend on one record each. What cannot be seen, is
+said: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions that take no subclass or have a backward
+of their own, statistics of targets alone. A backward that is no `loss.backward()` is not seen at all; the next step is
+looked at then.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten, without_subclasses
+from torch_dpsco.coupling.mixing import MOST_CALLS, Call, Leaf, Ref, RepeatedLoss
+from torch_dpsco.coupling.rollback import RandomStreams
+from torch_dpsco.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from torch_dpsco.coupling.first_step import FirstStep
+
+# numbers that leave torch, and what is done to gradients: neither is repeated
+_OUT_OF_SIGHT = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "data_ptr"}
+_OUT_OF_SIGHT |= {"register_hook", "__set__"}
+_CPU = torch.device("cpu")
+
+
+class Traced(Tensor):
+    """An output of the model, or what was computed from it, until `backward()`."""
+
+    _trace: _Trace
+    _place: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes the operation; before the backward the check is made. Afterwards results are plain tensors."""
+        kwargs = kwargs or {}
+        trace = _open_trace((args, kwargs))
+        if trace is not None and func is trace.last:
+            trace.check(tree_leaves(args[0])[0], weighted=kwargs.get("gradient") is not None)
+        if trace is None or trace.done:
+            with without_subclasses():
+                return func(*args, **kwargs)
+        spec = trace.spec(args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        trace.note(func, spec, result)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)  # files and copies hold no traces
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return str(plain(self).__repr__(tensor_contents=tensor_contents))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(plain(self), memo)
+
+
+def plain(tree: Any) -> Any:
+    """Returns plain tensors for traced ones, in the same graph."""
+
+    def untraced(t: Any) -> Any:
+        if not isinstance(t, Traced):
+            return t
+        with without_subclasses():
+            return t.as_subclass(Tensor)
+
+    return tree_map(untraced, tree)
+
+
+def apply_as_one(function: Callable[..., Tensor], args: tuple[Any, ...], reduction: str, verdict: str = "") -> Tensor:
+    """Returns function(*args), which is one operation of a traced loss, so that its backward is repeated too.
+
+    Args:
+        function: of plain tensors.
+        args: its arguments.
+        reduction: how it reduces over the records: "mean", "sum" or "none".
+        verdict: what is known of it without a look, if anything is.
+    """
+    trace = _open_trace(args)
+    spec = None if trace is None else trace.spec(args, {})
+    result = function(*plain(args))
+    if trace is None:
+        return result
+    inputs = [t for t in tree_leaves(args) if isinstance(t, Traced)]
+    result = result.as_subclass(Traced)
+    trace.note(function, spec, result)
+    trace.as_one[result._place] = reduction, verdict
+    with without_subclasses():
+        trace.through[result.grad_fn] = [t.grad_fn for t in inputs]
+    return result
+
+
+def _open_trace(tree: Any) -> _Trace | None:
+    traces = [t._trace for t in tree_leaves(tree) if isinstance(t, Traced) and hasattr(t, "_trace")]
+    return next((trace for trace in traces if not trace.done), None)
+
+
+class _Trace:
+    """The operations of a loss on the outputs of a forward.
+
+    Args:
+        step: takes what was checked.
+        outputs: of the forward, with a row for each record.
+        dims: where their records are.
+    """
+
+    def __init__(self, step: FirstStep, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
+        self._step, self._number = step, step.forwards
+        self.last = torch.autograd.grad if step.ghost else Tensor.backward
+        self._outputs = [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
+        self._rows, self._device = outputs[0].shape[dims[0]], outputs[0].device.type
+        self.as_one: dict[int, tuple[str, str]] = {}  # places of what `apply_as_one` made: reduction and verdict
+        self.through: dict[Any, list[Any]] = {}  # their nodes in the graph of gradients, and those of what they took
+        self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
+        self._calls: list[Call] = []
+        self._elsewhere: dict[int, tuple[int, Tensor]] = {}  # by id, which stays theirs as long as they are here
+        self._places = len(outputs)
+        self._lost: set[str] = set()
+        self._ended = False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is noted any more: a backward or another forward has followed."""
+        return self._ended or self._number != self._step.forwards
+
+    def spec(self, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments with references in place of tensors."""
+        return tree_map(self._specified, (args, kwargs))
+
+    def _specified(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._ref(leaf)
+        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] == self._device):
+            return _CPU
+        return leaf
+
+    def _ref(self, t: Tensor) -> Ref:
+        if isinstance(t, Traced) and getattr(t, "_trace", None) is self:
+            return Ref(t._place)
+        with without_subclasses():
+            if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
+                self._lost.add("an operation of your own")  # an autograd.Function, say, or rows of another forward
+        return Ref(self._elsewhere.setdefault(id(t), (len(self._elsewhere), t))[0], elsewhere=True)
+
+    def note(self, func: Any, spec: Any, result: Any) -> None:
+        """Notes an operation and its results."""
+        name = getattr(func, "__name__", "")
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Traced)]  # not `.grad` and its like
+        if not tensors and name != "__setitem__":
+            self._lost |= {name} & _OUT_OF_SIGHT
+            return
+        places = []
+        for t in tensors:
+            if not hasattr(t, "_trace"):
+                t._trace, t._place = self, self._places
+                self._places += 1
+            places.append(t._place)
+        if len(self._calls) < MOST_CALLS:
+            args, kwargs = spec
+            self._calls.append(Call(func, args, kwargs, places))
+
+    def check(self, loss: Traced, *, weighted: bool) -> None:
+        """Repeats the operations on made-up outputs.
+
+        Args:
+            loss: whose backward follows.
+            weighted: whether a gradient was given to it.
+
+        Raises:
+            PrivacyError: records reach each other.
+            ValueError: the loss reduces in another way than the model was attached for.
+        """
+        self._require_reduction(loss)
+        if self._rows >= 2:  # else a later batch may have more
+            with without_subclasses():
+                if self._has_own_backward(loss.grad_fn):
+                    self._lost.add("autograd.Function")
+            if weighted:
+                self._lost.add("a gradient given to backward()")
+            verdict, left = self._known(loss._place) or self._repeated(loss._place), sorted(self._lost)
+            self._step.settle("loss", f"{verdict}, but not what was done out of sight ({left})" if left else verdict)
+        self._ended = True
+        self._calls, self._elsewhere, self.ends, self.through = [], {}, set(), {}
+
+    def _repeated(self, root: int) -> str:
+        repeated = RepeatedLoss(self._outputs, [t for _, t in self._elsewhere.values()], self._calls, root)
+        streams = RandomStreams()
+        try:
+            with torch.enable_grad(), without_subclasses(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the loop itself has warned
+                return repeated.verdict()
+        except PrivacyError:
+            self._step.verdicts["loss"] = "records REACH each other"
+            raise
+        finally:
+            streams.restore()
+
+    def _known(self, root: int) -> str:
+        """Returns what is known of a loss that was made as one of outputs as they came."""
+        taken = next((call.taken for call in self._calls if root in call.places), [])
+        bare = all(place < len(self._outputs) for place in taken)
+        return self.as_one[root][1] if bare and root in self.as_one else ""
+
+    def _has_own_backward(self, root: Any) -> bool:
+        """Whether a backward that torch does not know, and that is not repeated, lies between loss and outputs."""
+        seen, waiting = set(self.ends), [root]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self.through:
+                waiting += self.through[node]
+                continue
+            ours = type(node).__name__ == "BackwardHookFunctionBackward" and not self._step.hooked
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not ours:
+                return True
+            waiting += [following for following, _ in node.next_functions]
+        return False
+
+    def _require_reduction(self, loss: Traced) -> None:
+        (reduction, _), attached = self.as_one.get(loss._place, ("none", "")), self._step.reduction
+        if reduction not in ("none", attached) and not self._step.ghost:
+            # PRIVACY: in a mean one record more makes the rows of all others shorter, which only attach(mean) undoes
+            # (test_a_loss_by_record_must_reduce_as_the_model_was_attached)
+            raise ValueError(
+                f"reduction of the loss must be {attached!r}, as the model was attached (got {reduction!r}): give both "
+                f"the same, or dp.attach(model, loss_reduction={reduction!r})"
+            )
+
+
+def trace_outputs(step: FirstStep, output: Any, dims: Sequence[int | None]) -> Any:
+    """Returns the output of a training forward with those of its tensors traced that have a row for each record.
+
+    Args:
+        step: takes what was checked.
+        output: a tensor, or tuples, lists and dicts of such.
+        dims: where the records of each of its leaves are, None for what is no tensor of records.
+    """
+    leaves, structure = tree_flatten(output)
+    picked = {
+        k: d
+        for k, (t, d) in enumerate(zip(leaves, dims, strict=True))
+        if d is not None and type(t) is Tensor and t.requires_grad
+    }
+    if not picked:
+        step.verdicts["loss"] = "not checked, no output of the model is known to have a row for each record"
+        return output
+    trace = _Trace(step, [leaves[k] for k in picked], list(picked.values()))
+    for place, k in enumerate(picked):
+        traced = leaves[k].as_subclass(Traced)
+        traced._trace, traced._place = trace, place
+        with without_subclasses():
+            trace.ends |= {leaves[k].grad_fn, traced.grad_fn}
+        leaves[k] = traced
+    return tree_unflatten(leaves, structure)

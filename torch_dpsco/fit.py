@@ -1,0 +1,390 @@
+"""A training loop for those who have none: `fit` draws private batches, shows progress, and installs the answer."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.checkpoint import Unsaved, open_checkpoint
+from torch_dpsco.compat import own_step
+from torch_dpsco.distributed import is_first
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.linear.solved import SolvedOptimizer
+from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
+from torch_dpsco.optim.checks import require_same_parameters
+from torch_dpsco.optim.compiled import CompiledRows, try_compile
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.per_record import PerRecord
+from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
+from torch_dpsco.rows.closed_form import closed_form
+from torch_dpsco.rows.micro_batches import micro_batch_size
+from torch_dpsco.sampling import PrivateLoader, UserLoader
+from torch_dpsco.sampling.loader import to_device
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_LossFn = Callable[[Any, Any], Any]
+_SHOW_EVERY = 0.5  # seconds
+
+
+@typed
+def fit(
+    model: _Model,
+    optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer,
+    dataset: Dataset[Any],
+    loss_fn: _LossFn,
+    *,
+    users: Any = None,
+    steps: int | None = None,
+    delta: float | None = None,
+    loss_reduction: str | None = None,
+    physical_batch_size: int | None = None,
+    num_workers: int = 0,
+    progress: bool = True,
+    compile: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 50,
+    padding: bool | None = None,
+) -> _Model:
+    """Trains a model privately and returns it with the private answer installed, in evaluation mode.
+
+    Everything is checked before anything is spent: steps against plan and budget, records, and by the probes of
+    `doctor` model and loss (coupled records, a regularizer in the loss, another reduction than declared). The progress
+    bar shows steps, epsilon (rounded up) and steps left, never the training loss, which is private. A run that is
+    interrupted keeps its steps and its ledger; another `fit` makes the steps that are left. With a checkpoint the same
+    script, run again after a crash, goes on where the checkpoint is: steps after it are lost, and a warning counts
+    them, but nothing is spent twice.
+
+    Args:
+        model: attached, or it is attached here; for `HolderOutputSGD` plain.
+        optimizer: private optimizer on the model's parameters.
+        dataset: of (input, target) pairs; tensors in them are moved to the model's device.
+        loss_fn: loss_fn(model(input), target) -> scalar tensor.
+        users: for optimizers that protect users: the id of the user of each record.
+        steps: number of steps; default all that are left of the plan.
+        delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
+        loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
+            or "mean".
+        physical_batch_size: see `PrivateOptimizer.loader`.
+        num_workers: see `PrivateOptimizer.loader`.
+        progress: whether to show the bar (that of rank 0, in several processes).
+        compile: compute rows by `CompiledRows`: seconds to half a minute at first, then faster steps where layers are
+            not Linear on 2-D input (linear models have a closed form, which is taken before). Without it, and with a
+            UtilityWarning where it is not possible, as `attach` does.
+        checkpoint: CONFIDENTIAL file that is written from time to time, and taken up if it exists (see `resume`);
+            that of a finished run gives its model, with a warning. The accountant must have a ledger file.
+        every: steps between two checkpoints.
+        padding: see `PrivateOptimizer.loader`.
+
+    Raises:
+        PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
+        ValueError: no number of steps is known, or more than are planned; records are no pairs; loss_fn reduces in
+            another way than declared, or has a term on the weights.
+        InfeasibleError: the budget admits fewer steps; says how many.
+        SequenceError: the optimizer is finalized or its plan is made, or it is not on this model's parameters.
+
+    Guarantee:
+        That of the optimizer; nothing but the private answer leaves.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
+        >>> model = nn.Linear(3, 1)
+        >>> plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
+        ...                          budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2)
+        >>> optimizer = dp.HolderSGD(model.parameters(), plan)
+        >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
+        (False, 10)
+    """
+    check.made(loss_fn=loss_fn)
+    if delta is not None:
+        check.open_interval(0.0, 1.0, delta=delta)
+    if isinstance(optimizer, RowFreeOptimizer):
+        wrong = {
+            "users": users,
+            "steps": steps,
+            "loss_reduction": loss_reduction,
+            "physical_batch_size": physical_batch_size,
+        }
+        wrong |= {"compile": compile or None, "padding": padding}
+        given = [name for name, value in wrong.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{given[0]} must not be given (got {check.shown(wrong[given[0]])}): the plan of "
+                f"{type(optimizer).__name__} fixes it"
+            )
+        saved = open_checkpoint(checkpoint, every, model, optimizer)
+        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved)
+    if isinstance(optimizer, SolvedOptimizer):
+        raise ValueError(
+            f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
+        )
+    progress = progress and is_first()
+    require_same_parameters(model, optimizer)
+    saved = open_checkpoint(checkpoint, every, model, optimizer)
+    if saved.is_over(dataset):
+        return model.eval()
+    goal = _steps_to_make(optimizer, steps) + optimizer.steps
+    reduction = _agreed_reduction(model, loss_reduction, loss_fn)
+    _require_pairs(dataset)
+    if delta is None and optimizer.accountant.budget is not None:
+        delta = optimizer.accountant.budget.delta
+    left = goal - optimizer.steps
+    optimizer.discard()  # what a run before left in progress comes again
+    loader = optimizer.loader(
+        dataset,
+        users,
+        steps=left,
+        resume=True,
+        num_workers=num_workers,
+        physical_batch_size=physical_batch_size,
+        padding=padding,
+    )
+    attached = is_attached(model)
+    if attached:
+        require_sound(model, loss_fn, loader)
+    else:
+        attach_sound(model, loss_fn, loader, loss_reduction=reduction)
+    note_probed(model, optimizer)
+    model.train()
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    plain = own_step(type(optimizer)) is own_step(
+        PrivateOptimizer
+    )  # a step of the caller's expects a backward before it
+    closed = closed_form(model, trained, loss_fn, dataset, loader) if plain and users is None else None
+    compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
+    make_step: Callable[[Any], Any]
+    batches: Iterator[Any]
+    if closed is not None:
+        make_step, batches = optimizer.step_on, closed.batches(loader)
+    else:
+        make_step, batches = _call, _steps_on(model, optimizer, loader, loss_fn, compiled)
+    with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
+        progress_bar = _Progress(bar, optimizer, delta)
+        optimizer.zero_grad()
+        saved.save()  # what the first step needs to be resumed: partition and thresholds
+        made = optimizer.steps
+        with torch.set_grad_enabled(closed is None):
+            for batch in batches:
+                if not _made(optimizer, make_step, batch):
+                    break
+                if optimizer.steps > made:  # else it was a part of a draw
+                    made = optimizer.steps
+                    saved.step_made()
+                progress_bar.show(goal - optimizer.steps)
+    saved.save()
+    return model.eval()
+
+
+def _steps_on(
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    loader: PrivateLoader,
+    loss_fn: _LossFn,
+    compiled: CompiledRows | None,
+) -> Iterator[Callable[[], Any]]:
+    """Yields the step that is due for each batch, after its forward and backward unless rows are compiled."""
+    device = next(model.parameters()).device
+    for batch in loader:
+        optimizer.zero_grad()
+        users = None
+        if optimizer.oracle.unit == "user":
+            *batch, users = batch
+        users = to_device(users, device)
+        if not optimizer.outstanding_rows:  # an empty draw is a step of noise only
+            yield partial(optimizer.step, users=users)
+            continue
+        inputs, targets = to_device(batch, device)
+        if compiled is not None:
+            yield partial(compiled.step, optimizer, inputs, targets, users=users)
+            continue
+        _require_all_counted(loss_fn, targets)
+        loss_of(model, loss_fn, inputs, targets).backward()
+        yield partial(optimizer.step, users=users)
+
+
+def _require_all_counted(loss_fn: _LossFn, targets: Any) -> None:
+    """Raises PrivacyError where a mean would be over the targets of the batch that are not ignored."""
+    if not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss_fn.reduction != "mean":
+        return
+    if isinstance(targets, Tensor) and bool((targets == loss_fn.ignore_index).any()):
+        # PRIVACY: each ignored target of one record makes the rows of all others longer
+        # (test_a_mean_over_the_targets_that_are_not_ignored_is_refused)
+        raise PrivacyError(
+            f"{type(loss_fn).__name__}(reduction='mean') must not ignore targets: it divides by the number of "
+            f"those that count, so that each record is in the rows of all others; use reduction='sum' and "
+            f"loss_reduction='sum'"
+        )
+
+
+def _fit_row_free(
+    model: _Model,
+    optimizer: RowFreeOptimizer,
+    dataset: Dataset[Any],
+    loss_fn: _LossFn,
+    num_workers: int,
+    progress: bool,
+    saved: Unsaved,
+) -> _Model:
+    """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
+    require_same_parameters(model, optimizer)
+    _require_pairs(dataset)
+    if saved.is_over(dataset):
+        return model.eval()
+    if is_attached(model):
+        raise SequenceError(
+            f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)): it needs no "
+            f"per-sample gradients, and attached models have no plain ones"
+        )
+    optimizer.discard()
+    loader = optimizer.loader(dataset, num_workers=num_workers)
+    # PRIVACY: (test_fit_refuses_what_the_doctor_finds_before_the_first_step)
+    require_sound(model, loss_fn, loader, optimizer)
+    device = next(model.parameters()).device
+    model.train()
+    with optimizer, tqdm(total=len(loader), disable=not progress, unit="step") as bar:
+        saved.save()
+        for batch in loader:
+            optimizer.zero_grad()
+            inputs, targets = to_device(batch, device)
+            loss_of(model, loss_fn, inputs, targets).backward()
+            optimizer.step()
+            saved.step_made()
+            bar.update()
+    saved.save()
+    return model.eval()
+
+
+def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
+    """Returns the number of steps, after making sure that plan and budget admit them all."""
+    planned = optimizer.schedule.steps
+    left = None if planned is None else planned - optimizer.steps
+    if optimizer.finalized:
+        raise SequenceError("the optimizer is finalized: make a new one to train again")
+    if left is None and steps is None:
+        raise ValueError("steps must be given: the optimizer has no planned number of steps (got None)")
+    if left == 0:
+        raise SequenceError(f"all {planned} planned steps are made: call optimizer.finalize(), or make a new optimizer")
+    wanted = check.positive_count(steps=left if steps is None else steps)
+    if left is not None and wanted > left:
+        raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
+    if optimizer.adaptive:
+        return wanted  # each step is decided when it comes
+    admits, admitted = optimizer.accountant.admits, wanted
+    if not admits(optimizer.ahead(wanted)):
+        admitted = bisect_left(range(1, wanted), True, key=lambda count: not admits(optimizer.ahead(count)))
+    if admitted < wanted:
+        raise InfeasibleError(
+            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}); give steps=, or "
+            f"make an optimizer with a larger budget or more noise"
+        )
+    return wanted
+
+
+def _agreed_reduction(model: nn.Module, asked: str | None, loss_fn: _LossFn) -> str:
+    """Returns the loss reduction by which rows are scaled: that of `attach`, if it was called."""
+    if isinstance(loss_fn, PerRecord):
+        if asked not in (None, loss_fn.reduction):
+            raise ValueError(f"loss_reduction must be {loss_fn.reduction!r}, that of loss_fn (got {asked!r})")
+        asked = loss_fn.reduction
+    if not is_attached(model):
+        return check.choice(("mean", "sum"), loss_reduction=asked or "mean")
+    attached = "mean" if model._dpsco.mean else "sum"
+    if asked not in (None, attached):
+        raise ValueError(
+            f"loss_reduction must be {attached!r}, as the model was attached (got {asked!r}); "
+            f"dp.detach(model) first to attach it in another way"
+        )
+    return attached
+
+
+def _require_pairs(dataset: Dataset[Any]) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError("dataset must be map-style, to be sampled from (got a stream, IterableDataset)")
+    if not len(dataset):  # type: ignore[arg-type]
+        return  # legal under add_remove; nothing shows what a record is like
+    record = dataset[0]
+    if not isinstance(record, (tuple, list)) or len(record) != 2:
+        size = f" of {len(record)}" if isinstance(record, (tuple, list)) else ""
+        raise ValueError(
+            f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): wrap it in one that does, "
+            f"or write the loop yourself with optimizer.loader(dataset)"
+        )
+
+
+def _compiled(
+    model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader, attached: bool, reduction: str
+) -> CompiledRows | None:
+    """Returns compiled rows for a model that `fit` has attached, or None, with a warning, and an attached model."""
+    if attached:
+        reason = "the model was attached before; dp.detach(model) first"
+    elif not len(loader.dataset):  # type: ignore[arg-type]
+        reason = "the data set is empty"
+    else:
+        known = first_step_of(model)
+        detach(model)
+        device = next(model.parameters()).device
+        design = None if isinstance(loader, UserLoader) else loader.design  # users have any number of records
+        rows = try_compile(
+            model,
+            loss_fn,
+            lambda: to_device(loader.collate_fn([loader.dataset[0]]), device)[:2],
+            micro_batch_size=micro_batch_size(model, design, loader.physical_batch_size),
+        )
+        if isinstance(rows, CompiledRows):
+            return rows
+        attach(model, loss_reduction=reduction)
+        first_step_of(model).take(known)
+        reason = rows
+    warnings.warn(f"compile=True is not possible, so that fit goes on without: {reason}", UtilityWarning, stacklevel=3)
+    return None
+
+
+def _call(step: Callable[[], Any]) -> None:
+    step()
+
+
+def _made(optimizer: PrivateOptimizer, make_step: Callable[[Any], Any], batch: Any) -> bool:
+    """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
+    try:
+        make_step(batch)
+    except BudgetExceeded:
+        if not optimizer.adaptive or not optimizer.steps:
+            raise
+        return False
+    return True
+
+
+class _Progress:
+    """Shows steps made, epsilon and steps left, twice a second: an epsilon can take longer than a step."""
+
+    def __init__(self, bar: Any, optimizer: PrivateOptimizer, delta: float | None) -> None:
+        self._bar, self._optimizer, self._delta = bar, optimizer, delta
+        self._shown_at = -math.inf
+
+    def show(self, left: int) -> None:
+        """Draws the bar if it is time to, or nothing is left."""
+        now = time.monotonic()
+        if self._bar.disable or (left and now - self._shown_at < _SHOW_EVERY):
+            return
+        self._shown_at = now
+        figures: dict[str, Any] = {}
+        if self._delta is not None:
+            # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
+            figures["epsilon"] = rounded_up(self._optimizer.accountant.get_epsilon(self._delta))
+        self._bar.set_postfix(figures | {"left": left}, refresh=False)
+        self._bar.update(self._bar.total - left - self._bar.n)

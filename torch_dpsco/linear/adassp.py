@@ -1,0 +1,183 @@
+"""Least squares from noisy sufficient statistics, with a ridge that is large enough for their noise (AdaSSP).
+
+    lambda_min(X'X), X'X and X'y, each with Gaussian noise;   theta = (X'X + ridge I)^-1 X'y of the noisy ones
+
+Differs from the paper (Wang 2018) in: mode "tight" shares one Gaussian budget out and has noise in an orthonormal basis
+of the symmetric matrices; mode "paper" is checked, since its proof for each part alone fails for small delta.
+
+Source: docs/proofs/output.md#least-squares-from-noisy-statistics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.designs import is_exact
+from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.linear.solvers.certificates import project
+from torch_dpsco.linear.task import LinearPlan, LinearTask
+from torch_dpsco.losses import Squared
+from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector
+from torch_dpsco.plan import exact_cost
+from torch_dpsco.rng import Source
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
+from torch_dpsco.theory.linear.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper, adassp_mu
+from torch_dpsco.theory.linear.solvers import sum_terms
+from torch_dpsco.theory.rounding import DOUBLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaSSPPlan(LinearPlan):
+    """Public numbers of one release; reg is added to the adaptive ridge, and 0 if none is given.
+
+    Args:
+        constants: noise and ridge.
+        secure: "exact" for noise in integers on a public grid; None for floating point.
+    """
+
+    constants: AdaSSPConstants
+    secure: str | None = None
+
+    mechanism = "adassp"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", AdaSSPConstants(*self.constants))  # a list, where it was saved
+        super().__post_init__()
+        _require_covered(self.task)
+
+    @property
+    def reg(self) -> float:
+        """Added to the adaptive ridge."""
+        return self.task.reg or 0.0
+
+    @property
+    def mu(self) -> float:
+        """Level of the three releases together, rounding included."""
+        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        level = adassp_mu(self.constants, *_bounds(self.task), adjacency=self.task.adjacency)
+        return level * _rounding(self.task, asks_exact(self.secure))
+
+    def event(self) -> GDP | Gaussian:
+        """Returns what the release charges."""
+        adjacency = self.task.adjacency
+        return Gaussian(1.0, {adjacency: self.mu}, exact=True) if self.secure else GDP(self.mu, (adjacency,))
+
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        task = self.task
+        assert task.bound_y is not None  # of plan_adassp
+        return self.constants.std_xty, task.n * task.preparation.bound * task.bound_y, "X'y"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        yield exact_cost(self.secure)
+
+    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
+        gram = solved.gram(solved.weights)
+        moment = solved.combine(solved.weights * solved.targets)
+        # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
+        event = self.event()
+        accountant.authorize(event)
+        given, dim = self.constants, solved.dim
+        least = float(torch.linalg.eigvalsh(gram)[0])
+        if is_exact(event):
+            least, noisy, moment = _exact(least, gram, moment, given, event, generator)
+        else:
+            least += float(gaussian_vector(1, given.std_lmin, generator))
+            noisy = gram + _symmetric(dim, given, generator)
+            moment = moment + gaussian_vector(dim, given.std_xty, generator)
+        ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
+        values, vectors = torch.linalg.eigh(noisy)
+        # post-processing: an improbable matrix that is not positive definite
+        values = (values + ridge).clamp(min=max(given.lam_cap, self.reg) / 10)
+        return project(vectors @ ((vectors.T @ moment) / values), self.task.radius)
+
+
+def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None) -> AdaSSPPlan:
+    """Returns the numbers of AdaSSP for a task with the squared loss.
+
+    Args:
+        task: its public numbers; delta > 0. reg is added to the ridge; None adds nothing.
+        mode: "tight" or "paper".
+        secure: "exact" for noise drawn in integers (mode "tight"), on the three statistics over their stds, as one
+            vector: its event is a Gaussian of std 1.
+
+    Raises:
+        ConditionError: another loss, delta = 0, or a published noise that is not private enough.
+
+    Guarantee:
+        The event of the plan, for the task's adjacency, for everything computed from the three statistics.
+    """
+    _require_covered(task)
+    epsilon, delta, exact = task.target.epsilon, task.target.delta, asks_exact(secure)
+    if check.choice(("tight", "paper"), mode=mode) == "tight":
+        constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency)
+    else:
+        require_gaussian(secure, "mode='paper' is the published algorithm; use mode='tight'")
+        if task.adjacency == "replace_one":
+            raise AdjacencyError("mode 'paper' is proved for add_remove and zero_out: use mode='tight'")
+        delta *= 1 - 1e-9  # a ledger needs some left to round with
+        paper = adassp_constants_paper(epsilon, delta, *_bounds(task))
+        constants = AdaSSPConstants(
+            paper.std_lmin, paper.std_xtx, paper.std_xtx, paper.std_xty, paper.lam_cap, paper.shift_lmin
+        )
+    constants = AdaSSPConstants(*(value * _rounding(task, exact) for value in constants))
+    plan = AdaSSPPlan(task=task, constants=constants, secure=secure)
+    if exact:
+        size, mu = 1 + task.width * (task.width + 3) // 2, plan.mu
+        exact_grid(1.0, mu, size, largest=2 * task.most_records * mu)  # raises before a charge
+    return plan
+
+
+def _require_covered(task: LinearTask) -> None:
+    if not isinstance(task.loss, Squared) or task.residual_clip is not None or task.tilt or task.attack_radius:
+        raise ConditionError(f"AdaSSP needs the squared loss, as it is (got {task.loss!r})")
+    if task.pure:
+        raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
+
+
+def _bounds(task: LinearTask) -> tuple[float, float, int]:
+    assert task.bound_y is not None  # of the squared loss
+    return task.preparation.bound, task.bound_y, task.width
+
+
+def _rounding(task: LinearTask, exact: bool) -> float:
+    """Returns the factor by which records move what is released further than the statistics in real numbers."""
+    most = task.most_records
+    # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
+    rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
+    # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
+    return with_grid(rounding, exact)
+
+
+def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:
+    """Returns a symmetric matrix of noise, with stds of their own on and off the diagonal."""
+    noise = gaussian_vector(dim * dim, given.std_xtx_offdiag, generator).view(dim, dim).triu(1)
+    return noise + noise.T + torch.diag(gaussian_vector(dim, given.std_xtx_diag, generator))
+
+
+def _exact(
+    least: float, gram: Tensor, moment: Tensor, given: AdaSSPConstants, event: Gaussian, generator: Source
+) -> tuple[float, Tensor, Tensor]:
+    """Returns eigenvalue, matrix and moments, released as one vector in which each has noise of std 1."""
+    dim = len(moment)
+    row, column = torch.triu_indices(dim, dim, device=gram.device)
+    # squares off the diagonal count once here and twice in the Frobenius norm, for noise of 1/sqrt(2) of the std
+    stds = torch.where(row == column, given.std_xtx_diag, given.std_xtx_offdiag).to(gram)
+    first = moment.new_tensor([least / given.std_lmin])
+    released = exact_release(torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event, generator)
+    noisy = torch.zeros_like(gram)
+    noisy[row, column] = noisy[column, row] = released[1:-dim] * stds
+    return float(released[0]) * given.std_lmin, noisy, released[-dim:] * given.std_xty

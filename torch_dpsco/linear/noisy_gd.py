@@ -1,0 +1,160 @@
+"""Noisy gradient descent on all records, whose last iterate alone is released: its cost converges.
+
+    w <- w - eta (sum of gradients + reg w + N(0, sigma^2 I)),   T steps from a public start
+
+A step contracts by c = max(|1 - eta mu|, |1 - eta beta|) on every data set, so that what a record did in early steps
+fades: mu_GDP = (S/sigma) sqrt((1 - c^T)/(1 + c^T) (1 + c)/(1 - c)), S bounding how far a record moves the sum.
+
+Differs from the paper in: it is not there. Bok, Su and Altschuler 2024.
+
+Source: docs/proofs/output.md#noisy-gradient-descent
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import REPLACE_ONE
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
+from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.linear.records import build_objective
+from torch_dpsco.linear.solvers.certificates import project
+from torch_dpsco.linear.task import LinearPlan, LinearTask
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+from torch_dpsco.rng import Source
+from torch_dpsco.theory.exact_noise import require_gaussian
+from torch_dpsco.theory.linear.objective import objpert_reg
+from torch_dpsco.theory.linear.output import safe
+from torch_dpsco.theory.linear.solvers import gradient_rounding
+from torch_dpsco.theory.rounding import DOUBLE
+
+_MOST_STEPS = 500  # a step reads all records
+_ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyGDPlan(LinearPlan):
+    """Public numbers of one run, of which the last iterate is released.
+
+    Args:
+        steps: T.
+        noise_std: of the noise on the sum of gradients.
+    """
+
+    steps: int
+    noise_std: float
+
+    mechanism = "noisy_gd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+
+    @property
+    def lr(self) -> float:
+        """Step size eta, on the sum."""
+        return 2.0 / (self._smoothness + self.reg)
+
+    @property
+    def radius(self) -> float:
+        """Radius of the ball that iterates are projected on."""
+        return min(self.task.radius, safe(_ROOM * self.task.most_records * _constants(self.task)[0] / self.reg))
+
+    @property
+    def _smoothness(self) -> float:
+        return safe(self.task.most_records * _constants(self.task)[1] + self.reg)
+
+    def event(self) -> GDP:
+        """Returns what the last iterate charges."""
+        task, most, (lipschitz, smoothness) = self.task, self.task.most_records, _constants(self.task)
+        beta, radius = self._smoothness, self.radius
+        contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
+        moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
+        # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+        moved += 2 * gradient_rounding(
+            most,
+            task.width,
+            lipschitz=lipschitz,
+            smoothness=smoothness,
+            reg=self.reg,
+            norm=radius,
+            weight=most,
+            score_offset=task.problem.score_offset or 0.0,
+        )
+        # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
+        # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+        moved += 2 * 8 * DOUBLE * radius / self.lr
+        # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        return GDP(noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,))
+
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        return self.noise_std / math.sqrt(self.steps), self.task.n * _constants(self.task)[0], "the mean of all steps"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        yield "steps", f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: the last iterate"
+
+    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, and makes the steps from 0: returns the private last iterate; see `LinearPlan`."""
+        objective = build_objective(self.task, self.reg, solved)
+        # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.event())
+        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
+        for _ in range(self.steps):
+            # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
+            gradient = objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
+            w = project(w - self.lr * gradient, self.radius)
+        return w
+
+
+def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None = None) -> NoisyGDPlan:
+    """Returns the numbers of noisy gradient descent for a task.
+
+    Args:
+        task: its public numbers; delta > 0.
+        steps: T; default 3 beta / reg, where the answer has converged, at most 500.
+        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
+
+    Raises:
+        ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or delta is 0.
+
+    Guarantee:
+        The event of the plan, for the task's adjacency, for the last iterate alone. n_max is a promise about the number
+        of records, on which the contraction rests.
+    """
+    require_gaussian(
+        secure, "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'"
+    )
+    lipschitz, smoothness = _constants(task)
+    if task.reg is None:
+        task = replace(task, reg=objpert_reg(task.target.epsilon, smoothness))
+    draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0)
+    converged = min(math.ceil(3 * draft._smoothness / draft.reg), _MOST_STEPS)
+    draft = replace(draft, steps=converged if steps is None else steps)
+    if task.noise_multiplier is not None:
+        return replace(draft, noise_std=task.noise_multiplier * lipschitz)
+    return replace(draft, noise_std=safe(draft.event().mu / gaussian_mu(task.target.epsilon, task.target.delta)))
+
+
+def _constants(task: LinearTask) -> tuple[float, float]:
+    """Returns bounds on gradient and curvature of a record's loss."""
+    if task.pure:
+        raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")
+    if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
+        raise ConditionError(
+            f"noisy gradient descent needs a sum of smooth losses with bounded gradients (got {task.loss!r}): give a "
+            f"residual_clip, or use output perturbation"
+        )
+    return task.lipschitz, task.smoothness

@@ -1,0 +1,250 @@
+"""Objective perturbation: a random linear term in the objective, solved to a certified accuracy.
+
+    theta = argmin J(w) + <b, w>,   b ~ N(0, sigma^2 I), or of density exp(-g |b|) where epsilon is pure
+
+and, since theta is found approximately, theta_hat + N(0, sigma_out^2 I) is released (AMP). For smooth losses of one
+score, whose constants hold at every w of R^d, and softmax; see `theory.linear.objective` for the proofs.
+
+Differs from the paper in: it is not there. Iyengar et al. 2019 take half of the output noise that is needed.
+
+Source: docs/proofs/objective.md; Chaudhuri, Monteleoni and Sarwate 2011; Kifer, Smith and Thakurta 2012.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import REPLACE_ONE
+from torch_dpsco.accounting.curves import objective_curve
+from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.linear.records import build_objective
+from torch_dpsco.linear.solvers import SOLVERS, solve
+from torch_dpsco.linear.solvers.certificates import project
+from torch_dpsco.linear.task import LinearPlan, LinearTask
+from torch_dpsco.losses.classification import SoftmaxCrossEntropy
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
+from torch_dpsco.rng import Source
+from torch_dpsco.theory.exact_noise import require_gaussian
+from torch_dpsco.theory.linear.objective import (
+    AMP_MU_OUT,
+    AMP_PURE_SHARE,
+    amp_noise_std,
+    objpert_pure_rate,
+    objpert_reg,
+    softmax_log_det,
+)
+from torch_dpsco.theory.linear.objective_general import amp_delta_general, amp_sigma_general, log_det
+from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
+from torch_dpsco.theory.linear.solvers import amp_tolerance, gradient_rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectivePlan(LinearPlan):
+    """Public numbers of one release.
+
+    Args:
+        noise_scale: std of b, or 1/g.
+        charge: "approx" or "curve", see `plan_objective`.
+        solver: see `linear.solvers.solve`; never trusted.
+    """
+
+    noise_scale: float
+    charge: str = "approx"
+    solver: str = "auto"
+
+    mechanism = "objective"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice(("approx", "curve"), charge=self.charge), check.positive(noise_scale=self.noise_scale)
+        if isinstance(self.task.loss, SoftmaxCrossEntropy) and (self.curve or self.task.pure):
+            raise ConditionError(
+                "charge must be 'approx' for softmax, of a budget with delta > 0 (use output perturbation for others): "
+                "no curve and no pure epsilon is proved for several scores"
+            )
+        if self.curve and self.task.noise_multiplier is None:
+            # it costs more than the budget that its noise was chosen for, where it stands alone
+            object.__setattr__(self, "budget", None)
+        self.distance  # noqa: B018  raises where nothing is proved, or rounding would hide it
+
+    @property
+    def curve(self) -> bool:
+        """Whether a Renyi curve is charged."""
+        return not self.task.pure and (self.charge == "curve" or self.task.noise_multiplier is not None)
+
+    @cached_property
+    def distance(self) -> float:
+        """What the solver has to certify, tau / reg."""
+        tolerance = amp_tolerance(_constants(self.task)[0], _rounding(self.task, self.reg, self.noise_scale))
+        return tolerance / self.reg
+
+    @property
+    def output_scale(self) -> float:
+        """Std of the noise on the answer, or scale of the K-norm's."""
+        if not self.task.pure:
+            return amp_noise_std(self.distance, 1.0)
+        # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
+        return 2 * self.distance / (AMP_PURE_SHARE * self.task.target.epsilon) * (1 + 1e-15)
+
+    def event(self) -> ApproxDP | Pure | RDPCurve:
+        """Returns what the release charges: what was asked for, or what the noise costs where that is more."""
+        task = self.task
+        if task.pure:
+            determinant, moved, _ = _general(task, self.reg)
+            parts = moved / self.noise_scale, 2 * self.distance / self.output_scale
+            # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+            spent = math.fsum([determinant, *(math.nextafter(part, math.inf) for part in parts)])
+            return Pure(max(task.target.epsilon, math.nextafter(spent, math.inf)), (task.adjacency,))
+        if self.curve:
+            numbers = (self.noise_scale, self.reg, *_constants(task))
+            return _curve(*numbers, monotone=task.monotone, mu_out=AMP_MU_OUT, adjacency=task.adjacency)
+        # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        delta = max(_spent(task.target.delta), _delta(task, self.reg, self.noise_scale))
+        return ApproxDP(task.target.epsilon, delta, (task.adjacency,))
+
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        task = self.task
+        assert task.lipschitz is not None  # of plan_objective
+        std = self.noise_scale * (math.sqrt(task.parameters + 1) if task.pure else 1.0)
+        return std, task.n * task.lipschitz, "the sum of all gradients"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if self.curve:
+            yield "charged", "a Renyi curve, which composes well with others and costs more alone"
+
+    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, draws b, solves, adds noise: returns the private vector; see `LinearPlan`."""
+        # PRIVACY: charged before b is drawn (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.event())
+        draw, dim = knorm_vector if self.task.pure else gaussian_vector, self.task.parameters
+        objective = build_objective(self.task, self.reg, solved, draw(dim, self.noise_scale, generator))
+        found = solve(objective, self.distance, solver=self.solver)
+        return project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
+
+
+def plan_objective(
+    task: LinearTask, charge: str = "approx", secure: str | None = None, solver: str = "auto"
+) -> ObjectivePlan:
+    """Returns the numbers of objective perturbation for a task.
+
+    Args:
+        task: its public numbers.
+        charge: what a ledger is told, for delta > 0 and one score: "approx", the (epsilon, delta) of the budget, which
+            is exact for a release that stands alone; "curve", a Renyi curve, which composes better with others but
+            says more than epsilon for one alone. Noise of your own is charged as a curve.
+        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
+        solver: see `ObjectivePlan`.
+
+    Raises:
+        ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or pure and softmax.
+        InfeasibleError: reg is too small for epsilon; the message names the smallest one.
+
+    Guarantee:
+        The event of the plan, for the task's adjacency, for the released point.
+    """
+    lipschitz, smoothness = _constants(task)
+    require_gaussian(
+        secure, "objective perturbation is proved in a continuous law; use OutputPerturbation, mechanism='output'"
+    )
+    ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
+    reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
+    size = _pure_scale if task.pure else _noise_std
+    scale = size(task, reg, lipschitz, smoothness)
+    while task.reg is None and 4 * _rounding(task, reg, scale) > 9e-5 * lipschitz:  # less than float64 can solve
+        reg *= 2  # b can only be smaller then
+    return ObjectivePlan(
+        task=replace(task, reg=reg),
+        noise_scale=size(task, reg, lipschitz, smoothness),
+        charge=charge,
+        solver=check.choice(SOLVERS, solver=solver),
+    )
+
+
+def _rounding(task: LinearTask, reg: float, scale: float) -> float:
+    """Returns what rounding may hide where |b| is not beyond all reason; at run time the actual one is taken off."""
+    assert task.lipschitz is not None
+    assert task.smoothness is not None
+    assert task.problem.loss_at_zero is not None
+    dim, most = task.parameters, task.n_max
+    linear = scale * (dim + 10 * math.sqrt(dim) if task.pure else math.sqrt(dim) + 10)
+    # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
+    norm = (linear + math.sqrt(linear * linear + 2 * reg * most * task.problem.loss_at_zero)) / reg
+    return gradient_rounding(
+        most,
+        task.width,
+        lipschitz=task.lipschitz,
+        smoothness=task.smoothness,
+        reg=reg,
+        norm=norm,
+        weight=most,
+        linear=linear,
+        score_offset=task.problem.score_offset or 0.0,
+    )
+
+
+def _spent(delta: float) -> float:
+    """Returns the delta that is stated: a ledger needs some left to round with."""
+    return delta * (1 - 1e-9)
+
+
+def _constants(task: LinearTask) -> tuple[float, float]:
+    if task.tilt or task.attack_radius:
+        raise ConditionError("objective perturbation needs a plain sum of losses: use output perturbation here")
+    if task.lipschitz is None or task.smoothness is None:
+        raise ConditionError(
+            f"objective perturbation needs a smooth loss with bounded gradients (got {task.loss!r}): give a "
+            f"residual_clip, or use SmoothedHinge or Huber"
+        )
+    return task.lipschitz, task.smoothness
+
+
+def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
+    if task.noise_multiplier is not None:
+        return task.noise_multiplier * lipschitz
+    epsilon, delta = task.target.epsilon, _spent(task.target.delta)
+    if task.monotone:
+        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
+    return _general_std(epsilon, delta, *_general(task, reg), AMP_MU_OUT)
+
+
+def _delta(task: LinearTask, reg: float, noise: float) -> float:
+    """Returns what noise of this std spends at the budget's epsilon: of `_noise_std` at most `_spent`."""
+    epsilon, (lipschitz, smoothness) = task.target.epsilon, _constants(task)
+    if task.monotone:
+        return _monotone_delta(epsilon, noise, float(reg), lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
+    return _general_delta(epsilon, noise, *_general(task, reg), AMP_MU_OUT)
+
+
+def _general(task: LinearTask, reg: float) -> tuple[float, float, int]:
+    """Returns the bound on the determinants, how far a record moves the gradients, and in how many dimensions."""
+    (lipschitz, smoothness), sides = _constants(task), 1 + (task.adjacency == REPLACE_ONE)
+    if isinstance(task.loss, SoftmaxCrossEntropy):
+        classes = task.loss.num_classes
+        return softmax_log_det(task.preparation.bound, reg, classes), sides * lipschitz, sides * (classes - 1)
+    return log_det(reg, smoothness), sides * lipschitz, sides
+
+
+_cached = functools.lru_cache(maxsize=256)  # a plan is made more than once, and the quadrature takes a second
+_monotone_std, _general_std = _cached(amp_sigma_monotone), _cached(amp_sigma_general)
+_monotone_delta, _general_delta = _cached(amp_delta_monotone), _cached(amp_delta_general)
+_curve = _cached(objective_curve)
+
+
+def _pure_scale(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
+    """Returns 1/g, the scale of b for the part of epsilon that it has."""
+    epsilon = (1 - AMP_PURE_SHARE) * task.target.epsilon * (1 - 1e-15)
+    return 1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)

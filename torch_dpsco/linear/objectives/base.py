@@ -1,0 +1,318 @@
+"""What a solver and a certificate need to know of a strongly convex function of one vector.
+
+In-memory records of a linear model, read in blocks: float64 arithmetic without a float64 copy of the data.
+
+Every sum over records is taken in blocks of at most 1024 rows, and the block sums are added pairwise. A term then
+passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error of a sum
+is at most gamma(depth) times the sum of the absolute terms (`gamma`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from torch_dpsco.errors import ConditionError
+
+
+def require_double(point: Tensor, dim: int) -> None:
+    """Raises ValueError unless the point is a float64 vector and autocast is off: rounding bounds need float64."""
+    if point.dtype != torch.float64 or point.shape != (dim,):
+        raise ValueError(f"the point must be float64 of shape ({dim},) (got {point.dtype}, {tuple(point.shape)})")
+    if torch.is_autocast_enabled(point.device.type):
+        raise ValueError("certificates must not run under autocast, which lowers the precision")
+
+
+class Objective(ABC):
+    """F(w) for w in R^dim, mu-strongly convex, evaluated in float64 with proved bounds on the rounding.
+
+    Values, gradients and errors depend on private data: nothing of them may be shown.
+
+    Attributes:
+        dim: dimension of w.
+        device: of w.
+        strong_convexity: mu of the whole function, on all of R^dim; >= 0.
+        smoothness: beta, the Lipschitz constant of the gradient on all of R^dim; None if it jumps. It may be read off
+            the data (no promise is needed then), and is as private as they are.
+    """
+
+    dim: int
+    device: torch.device
+    strong_convexity: float
+    smoothness: float | None
+
+    @abstractmethod
+    def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
+        """F(w) and a subgradient, which is the gradient where there is one; w float64 of shape (dim,)."""
+
+    @abstractmethod
+    def gradient_error(self, point: Tensor) -> float:
+        """Bound on the norm of the rounding error of the computed gradient at w; inf if the gradient jumps."""
+
+    def value(self, point: Tensor) -> float:
+        """F(w)."""
+        return self.value_and_gradient(point)[0]
+
+    def hessian(self, point: Tensor) -> Tensor:
+        """Second derivative, shape (dim, dim), one-sided at kinks of the gradient.
+
+        Raises:
+            ConditionError: if there is none.
+        """
+        raise ConditionError(f"{type(self).__name__} has no Hessian")
+
+    def least_subgradient(self, point: Tensor) -> Tensor:
+        """The subgradient at w to certify with: that of least norm where it is known."""
+        return self.value_and_gradient(point)[1]
+
+    def smoothed(self, gap: float) -> tuple[Objective, float]:
+        """A smooth objective with the same mu and a number v <= gap: max - min of the difference is at most v.
+
+        The minimizers are then within sqrt(v/mu) of each other: add the two inequalities of strong convexity,
+        mu ||w - w'||^2 <= F(w') - F(w) + G(w) - G(w').
+
+        Raises:
+            ConditionError: if the objective knows of none.
+        """
+        if self.smoothness is None or not math.isfinite(self.smoothness):
+            raise ConditionError(f"{type(self).__name__} has no smooth neighbor")
+        return self, 0.0
+
+
+UNIT_ROUNDOFF = 2.0**-53
+_BLOCK_ROWS = 1024
+_BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
+_KEPT_ENTRIES = 2**24  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
+
+
+def gamma(operations: float) -> float:
+    """Returns k u/(1 - k u), the relative error of k roundings of float64, one after another.
+
+    Example:
+        >>> gamma(0), gamma(1) > 2.0**-53
+        (0.0, True)
+    """
+    share = operations * UNIT_ROUNDOFF
+    if share >= 0.5:
+        raise ValueError(f"operations must stay far below 2^53 (got {operations})")
+    return share / (1 - share) * (1 + 4 * UNIT_ROUNDOFF)
+
+
+class PairwiseSum:
+    """Sum of a stream of tensors: the sums of 2^k terms are merged like the digits of a binary counter.
+
+    Of m terms each passes through at most 2 ceil(log2(m + 1)) additions, and only log2(m) tensors are kept.
+
+    Example:
+        >>> total = PairwiseSum(torch.zeros(1))
+        >>> for term in (1.0, 2.0, 3.0):
+        ...     total.add(torch.tensor([term]))
+        >>> total.result().tolist()
+        [6.0]
+    """
+
+    def __init__(self, zero: Tensor) -> None:
+        self._zero = zero
+        self._sums: list[tuple[int, Tensor]] = []
+
+    def add(self, term: Tensor) -> None:
+        """Adds one term, which must not change afterwards."""
+        rank = 0
+        while self._sums and self._sums[-1][0] == rank:
+            term = self._sums.pop()[1] + term
+            rank += 1
+        self._sums.append((rank, term))
+
+    def result(self) -> Tensor:
+        """The sum so far; zero if there were no terms."""
+        total = self._zero
+        for _, part in reversed(self._sums):
+            total = total + part
+        return total
+
+
+class Records:
+    """Features, targets and weights of n records; a record that cannot be used is a null record and contributes 0.
+
+    Null are: a weight of 0 (or a weight that is not finite and positive), a non-finite feature or target, features
+    whose squares overflow. Their features read as 0 and their weight is 0, so that 0 * NaN never occurs.
+
+    Args:
+        features: shape (n, d), floating point, any device; neither copied nor changed.
+        targets: shape (n,), on the same device; real, +-1, or class numbers of an integer dtype.
+        weights: shape (n,) or None for ones.
+        num_classes: K if the targets are class numbers; others than 0..K-1 make null records.
+        prepare: public map of float64 rows (B, d) to rows (B, d'), each a function of its own row alone; applied to a
+            block whenever it is read. None leaves rows as they are.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit; never because of a value.
+
+    Attributes:
+        norms: (n,) float64 norms ||x||, each within gamma(d + 4), 0 for null records.
+        targets: (n,) float64, or int64 class numbers; 0 for null records.
+        weights: (n,) float64, 0 exactly for null records.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        num_classes: int | None = None,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if features.dim() != 2 or not features.is_floating_point():
+            raise ValueError(f"features must be floating point, (n, d) (got {features.dtype}, {tuple(features.shape)})")
+        self._features, self._prepare, self.num_classes = features.detach(), prepare, num_classes
+        self.count, self.dim = len(features), self._read(features.new_zeros(1, features.shape[1])).shape[1]
+        self.device = features.device
+        integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+        if num_classes is not None and not integer:
+            raise ValueError(f"targets must be class numbers of an integer dtype (got {targets.dtype})")
+        self._rows = max(1, min(_BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
+        targets = self._column("targets", targets)
+        weights = self._column("weights", torch.ones(self.count, device=self.device) if weights is None else weights)
+        norms = self._measure()
+        used = norms.isfinite() & targets.isfinite() & weights.isfinite() & (weights > 0)
+        if num_classes is not None:
+            used &= (targets >= 0) & (targets < num_classes)
+        # PRIVACY: masked, since 0 * NaN is NaN (test_null_records_contribute_exactly_nothing)
+        targets = torch.where(used, targets, 0)
+        self.targets = targets.double() if num_classes is None else targets.long()
+        self.weights = torch.where(used, weights.double(), 0.0)
+        self.norms = torch.where(used, norms, 0.0)
+        self._used = used
+        self._clean = [bool(part.all()) for part in torch.split(used, self._rows)] if self.count else []
+
+    @property
+    def depth(self) -> int:
+        """Number of additions that a term of a sum over the records passes through, at most."""
+        blocks = max(1, math.ceil(self.count / self._rows))
+        return min(self._rows, self.count) + 2 * math.ceil(math.log2(blocks + 1))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields (rows, their features in float64, null records as 0)."""
+        for index, start in enumerate(range(0, self.count, self._rows)):
+            rows = slice(start, min(start + self._rows, self.count))
+            block = self._read(self._features[rows])
+            yield rows, block if self._clean[index] else torch.where(self._used[rows].unsqueeze(1), block, 0.0)
+
+    def thinned(self, step: int) -> Records:
+        """Every step-th record, a view: for a first guess of a solver, never for a certificate."""
+        fewer = copy.copy(self)
+        for name in ("_features", "_used", "targets", "weights", "norms"):
+            setattr(fewer, name, getattr(self, name)[::step])
+        fewer.count = len(fewer.targets)
+        fewer._clean = [bool(part.all()) for part in torch.split(fewer._used, self._rows)]
+        return fewer
+
+    def select(self, chosen: Tensor) -> Tensor:
+        """Features of some records in float64, shape (k, d), for row numbers (k,); 0 for null records."""
+        rows = self._read(self._features[chosen])
+        return torch.where(self._used[chosen].unsqueeze(1), rows, 0.0)
+
+    def _read(self, block: Tensor) -> Tensor:
+        return block.double() if self._prepare is None else self._prepare(block.double())
+
+    def scores(self, weight: Tensor) -> Tensor:
+        """X w, shape (n,), for w of shape (d,); each within gamma(d) ||x|| ||w||."""
+        scores = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        for rows, block in self.blocks():
+            scores[rows] = block @ weight
+        return scores
+
+    def combine(self, slopes: Tensor) -> Tensor:
+        """X^T r, shape (d,), for r of shape (n,)."""
+        total = PairwiseSum(self._zeros(self.dim))
+        for rows, block in self.blocks():
+            total.add(slopes[rows] @ block)
+        return total.result()
+
+    def fold(self, weight: Tensor, terms: Callable[[Tensor, slice], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """One pass over the data: the sums of the losses and of the gradients.
+
+        Args:
+            weight: w, shape (d,) or (K, d).
+            terms: maps the scores of a block, (B,) or (B, K), and its rows to its losses (B,) and slopes like scores.
+
+        Returns:
+            (sum of losses, sum of slope x); a scalar and a tensor of the shape of `weight`.
+        """
+        value, gradient = PairwiseSum(self._zeros()), PairwiseSum(self._zeros(*weight.shape))
+        for rows, block in self.blocks():
+            losses, slopes = terms(block @ weight.T if weight.dim() == 2 else block @ weight, rows)
+            value.add(losses.sum())
+            gradient.add(slopes.T @ block if weight.dim() == 2 else slopes @ block)
+        return value.result(), gradient.result()
+
+    def gram(self, curvatures: Tensor) -> Tensor:
+        """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
+        total = PairwiseSum(self._zeros(self.dim, self.dim))
+        for rows, block in self.blocks():
+            total.add((block * curvatures[rows].unsqueeze(1)).T @ block)
+        return total.result()
+
+    def total(self, terms: Tensor) -> Tensor:
+        """Sum of n numbers, shape ()."""
+        value = PairwiseSum(self._zeros())
+        for part in torch.split(terms, self._rows) if self.count else ():
+            value.add(part.sum())
+        return value.result()
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def _column(self, name: str, column: Tensor) -> Tensor:
+        if column.shape != (self.count,) or column.device != self.device or column.is_complex():
+            raise ValueError(
+                f"{name} must be real of shape ({self.count},) on {self.device} "
+                f"(got {column.dtype}, {tuple(column.shape)} on {column.device})"
+            )
+        return column.detach()
+
+    def _measure(self) -> Tensor:
+        """Norms of the rows, inf for those with a non-finite entry; prepared rows are kept where they are few."""
+        few = self._prepare is not None and self.count * self.dim <= _KEPT_ENTRIES
+        kept = self._zeros(self.count, self.dim) if few else None
+        norms = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        for start in range(0, self.count, self._rows):
+            rows = slice(start, start + self._rows)
+            raw = self._features[rows]
+            image = self._read(raw)
+            # PRIVACY: the raw row decides, whatever its image is (test_null_records_contribute_exactly_nothing)
+            norms[rows] = torch.where(raw.isfinite().all(1), torch.linalg.vector_norm(image, dim=1), math.inf)
+            if kept is not None:
+                kept[rows] = image
+        if kept is not None:
+            self._features, self._prepare = kept, None
+        return norms
+
+
+def as_records(
+    features: Tensor | Records,
+    targets: Tensor | None,
+    weights: Tensor | None = None,
+    *,
+    num_classes: int | None = None,
+) -> Records:
+    """Records as they are, or made of tensors.
+
+    Raises:
+        ValueError: if targets are missing, or given beside records.
+    """
+    if not isinstance(features, Records):
+        if targets is None:
+            raise ValueError("targets must be given with features (got None)")
+        return Records(features, targets, weights, num_classes=num_classes)
+    if targets is not None or weights is not None:
+        raise ValueError("targets and weights must be None beside records, which have their own")
+    if num_classes is not None and features.num_classes != num_classes:
+        raise ValueError(f"records must have {num_classes} classes (got {features.num_classes})")
+    return features

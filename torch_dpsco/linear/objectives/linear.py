@@ -1,0 +1,296 @@
+"""F(w) = (1/N) sum_i c_i l(<w, x_i>; y_i) + (reg/2) ||w||^2 + <q, w> for a loss of one score.
+
+Softmax regression: F(W) = (1/N) sum_i c_i (logsumexp(W x_i) - (W x_i)_{y_i}) + (reg/2) ||W||^2 + <q, W>.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+
+from torch_dpsco._doors import typed
+from torch_dpsco._validate import nonnegative, positive
+from torch_dpsco.linear.objectives.base import Objective, Records, as_records, gamma
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.losses.classification import Logistic, MarginLoss, SoftmaxCrossEntropy
+from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
+
+# Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
+# ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.
+EVALUATION = 32
+
+
+class RowConstants:
+    """Sums over the records that bound the loss and its slope, and with them the rounding errors.
+
+    For record i: |phi'| <= slope_i, |phi''| <= bend_i, |phi'(0)| <= start_i and l(0) = value_i. All are read off the
+    data and rounded up, so that no promise about the data is needed.
+
+    Attributes:
+        bend: per-record Lipschitz constant of phi', shape (n,); None if phi' jumps.
+    """
+
+    def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
+        table = loss.loss if isinstance(loss, ResidualClipped) else loss
+        problem = table.problem(bound_x=1.0)
+        norms, targets = records.norms * (1 + gamma(records.dim + 8)), records.targets.abs()
+        zero, ones = torch.zeros_like(norms), torch.ones_like(norms)
+        # the slope in the score is y phi'(y s) for a margin: a label beyond 1 steepens it
+        label = targets.clamp(min=1.0) if isinstance(table, MarginLoss) else ones
+        slope = label * (math.inf if problem.lipschitz is None else problem.lipschitz)
+        if isinstance(loss, ResidualClipped):
+            slope = torch.minimum(slope, loss.of_norms(records.norms).limits)
+        start = torch.minimum(table.derivative(zero, records.targets).abs(), slope)
+        self.bend: Tensor | None = None
+        if problem.smoothness is not None:
+            self.bend = label * label * problem.smoothness
+            if isinstance(loss, ResidualClipped) and isinstance(table, Logistic):
+                limit = slope.clamp(max=0.5)  # sup of sigma(1 - sigma) over sigma <= limit, for labels +-1
+                self.bend = torch.where(targets == 1, limit * (1 - limit), self.bend)
+        self.records = records
+        self._slope = self._sum(torch.where(norms > 0, slope * norms, 0.0))
+        self._start = self._sum(start * norms)
+        self._label = 0.0 if self.bend is None else self._sum(self.bend * norms * targets)
+        self.curvature = math.inf if self.bend is None else self._sum(self.bend * norms * norms)
+        self.norm_mass = self._sum(norms * label)
+        self._offset = self._sum(1 + targets)
+
+    def slope_mass(self, size: float) -> float:
+        """Bound on sum_i c_i |phi'_i| ||x_i|| over ||w|| <= size."""
+        grown = self._start if size == 0 else self._start + self.curvature * size
+        return min(self._slope, grown)
+
+    def reach_mass(self, size: float) -> float:
+        """Bound on sum_i c_i (||x_i|| size + 1 + |y_i|), the size of scores and residuals."""
+        return self.norm_mass * size + self._offset
+
+    def score_mass(self, size: float) -> float:
+        """Bound on sum_i c_i bend_i ||x_i|| (|score error|) / gamma(d + 4): scores, label products and residuals."""
+        return self.curvature * size + self._label
+
+    def _sum(self, terms: Tensor) -> float:
+        return float(self.records.total(self.records.weights * terms)) * (1 + gamma(self.records.depth + 8))
+
+
+@typed
+class LinearObjective(Objective):
+    """(1/N) sum_i c_i l(<w, x_i>; y_i) + (reg/2) ||w||^2 + <q, w>, over in-memory data.
+
+    N = n gives the mean of replace_one; a public n0 the form of add_remove; N = 1 with q = b the sum form of
+    objective perturbation.
+
+    Args:
+        loss: a loss of one score of `torch_dpsco.losses`, possibly `ResidualClipped`.
+        features: (n, d) floating point, any device; or Records; read in blocks, never copied as a whole.
+        targets: (n,) labels +-1 (|y| <= 1) or real targets, as the loss wants them.
+        reg: weight of (1/2)||w||^2, >= 0; strong convexity of the objective.
+        normalizer: N > 0; public.
+        weights: (n,) c_i >= 0, or None for ones; a weight of 0 removes the record.
+        linear_term: q, (d,) float64, or None.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit, or a number is out of range.
+        ConditionError: if the loss has more than one score.
+
+    Source:
+        docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#rounding-of-a-gradient
+
+    Example:
+        >>> features, labels = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([1.0, -1.0])
+        >>> F = LinearObjective(Logistic(), features, labels, reg=0.1, normalizer=2)
+        >>> value, gradient = F.value_and_gradient(torch.zeros(2, dtype=torch.float64))
+        >>> round(value, 4), gradient.tolist(), round(F.smoothness, 4)
+        (0.6931, [-0.25, 0.5], 0.725)
+    """
+
+    def __init__(
+        self,
+        loss: TableLoss | ResidualClipped,
+        features: Tensor | Records,
+        targets: Tensor | None = None,
+        *,
+        reg: float,
+        normalizer: float,
+        weights: Tensor | None = None,
+        linear_term: Tensor | None = None,
+    ) -> None:
+        self.loss = scalar_loss(loss)
+        self.records = as_records(features, targets, weights)
+        self.reg = nonnegative(reg=reg)
+        self.normalizer = positive(normalizer=normalizer)
+        self.dim, self.device = self.records.dim, self.records.device
+        if linear_term is not None and (linear_term.shape != (self.dim,) or linear_term.dtype != torch.float64):
+            raise ValueError(f"linear_term must be float64 of shape ({self.dim},) (got {tuple(linear_term.shape)})")
+        self.linear_term = linear_term
+        self.strong_convexity = self.reg
+        self.constants = RowConstants(self.loss, self.records)
+        self.smoothness = None
+        if self.constants.bend is not None:
+            self.smoothness = (self.constants.curvature / self.normalizer + self.reg) * (1 + gamma(8))
+
+    def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
+        """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass over the data."""
+        losses, gradient = self.records.fold(point, self._terms)
+        value = losses / self.normalizer + self.reg / 2 * (point @ point)
+        gradient = gradient / self.normalizer + self.reg * point
+        if self.linear_term is not None:
+            value, gradient = value + self.linear_term @ point, gradient + self.linear_term
+        return float(value), gradient
+
+    def hessian(self, point: Tensor) -> Tensor:
+        """X^T diag(c phi'')X/N + reg I, by blocks; O(n d^2)."""
+        scores = self.records.scores(point)
+        weights, targets = self.records.weights, self.records.targets
+        curvatures = weights * self._loss_of(slice(None)).second_derivative(scores, targets)
+        total = self.records.gram(curvatures) / self.normalizer
+        total.diagonal().add_(self.reg)
+        return total
+
+    def gradient_error(self, point: Tensor) -> float:
+        """Bound on ||computed - exact gradient||, of first order in u with a margin for the rest.
+
+        Scores are within gamma(d + 4)(||x|| ||w|| + |y|), which moves a slope by `bend` times that; each slope times
+        x is then rounded `EVALUATION` times and passes through `depth` additions; the regularizer and q add a few.
+        """
+        if self.constants.bend is None:
+            return math.inf
+        size = norm_up(point)
+        mass = self.constants.slope_mass(size)
+        scores = gamma(self.dim + 4) * self.constants.score_mass(size)
+        common = gamma(8) * (mass / self.normalizer + self.reg * size + self.linear_size())
+        return (((scores + gamma(self.records.depth + EVALUATION) * mass) / self.normalizer) + common) * (1 + 1e-9)
+
+    def thinned(self, step: int) -> LinearObjective:
+        """The same with every step-th record: near enough for a first guess."""
+        fewer = copy.copy(self)
+        fewer.records, fewer.normalizer = self.records.thinned(step), self.normalizer / step
+        fewer.constants = RowConstants(self.loss, fewer.records)
+        return fewer
+
+    def row_gradient(self, row: int, point: Tensor) -> Tensor:
+        """c_i phi'_i(<w, x_i>) x_i of one record, without the normalizer; 0 for a null record."""
+        features = self.records.select(torch.tensor([row], device=self.device))
+        slopes = self._terms(features @ point, slice(row, row + 1))[1]
+        return slopes @ features
+
+    def row_difference(self, row: int, point: Tensor, other: Tensor) -> Tensor:
+        """`row_gradient` at a point minus that at another."""
+        return self.row_gradient(row, point) - self.row_gradient(row, other)
+
+    def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        loss, targets, weights = self._loss_of(rows), self.records.targets[rows], self.records.weights[rows]
+        return weights * loss.value(scores, targets), weights * loss.derivative(scores, targets)
+
+    def _loss_of(self, rows: slice) -> TableLoss | ClippedRows:
+        if isinstance(self.loss, ResidualClipped):
+            return self.loss.of_norms(self.records.norms[rows])
+        return self.loss
+
+    def linear_size(self) -> float:
+        """||q||, rounded up."""
+        return 0.0 if self.linear_term is None else norm_up(self.linear_term)
+
+
+def norm_up(point: Tensor) -> float:
+    """||w||, rounded up; the summand covers squares that underflow."""
+    return float(torch.linalg.vector_norm(point)) * (1 + gamma(len(point) + 8)) + len(point) * 1e-160
+
+
+@typed
+class SoftmaxObjective(Objective):
+    """Cross-entropy of a linear model with K classes; w is W, shape (K, d), flattened row by row.
+
+    Args:
+        features: (n, d) floating point, any device; or Records; read in blocks.
+        targets: (n,) class numbers of an integer dtype; others than 0..K-1 make null records.
+        num_classes: K >= 2, public.
+        reg: weight of (1/2)||W||_F^2, >= 0.
+        normalizer: N > 0, public.
+        weights: (n,) c_i >= 0, or None.
+        linear_term: q, (K d,) float64, or None.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit, or a number is out of range.
+
+    Source:
+        docs/proofs/objective.md#softmax, docs/proofs/output.md#rounding-of-a-gradient
+
+    Example:
+        >>> F = SoftmaxObjective(torch.eye(2), torch.tensor([0, 1]), num_classes=3, reg=0.1, normalizer=2)
+        >>> F.dim, round(F.value(torch.zeros(6, dtype=torch.float64)), 4)
+        (6, 1.0986)
+    """
+
+    def __init__(
+        self,
+        features: Tensor | Records,
+        targets: Tensor | None = None,
+        *,
+        num_classes: int,
+        reg: float,
+        normalizer: float,
+        weights: Tensor | None = None,
+        linear_term: Tensor | None = None,
+    ) -> None:
+        self.loss = SoftmaxCrossEntropy(num_classes)
+        self.records = records = as_records(features, targets, weights, num_classes=self.loss.num_classes)
+        self.reg = nonnegative(reg=reg)
+        self.normalizer = positive(normalizer=normalizer)
+        self.shape = (self.loss.num_classes, records.dim)
+        self.dim, self.device = math.prod(self.shape), records.device
+        if linear_term is not None and (linear_term.shape != (self.dim,) or linear_term.dtype != torch.float64):
+            raise ValueError(f"linear_term must be float64 of shape ({self.dim},) (got {tuple(linear_term.shape)})")
+        self.linear_term = linear_term
+        norms, up = records.norms * (1 + gamma(records.dim + 8)), 1 + gamma(records.depth + 8)
+        self._slope_mass = float(records.total(records.weights * norms)) * math.sqrt(2.0) * up
+        self._curvature = float(records.total(records.weights * norms * norms)) / 2 * up
+        self.strong_convexity = self.reg
+        self.smoothness = (self._curvature / self.normalizer + self.reg) * (1 + gamma(8))
+
+    def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
+        """F(W) and its gradient, flattened, in one pass over the data."""
+        losses, slopes = self.records.fold(point.view(self.shape), self._terms)
+        value = losses / self.normalizer + self.reg / 2 * (point @ point)
+        gradient = slopes.flatten() / self.normalizer + self.reg * point
+        if self.linear_term is not None:
+            value, gradient = value + self.linear_term @ point, gradient + self.linear_term
+        return float(value), gradient
+
+    def hessian(self, point: Tensor) -> Tensor:
+        """X^T diag(c p_k (1[k = l] - p_l)) X/N in block (k, l), plus reg I; O(n K^2 d^2) and K^2 d^2 memory."""
+        classes, dim = self.shape
+        chances = self._chances(point)
+        total = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=self.device)
+        for k in range(classes):
+            for other in range(k + 1):
+                curvature = chances[:, k] * (float(k == other) - chances[:, other])
+                block = self.records.gram(self.records.weights * curvature) / self.normalizer
+                total[k, :, other] = block
+                total[other, :, k] = block
+        square = total.view(self.dim, self.dim)
+        square.diagonal().add_(self.reg)
+        return square
+
+    def gradient_error(self, point: Tensor) -> float:
+        """Bound on ||computed - exact gradient||: softmax is 1/2-Lipschitz in the scores, ||p - e_y|| <= sqrt 2."""
+        size = norm_up(point)
+        scores = gamma(self.shape[1] + 4) * self._curvature * size
+        summed = gamma(self.records.depth + EVALUATION + 2 * self.shape[0]) * self._slope_mass
+        added = gamma(8) * (self._slope_mass / self.normalizer + self.reg * size + self._linear_size())
+        return ((scores + summed) / self.normalizer + added) * (1 + 1e-9)
+
+    def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        targets, weights = self.records.targets[rows], self.records.weights[rows]
+        slopes = weights.unsqueeze(1) * self.loss.derivative(scores, targets)
+        return weights * self.loss.value(scores, targets), slopes
+
+    def _chances(self, point: Tensor) -> Tensor:
+        weight = point.view(self.shape)
+        parts = [(block @ weight.T).softmax(1) for _, block in self.records.blocks()]
+        return torch.cat(parts) if parts else torch.zeros(0, self.shape[0], dtype=torch.float64, device=self.device)
+
+    def _linear_size(self) -> float:
+        return 0.0 if self.linear_term is None else norm_up(self.linear_term)

@@ -1,0 +1,364 @@
+"""A private linear model to fit: public numbers only, and the constants that the mechanisms draw from them.
+
+The objective is in sum form, so that neither it nor its noise needs the number of records:
+
+    J(w) = sum_i l(<w, x_i>; y_i) + (reg / 2) |w|^2,    x_i = (clip((raw_i - center) / scale, B), c0)
+
+with every row clipped to norm B and the constant c0 appended where there is an intercept, which is regularized like the
+rest. A record with a non-finite value or an unknown label contributes 0.
+
+Differs from the paper in: the sum form (the paper's is the mean, F = J / n, reg = n lam).
+
+Source: docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#where-minimizers-can-be.
+
+What the plans of all mechanisms for linear models have in common: a task, a regularizer, one release.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.designs import BaseEvent
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, clip_rows
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.losses.clipped import ResidualClipped
+from torch_dpsco.plan import Plan
+from torch_dpsco.problem import Problem, round_up
+from torch_dpsco.rng import Source
+from torch_dpsco.theory.linear.output import minimizer_radius
+
+_LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done to each row, by public numbers: centered, scaled, clipped, a constant appended.
+
+    Args:
+        bound_x: B > 0, norm that rows are clipped to.
+        center: subtracted from each row, (d,); None for 0.
+        scale: that each row is divided by, (d,), > 0; None for 1.
+        intercept: c0 >= 0, the constant; 0 for no intercept.
+
+    Guarantee:
+        A row's image depends on that row alone, and its norm is at most `bound`, rounding included.
+    """
+
+    bound_x: float
+    center: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
+    intercept: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check.positive(bound_x=self.bound_x), check.nonnegative(intercept=self.intercept)
+        for value in self.center or ():
+            check.finite(feature_center=value)
+        for value in self.scale or ():
+            check.positive(feature_scale=value)
+
+    @property
+    def bound(self) -> float:
+        """Bound on the norm of a prepared row."""
+        return round_up(math.hypot(self.bound_x, self.intercept)) if self.intercept else self.bound_x
+
+    def __call__(self, block: Tensor) -> Tensor:
+        """Returns prepared rows, float64, of raw ones (B, d)."""
+        # PRIVACY: torch sums strided rows in an order that depends on their number
+        # (test_the_image_of_a_row_is_the_same_in_every_block)
+        rows = block.double().contiguous()
+        if self.center is not None:
+            rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
+        if self.scale is not None:
+            rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
+        rows = self._clip(rows)
+        if not self.intercept:
+            return rows
+        return torch.cat([rows, rows.new_full((len(rows), 1), self.intercept)], dim=1)
+
+    def _clip(self, rows: Tensor) -> Tensor:
+        """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        most = self.bound_x * (1 - 2.0**-50 * (rows.shape[1] + 8))  # less by the rounding of norm and product
+        # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
+        clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
+        odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
+        if bool(odd.any()):
+            clipped[odd] = clip_rows(rows[odd], most)
+        return clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearTask:
+    """Public numbers of a private linear model.
+
+    Args:
+        loss: of one score, or the softmax cross-entropy.
+        preparation: of rows.
+        dim: d >= 1, number of raw features.
+        n: public number of records; a reference under add_remove.
+        budget: of unit "example"; delta = 0 asks for a pure epsilon. None where the noise is given.
+        noise_multiplier: > 0, std of Gaussian noise over what one record adds: the bound on its gradient, or on how far
+            it moves the answer. None for noise that is chosen for the budget.
+        adjacency: of the guarantee where there is no budget; else the budget's.
+        bound_y: Y > 0, that real targets are clipped to; None for labels.
+        reg: in sum form, > 0; None for the mechanism's default.
+        radius: R > 0 of the ball that the answer is projected on; inf for none.
+        residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows; None for no clip.
+        n_max: public cap on the number of records; default 2 n.
+        n_min: public lower bound on it, for tilts under add_remove.
+        tilt: tau of tilted risk; 0 for the sum.
+        attack_radius: rho >= 0 of adversarial rows; 0 for none.
+        attack_norm: 2 or inf.
+
+    Raises:
+        ConditionError: settings that do not go together.
+        ValueError: a number is out of range.
+    """
+
+    loss: TableLoss
+    preparation: Preparation
+    dim: int
+    n: int
+    budget: Budget | None = None
+    noise_multiplier: float | None = None
+    adjacency: Adjacency = REPLACE_ONE
+    bound_y: float | None = None
+    reg: float | None = None
+    radius: float = math.inf
+    residual_clip: float | None = None
+    n_max: int = 0
+    n_min: int | None = None
+    tilt: float = 0.0
+    attack_radius: float = 0.0
+    attack_norm: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check.positive_count(dim=self.dim), check.positive_count(n=self.n)
+        if self.budget is not None:
+            object.__setattr__(self, "adjacency", self.budget.adjacency)
+        if self.noise_multiplier is not None:
+            check.positive(noise_multiplier=self.noise_multiplier)
+        elif self.budget is None:
+            raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+        object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
+        if self.n_max < self.n:
+            raise ValueError(f"n_max must be >= n={self.n} (got {self.n_max})")
+        if self.reg is not None:
+            check.positive(reg=self.reg)
+        check.positive(radius=self.radius, allow_inf=True)
+        if (self.bound_y is not None) != (self.loss.target_kind == "real"):
+            raise ValueError(f"bound_y must be given for real targets, and for them only (got {self.bound_y})")
+        if self.bound_y is not None:
+            check.positive(bound_y=self.bound_y)
+        if self.n_min is not None:
+            check.positive_count(n_min=self.n_min)
+        check.finite(tilt=self.tilt), check.nonnegative(attack_radius=self.attack_radius)
+        if self.attack_norm not in (2.0, math.inf):
+            raise ValueError(f"attack_norm must be 2 or inf (got {self.attack_norm})")
+        if self.residual_clip is not None:
+            # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
+            if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
+                raise ValueError(f"residual_clip must be in (0, 1] (got {self.residual_clip})")
+            self.clipped  # noqa: B018  raises if this loss cannot be clipped
+        if self.attack_radius and not isinstance(self.loss, (Logistic, SmoothedHinge)):
+            raise ConditionError(f"loss must be Logistic or SmoothedHinge under attack (got {self.loss!r})")
+        if self.tilt and (self.lipschitz is None or self.smoothness is None or self.num_scores > 1):
+            raise ConditionError(f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})")
+        if sum((self.tilt != 0, self.attack_radius > 0, self.residual_clip is not None)) > 1:
+            raise ConditionError("tilt, attack_radius and residual_clip must not be combined")
+        for name, length in (("center", self.preparation.center), ("scale", self.preparation.scale)):
+            if length is not None and len(length) != self.dim:
+                raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
+
+    @property
+    def target(self) -> Budget:
+        """The budget that a number is chosen for; raises ValueError if there is none."""
+        if self.budget is None:
+            raise ValueError("budget must be given, for noise or reg to be chosen: or give noise_multiplier and reg")
+        return self.budget
+
+    @property
+    def pure(self) -> bool:
+        """Whether a pure epsilon is asked for."""
+        return self.noise_multiplier is None and self.target.delta == 0
+
+    @property
+    def num_scores(self) -> int:
+        """K: 1, or the number of classes of a softmax."""
+        return self.loss.num_scores
+
+    @property
+    def width(self) -> int:
+        """Coordinates of a row, the intercept's included."""
+        return self.dim + (self.preparation.intercept > 0)
+
+    @property
+    def parameters(self) -> int:
+        """Coordinates of the released vector."""
+        return self.num_scores * self.width
+
+    @cached_property
+    def problem(self) -> Problem:
+        """Constants of the loss for prepared rows, not clipped."""
+        return self.loss.problem(bound_x=self.preparation.bound, bound_y=self.bound_y or 1.0)
+
+    @cached_property
+    def clipped(self) -> ResidualClipped | None:
+        """The loss with clipped gradients, if there is a clip."""
+        if self.residual_clip is None:
+            return None
+        return ResidualClipped(self.loss, self.residual_clip * self.preparation.bound)  # type: ignore[arg-type]
+
+    @property
+    def monotone(self) -> bool:
+        """Whether the derivative keeps its sign for each record: a margin loss."""
+        return isinstance(self.loss, (Logistic, SmoothedHinge, Hinge)) and not self.attack_radius
+
+    @property
+    def smoothness(self) -> float | None:
+        """Beta >= phi'' |x|^2 of a record, at every w; None if the derivative jumps."""
+        if self.clipped is not None:
+            return self.clipped.smoothness(self.preparation.bound)
+        return self.problem.smoothness
+
+    @property
+    def lipschitz(self) -> float | None:
+        """L >= |phi'| |x| of a record, at every w; None if there is none (squared loss)."""
+        return self.clipped.lipschitz() if self.clipped is not None else self.problem.lipschitz
+
+    @property
+    def attack_reach(self) -> float:
+        """How far an attack moves a row in the L2 norm."""
+        if self.attack_norm == 2:
+            return self.attack_radius
+        return round_up(self.attack_radius * math.sqrt(self.width))
+
+    @property
+    def most_records(self) -> int:
+        """Public cap on the number of records that contribute."""
+        return self.n_max if self.adjacency == ADD_REMOVE else self.n
+
+    def minimizer_radius(self, reg: float) -> float:
+        """Bound on |w| of every possible minimizer of the objective with this regularizer.
+
+        Raises:
+            MissingConstantError: nothing bounds it.
+        """
+        # PRIVACY: of up to so many records: for fewer it is smaller (test_the_radius_holds_for_n_max_records)
+        mean = reg / self.most_records * (1 - 1e-15)
+        return minimizer_radius(
+            mean, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
+        )
+
+    def lipschitz_at_minimizers(self, reg: float) -> float:
+        """L at every possible minimizer of the objective with this regularizer."""
+        return self.lipschitz or self.problem.grad_bound(self.minimizer_radius(reg))
+
+    def loss_range(self, mean_reg: float) -> float:
+        """Length of an interval that holds the loss of every record at every possible minimizer of a tilted mean."""
+        radius = minimizer_radius(
+            mean_reg, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
+        )
+        reach = round_up(radius * self.preparation.bound)
+        if isinstance(self.loss, Logistic):
+            return reach  # log((1 + e^t)/(1 + e^-t)) = t
+        # losses are >= 0, at most l0 at w = 0, and L-Lipschitz
+        assert self.lipschitz is not None
+        assert self.problem.loss_at_zero is not None
+        return round_up(self.problem.loss_at_zero + self.lipschitz * radius)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan(Plan):
+    """Public numbers of one release; what it charges is computed from those that it is made with.
+
+    Args:
+        task: what was planned for: budget, adjacency and the regularizer that was chosen included.
+    """
+
+    task: LinearTask
+    budget: Budget | None = field(init=False, repr=False)
+    adjacency: Adjacency = field(init=False, repr=False)
+
+    values = (LinearTask, Preparation)
+    mechanism: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", self.task.budget)
+        object.__setattr__(self, "adjacency", self.task.adjacency)
+        super().__post_init__()
+
+    @property
+    def reg(self) -> float:
+        """Regularizer of the objective, in sum form."""
+        return check.positive(reg=self.task.reg)
+
+    @abstractmethod
+    def event(self) -> BaseEvent:
+        """Returns what the release charges: of the noise that it draws, and how far a record moves what is released."""
+
+    @property
+    @abstractmethod
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """Std per coordinate of the noise, bound on the norm of what it is added to, and what that is, in words."""
+
+    def solve(self, records: Records, start: Tensor | None = None) -> Any:
+        """Returns what `release` needs: NOT private.
+
+        Args:
+            records: of `linear.records.make_records`.
+            start: point (parameters,) that a loop left; None for 0.
+        """
+        return records
+
+    @abstractmethod
+    def release(self, solved: Any, accountant: Accountant, generator: Source) -> Tensor:
+        """Charges, draws the noise and returns the private vector (parameters,) float64.
+
+        Args:
+            solved: from `solve`.
+            accountant: charged before anything is drawn.
+            generator: of the noise, which must stay secret as long as the data are; no stream of the solver.
+
+        Raises:
+            BudgetExceeded: nothing was drawn.
+            NotCertifiedError: an internal error, see `linear.solvers.solve`; outside of the guarantee.
+        """
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what all such plans say; see `Plan.lines`."""
+        task, (std, signal, of) = self.task, self.noise_and_signal
+        targets = "" if task.bound_y is None else f", targets to {task.bound_y:g}"
+        yield (
+            "model",
+            f"{task.loss}: {task.parameters} parameters, rows of norm at most {task.preparation.bound:.4g}{targets}, "
+            f"reg={self.reg:.4g} on the sum of {task.n} losses",
+        )
+        norm = std * math.sqrt(task.parameters)
+        yield (
+            "noise",
+            f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}",
+        )
+        most = (
+            f"there are at most n_max={task.n_max} of them"
+            if task.adjacency == ADD_REMOVE
+            else f"their number is n={task.n}"
+        )
+        yield "assumed", f"all settings were chosen without a look at the records; {most}"

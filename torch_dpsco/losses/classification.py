@@ -1,0 +1,270 @@
+"""Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
+
+Labels need not be checked. For |y| <= 1 every constant of the table still holds (the loss phi(y w.x) is then that of
+the record (y x, 1), and ||y x|| <= B); y = 0 gives a null record with gradient 0. Only |y| > 1 breaks them:
+`enforce_bounds` with bound_y=1 clips such labels. A NaN label gives a NaN row, which clipping oracles zero.
+
+Softmax cross-entropy of K class scores.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from torch_dpsco._validate import between, positive, positive_count
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.losses.base import TableLoss, power_up, upper
+
+
+class MarginLoss(TableLoss):
+    """phi(m) of the margin m = y s, phi convex and nonincreasing."""
+
+    target_kind: ClassVar[Literal["sign", "real", "class"]] = "sign"
+
+    def value(self, score: Tensor, target: Tensor) -> Tensor:
+        """Loss phi(y s); score and target of one shape."""
+        return self._curve(target * score)
+
+    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Derivative y phi'(y s); score and target of one shape."""
+        return target * self._slope(target * score)
+
+    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Second derivative y^2 phi''(y s); score and target of one shape."""
+        return target * target * self._bend(target * score)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        """phi''(m), one-sided where phi' has a kink."""
+        raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge has one")
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        """The margin at which -phi' reaches the limit > 0; -inf where it never does."""
+        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic or SmoothedHinge")
+
+    @abstractmethod
+    def _curve(self, margin: Tensor) -> Tensor:
+        """phi(m)."""
+
+    @abstractmethod
+    def _slope(self, margin: Tensor) -> Tensor:
+        """The selected subgradient of phi at m, in (-inf, 0]."""
+
+
+@dataclass(frozen=True)
+class Hinge(MarginLoss):
+    """Powers of the hinge, (1 - m)_+^q: the support vector loss at q = 1, its smooth square at q = 2.
+
+    alpha = q - 1, L = q B^q, M = q B, M0 = 1, G(R) = q B (1 + B R)^(q-1). At q = 1 the subgradient at m = 1 is 0.
+    Key: |s_+^p - t_+^p| <= |s - t|^p for 0 < p <= 1, with equality at t = 0.
+
+    Args:
+        power: q in [1, 2].
+
+    Source:
+        docs/proofs/holder.md#constants-of-the-losses.
+
+    Example:
+        >>> Hinge(power=1.5).problem(bound_x=1.0).holder_constant
+        1.5
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+
+    def _curve(self, margin: Tensor) -> Tensor:
+        return (1 - margin).clamp(min=0) ** self.power
+
+    def _slope(self, margin: Tensor) -> Tensor:
+        gap = (1 - margin).clamp(min=0)
+        # sign(gap) makes 0^0 come out as 0: the selection at m = 1 for q = 1.
+        return -self.power * gap.sign() * gap ** (self.power - 1)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        return 2.0 * (margin < 1).to(margin.dtype) if self.power == 2 else super()._bend(margin)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return 1 - limit / 2 if self.power == 2 else super()._corner(limit)
+
+    def _exponent(self) -> float:
+        return self.power - 1
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(self.power, bound_x, power_up(bound_x, exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return 1.0
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return upper(self.power, bound_x, power_up(1 + bound_x * radius, self.power - 1))
+
+
+@dataclass(frozen=True)
+class Logistic(MarginLoss):
+    """Logistic loss log(1 + e^-m).
+
+    alpha = 1, L = B^2/4; any other alpha with L = B (B/4)^alpha, which is valid but not least for 0 < alpha < 1.
+    M = B/2, M0 = log 2, G(R) = B/(1 + e^(-B R)), Lipschitz constant B.
+
+    Source:
+        docs/proofs/holder.md#constants-of-the-losses.
+
+    Example:
+        >>> Logistic().problem(bound_x=2.0).smoothness
+        1.0
+    """
+
+    interpolates: ClassVar[bool] = True
+
+    def _curve(self, margin: Tensor) -> Tensor:
+        return (-margin).clamp(min=0) + torch.log1p(torch.exp(-margin.abs()))
+
+    def _slope(self, margin: Tensor) -> Tensor:
+        return -torch.sigmoid(-margin)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        return torch.sigmoid(margin) * torch.sigmoid(-margin)
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        # sigmoid(-m) = c at m = log((1 - c)/c); the slope stays below 1
+        return torch.where(limit < 1, torch.log1p(-limit) - torch.log(limit), -math.inf)
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, power_up(bound_x / 4, exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return math.nextafter(math.log(2.0), 1.0)
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        return bound_x / (1.0 + math.exp(-bound_x * radius))  # exact at 0 and at infinity
+
+
+@dataclass(frozen=True)
+class SmoothedHinge(MarginLoss):
+    """Hinge with a parabola of width h at its corner: 0 if m >= 1, (1-m)^2/(2h) if 1-h <= m < 1, else 1 - m - h/2.
+
+    alpha = 1, L = B^2/h; any other alpha with L = B^(1+alpha) h^-alpha. M = B min(1, 1/h),
+    M0 = 1 - h/2 if h <= 1 else 1/(2h), G(R) = B min(1, (1 + B R)/h), Lipschitz constant B.
+
+    Args:
+        width: h > 0.
+
+    Source:
+        docs/proofs/holder.md#constants-of-the-losses.
+
+    Example:
+        >>> SmoothedHinge(width=0.5).problem(bound_x=1.0).smoothness
+        2.0
+    """
+
+    interpolates: ClassVar[bool] = True
+
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", positive(width=self.width))
+
+    def _curve(self, margin: Tensor) -> Tensor:
+        gap = (1 - margin).clamp(min=0)
+        curved = gap.clamp(max=self.width)
+        return curved * (gap - curved / 2) / self.width
+
+    def _slope(self, margin: Tensor) -> Tensor:
+        return -((1 - margin) / self.width).clamp(0, 1)
+
+    def _bend(self, margin: Tensor) -> Tensor:
+        return ((margin < 1) & (margin >= 1 - self.width)).to(margin.dtype) / self.width
+
+    def _corner(self, limit: Tensor) -> Tensor:
+        return torch.where(limit < 1, 1 - limit * self.width, -math.inf)
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        width = Fraction(self.width)
+        return upper(1 - width / 2 if width <= 1 else 1 / (2 * width))
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        reach = 1 + bound_x * radius
+        return bound_x if reach >= self.width else upper(bound_x, Fraction(reach) / Fraction(self.width))
+
+
+@dataclass(frozen=True)
+class SoftmaxCrossEntropy(TableLoss):
+    """log sum_c exp(s_c) - s_y for scores s = W x of C classes; norms of W are Frobenius norms.
+
+    alpha = 1, L = B^2/2 (the Hessian of log-sum-exp is at most 1/2), M = B sqrt(1 - 1/C), M0 = log C,
+    G(R) <= min(sqrt(2) B, M + L R), Lipschitz constant sqrt(2) B. Not a scalar-score loss: is_glm is False.
+
+    A label outside 0..C-1 makes a null record, loss and gradient 0: which records have one is private, so that it
+    must not raise.
+
+    Args:
+        num_classes: C >= 2, public.
+
+    Source:
+        docs/proofs/holder.md#constants-of-the-losses.
+
+    Example:
+        >>> loss = SoftmaxCrossEntropy(num_classes=3)
+        >>> round(loss(torch.zeros(1, 3), torch.tensor([2])).item(), 4)
+        1.0986
+    """
+
+    target_kind: ClassVar[Literal["sign", "real", "class"]] = "class"
+
+    num_classes: int
+    num_scores: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if positive_count(num_classes=self.num_classes) < 2:
+            raise ValueError(f"num_classes must be an integer >= 2 (got {self.num_classes})")
+        object.__setattr__(self, "num_classes", int(self.num_classes))
+        object.__setattr__(self, "num_scores", self.num_classes)
+
+    def value(self, score: Tensor, target: Tensor) -> Tensor:
+        """Losses (B,) of scores (B, C) and integer targets (B,)."""
+        known, label = self._known(target)
+        picked = score.gather(1, label.unsqueeze(1)).squeeze(1)
+        return torch.where(known, score.logsumexp(1) - picked, 0)
+
+    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """softmax(s) - onehot(y), shape (B, C)."""
+        known, label = self._known(target)
+        classes = torch.arange(self.num_classes, device=label.device)
+        onehot = (label.unsqueeze(1) == classes).to(score.dtype)
+        return torch.where(known.unsqueeze(1), score.softmax(1) - onehot, 0)
+
+    def _known(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        known = (target >= 0) & (target < self.num_classes)
+        return known, torch.where(known, target, 0)
+
+    def _exponent(self) -> float:
+        return 1.0
+
+    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, bound_x, 0.5)
+
+    def _loss_at_zero(self, bound_y: float) -> float:
+        return math.nextafter(math.log(self.num_classes), math.inf)
+
+    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        # The float sqrt(2.0) lies above the root; nextafter covers the two roundings of the other one.
+        root = math.nextafter(math.sqrt((self.num_classes - 1) / self.num_classes), 1.0)
+        at_zero = upper(bound_x, root)
+        return min(upper(bound_x, math.sqrt(2.0)), at_zero + self._holder_constant(1.0, bound_x) * radius)

@@ -1,0 +1,193 @@
+"""One call that makes a model, a torch optimizer and a loader private together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.compat import tree_leaves
+from torch_dpsco.doctor import Diagnosis, doctor
+from torch_dpsco.errors import DpscoError, SequenceError
+from torch_dpsco.optim.checks import require_same_parameters
+from torch_dpsco.optim.common import CommonOptimizer
+from torch_dpsco.optim.holder import HolderSGD
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Prox
+from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
+from torch_dpsco.rows.ghost import is_ghost
+from torch_dpsco.rules import TorchRule
+from torch_dpsco.sampling import BoundedLoader, PrivateLoader
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@typed
+def make_private(
+    model: _Model,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    *,
+    problem: Problem,
+    budget: Budget,
+    n: int,
+    epochs: float = 10,
+    loss: Callable[..., Any] | None = None,
+    loss_reduction: str = "mean",
+    rows: str = "auto",
+    average: str = "last",
+    prox: Prox | None = None,
+    reg: float = 0.0,
+    accountant: Accountant | None = None,
+) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
+    """Returns private counterparts of a model, its torch optimizer and its data loader.
+
+    The model is attached in place, and probed by `doctor` before anything is spent. The torch optimizer goes on making
+    the updates, with its own learning rates, but from private means. The loader's data set, batch size, workers and
+    collate function are kept; its sampler is replaced by Poisson sampling, because nothing else amplifies (the batch
+    size becomes an expected one).
+
+    Args:
+        model: see `attach`.
+        optimizer: any torch optimizer but LBFGS, on the model's parameters.
+        data_loader: with a map-style data set and a fixed batch_size.
+        problem: promised constants of the loss.
+        budget: what the whole run may spend.
+        n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
+            It is asked for, and not read from the data set, because rate and number of steps follow from it.
+        epochs: passes over the data on average.
+        loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
+            model alone. What the loop computes is looked at in its first step; see `attach`.
+        loss_reduction: see `attach`.
+        rows: see `attach`.
+        average: see `rules.UpdateRule`.
+        prox: see `HolderSGD`.
+        reg: see `PrivateOptimizer`.
+        accountant: ledger to charge; default a new one with this budget.
+
+    Returns:
+        (model, private optimizer, private loader).
+
+    Raises:
+        PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
+        SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
+        ValueError: the loader has no fixed batch size, or its data set is a stream.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.ones(64, 1))
+        >>> model = torch.nn.Linear(3, 1)
+        >>> model, optimizer, loader = dp.make_private(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, batch_size=16),
+        ...     problem=dp.losses.Logistic().problem(bound_x=2.0), budget=dp.Budget(1.0, 1e-3), n=64, epochs=1)
+        >>> type(optimizer).__name__, len(loader)
+        ('HolderSGD', 4)
+    """
+    if isinstance(optimizer, CommonOptimizer):
+        raise SequenceError(
+            "optimizer is private already: iterate over optimizer.loader(dataset), or call "
+            "dp.fit(model, optimizer, dataset, loss)"
+        )
+    require_same_parameters(model, optimizer)
+    batch_size = getattr(data_loader, "batch_size", None)  # a PrivateLoader has none
+    if batch_size is None:
+        raise ValueError(
+            "data_loader must be a torch DataLoader with a fixed batch_size (got None); use HolderSGD and "
+            "optimizer.loader(dataset) instead"
+        )
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
+    lr = optimizer.param_groups[0]["lr"]
+    plan = HolderSGD.plan(problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr)
+    private = HolderSGD(
+        optimizer.param_groups,
+        plan,
+        rule=TorchRule(optimizer, average),
+        prox=prox,
+        reg=reg,
+        accountant=accountant,
+    )
+    loader = private.loader(
+        data_loader.dataset,
+        collate_fn=data_loader.collate_fn,
+        num_workers=data_loader.num_workers,
+        pin_memory=data_loader.pin_memory,
+    )
+    attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
+    return model, private, loader
+
+
+def attach_sound(
+    model: nn.Module, loss: Callable[..., Any] | None, loader: PrivateLoader, *, loss_reduction: str, rows: str = "auto"
+) -> None:
+    """Attaches a model if `require_sound` finds it so; otherwise raises and leaves it as it was."""
+    attach(model, rows=rows, loss_reduction=loss_reduction)
+    try:
+        require_sound(model, loss, loader)
+    except BaseException:
+        detach(model)
+        raise
+
+
+def require_sound(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    loader: PrivateLoader | BoundedLoader,
+    optimizer: RowFreeOptimizer | None = None,
+) -> None:
+    """Raises if the doctor finds a mistake in a model or in its loss; see `Diagnosis.raise_if`.
+
+    The model is attached, or it is trained by an optimizer that needs no per-sample gradients.
+    """
+    if is_ghost(model):
+        raise SequenceError(
+            "rows must not be 'ghost' where backward() is called for you, or probed: attach the model by "
+            "dp.attach(model, rows='ghost') and write the loop with dp.ghost_backward, or use rows='auto'"
+        )
+    if len(loader.dataset):  # type: ignore[arg-type]  # none is legal under add_remove, and shows no record
+        # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
+        found = doctor(model, loss, loader, optimizer).findings
+        Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already
+        if is_attached(model):
+            first_step_of(model).settle_probed("model")
+
+
+def note_probed(model: nn.Module, optimizer: PrivateOptimizer) -> None:
+    """Notes that the loss of all steps is the one that `require_sound` was given, for the optimizer's reports."""
+    first_step = first_step_of(model)
+    first_step.settle_probed("loss")
+    optimizer.note_checks(first_step.verdicts)
+
+
+def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:
+    """Returns loss_fn(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
+    try:
+        loss = loss_fn(model(inputs), targets)
+    except (DpscoError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        # PRIVACY: shapes of a record: the size of a batch is private (test_records_that_do_not_fit_are_described)
+        raise ValueError(
+            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and targets "
+            f"{_kinds_of(targets)}, where parameters are {_kinds_of(next(model.parameters()).detach()[None])}): match "
+            f"dtypes by x.to(dtype) in the data set, or model.to(dtype), and shapes with what model and loss take"
+        ) from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a scalar tensor (got {type(loss).__name__})")
+    return loss
+
+
+def _kinds_of(batch: Any) -> str:
+    """Returns shapes and dtypes of a batch's records."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    shown = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}" for leaf in leaves]
+    return ", ".join(shown) or type(batch).__name__

@@ -1,0 +1,487 @@
+"""Output perturbation of SGD for Hoelder-smooth convex losses (Wang, Lei, Ying, Zhang, Algorithm 1).
+
+    w_1 = 0,   w_{t+1} = Proj_W( w_t - (eta/b) sum over the batch of g(w_t, z) )
+    answer = Proj_W( mean of w_1..w_T + noise )
+
+The iterates are plain SGD with plain gradients: no per-sample gradients, no clipping. The noise is added once, to the
+average, in proportion to how far one record can have moved it.
+
+Differs from the paper in: 1. mode "tight" has no factor e, counts hits exactly and calibrates the exact Gaussian curve
+(shuffled batches: a deterministic sensitivity; independent ones: the mixture over hit patterns): 20 to 200 times less
+noise; 2. minibatches; 3. the noised answer is projected; 4. the effect of rounding is in the noise (`theory`); 5. mode
+"paper" checks the Gaussian lemma exactly and raises where it fails.
+
+Source: docs/proofs/holder.md#distance-of-two-runs, docs/errata.md.
+
+Bolt-on private SGD: permutation SGD on a smooth convex loss, one release (Wu et al. 2017).
+
+    w_1 = 0,   w_{t+1} = Proj( (w_t - (eta_t/b) sum over the batch of g(w_t, z)) / (1 + eta_t gamma) )
+    answer = Proj( w_{T+1}, or an average of w_1..w_T, + noise )
+
+The iterates are plain SGD with plain gradients: no per-sample gradients, no clipping, no solver to certify. Gaussian
+noise, or at delta = 0 that of the K-norm mechanism, is added once, in proportion to how far one record can have moved
+the answer. HolderOutputSGD is its relative for losses that are not smooth, without regularizer and pure budgets.
+
+Differs from the paper in: see `theory.output_sgd.bolt_on`.
+
+Source: docs/proofs/output.md#bolt-on-runs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
+from torch_dpsco.accounting.events import NonPrivate, SimpleEvent
+from torch_dpsco.accounting.stated import ApproxDP, KNorm
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
+from torch_dpsco.optim.row_free import RowFreeOptimizer
+from torch_dpsco.optim.row_free_plan import RowFreePlan, loss_promises, numbers_of, target_of, whole_epochs
+from torch_dpsco.problem import Problem
+from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.theory.exact_noise import asks_exact, with_grid
+from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
+from torch_dpsco.theory.output_sgd.bolt_on import bolt_on_sensitivity, plan_bolt_on
+from torch_dpsco.theory.output_sgd.mixture import weighted_law
+from torch_dpsco.theory.output_sgd.plan import HIT_CONSTANTS, paper_sensitivity, plan_output
+from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
+from torch_dpsco.theory.rounding import scaled_up
+
+_SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderOutputPlan(RowFreePlan):
+    """Public numbers of a run of HolderOutputSGD.
+
+    Args:
+        mode: "tight" or "paper".
+    """
+
+    mode: str = "tight"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        paper = check.choice(("tight", "paper"), mode=self.mode) == "paper"
+        check.choice(("uniform",), average=self.average)
+        if not isinstance(self.design, (Shuffled, Fixed)):
+            raise ValueError(f"design must be Shuffled or Fixed (got {self.design})")
+        if paper and not (self.design == Fixed(1, self.n) and self.adjacency == REPLACE_ONE):
+            raise ConditionError(
+                f"mode='paper' is proved for replace_one and Fixed(1, n) (got {self.adjacency} and {self.design})"
+            )
+
+    @property
+    def promises(self) -> LossPromises:
+        """What the sensitivity rests on."""
+        return _promises(self.problem, self.gradient_error, self.mode)
+
+    @cached_property
+    def path(self) -> RunPath:
+        """What each step adds to the distance of two runs."""
+        hit = HIT_CONSTANTS[self.adjacency]
+        return output_path(self.promises, self.sizes, batch_size=self.batch_size, hit_constant=hit, dim=self.dim)
+
+    @cached_property
+    def sensitivity(self) -> float | None:
+        """How far one record moves the answer, rounding included; but for half of delta in mode "paper"."""
+        if self.mode == "paper":
+            return paper_sensitivity(self.promises, self.path, self.sizes, self.n, self._target["delta"] / 2)
+        if isinstance(self.design, Fixed):
+            return None
+        # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+        return with_grid(path_sensitivity(self.path, self.design.steps_per_epoch), asks_exact(self.secure))
+
+    @property
+    def _target(self) -> dict[str, float]:
+        return target_of(self.budget, None)
+
+    def event(self) -> SimpleEvent:
+        """Returns the only release."""
+        return self._of_random_hits if isinstance(self.design, Fixed) else super().event()
+
+    @cached_property
+    def _of_random_hits(self) -> SimpleEvent:
+        """Where the number of hits is random: the target, or a larger delta, if the noise that is drawn spends it."""
+        if self.noise_scale == 0:
+            return NonPrivate()
+        epsilon, delta = self._target["epsilon"], self._target["delta"]
+        if self.sensitivity is None:
+            spent = weighted_law(self.path, self.batch_size / self.n).delta(self.noise_scale, epsilon)
+        else:
+            spent = delta / 2 + gaussian_delta(self.sensitivity / self.noise_scale, epsilon)
+        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        return ApproxDP(epsilon, max(delta, spent), (self.adjacency,))
+
+
+class HolderOutputSGD(RowFreeOptimizer):
+    """Rests on promises: SGD with plain gradients, whose noised average is private if the promises about the loss hold.
+
+    Nothing is clipped, so that the loss must be the one of the problem, convex, on a linear model, computed from the
+    delivered batch alone, without terms on the weights, dropout or batch statistics. Records are mapped into the
+    problem's bounds by `loader`. Nothing may be published before `finalize()`: no loss, no iterate, no checkpoint; no
+    early stopping, no momentum, no schedule that looks at data. Parameters are set to 0, the start of the plan.
+
+    Args:
+        params: weight (and bias) of one Linear layer in double precision; others need `certify_convex`.
+        plan: from `HolderOutputSGD.plan`.
+        loss_reduction, certify_convex, accountant, generator: see `RowFreeOptimizer`.
+
+    Guarantee:
+        That of plan.event() for the final parameters, under plan.adjacency ("replace_one", or "zero_out"), unit
+        example. Shuffled batches: one Gaussian release, which composes exactly; independent batches: ApproxDP at the
+        budget. Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#independent-batches.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = torch.nn.Linear(3, 1, bias=False).double()
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.sign(torch.randn(100, 1)))
+        >>> loss = dp.losses.Hinge(power=1.5)
+        >>> plan = dp.HolderOutputSGD.plan(
+        ...     problem=loss.problem(bound_x=1.0, radius=1.0), n=100, dim=model, budget=dp.Budget(1.0, 1e-3),
+        ...     batch_size=10)
+        >>> with dp.HolderOutputSGD(model.parameters(), plan) as optimizer:
+        ...     for x, y in optimizer.loader(data):
+        ...         loss(model(x), y).backward()
+        ...         optimizer.step()
+        >>> optimizer.steps, optimizer.report().report.epsilon == plan.epsilon() <= 1.0
+        (10, True)
+    """
+
+    plans = HolderOutputPlan
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        problem: Problem,
+        dim: Any,
+        n: int | None = None,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        lr: float | Sequence[float] | None = None,
+        sampling: str | Design | None = None,
+        adjacency: Adjacency | None = None,
+        mode: str = "tight",
+        distance: float | None = None,
+        gradient_error: float | None = None,
+        secure: str | None = None,
+    ) -> HolderOutputPlan:
+        """Returns noise, steps, epsilon and risk bound of a run, before anything is spent.
+
+        Args:
+            problem: needs holder_exponent, holder_constant and a gradient bound; loss_at_zero without a radius.
+            dim: number of parameters, or the model.
+            n: public number of records.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
+            noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled", mode "tight").
+            steps: number of steps, in place of epochs: a multiple of those of one pass.
+            epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
+                `theory.holder.plan.plan_output`).
+            batch_size: nominal batch size, and divisor; default 1.
+            lr: step size, or one per step, fixed in advance; default the balanced one.
+            sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).
+            adjacency: "replace_one" or "zero_out"; default the budget's, or "replace_one".
+            mode: "tight" or "paper".
+            distance: guess of |w*|; default the radius of the problem.
+            gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
+                computed mean gradient.
+            secure: "exact" for noise drawn in integers on a public grid (sampling "shuffled"): 0.03 % more of it.
+
+        Raises:
+            AdjacencyError: add_remove: batches of a public n are assumed.
+            MissingConstantError: a promise is missing.
+            ConditionError: a side condition of the theory fails.
+
+        Example:
+            >>> import torch_dpsco as dp
+            >>> problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
+            >>> plan = HolderOutputSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6), dim=20, lr=0.005)
+            >>> round(plan.noise_scale, 3)
+            0.093
+        """
+        adjacency, dim = agreed_adjacency(adjacency, budget), check.positive_count(dim=dimension(dim))
+        if isinstance(sampling, Design):
+            sampled(sampling, batch_size, n, adjacency)  # raises for other numbers
+            n, batch_size, sampling = sampling.n, sampling.batch_size, type(sampling).__name__.lower()
+        sampling = check.choice(_SAMPLING, sampling=sampling or ("fixed" if mode == "paper" else "shuffled"))
+        if n is None:
+            raise ValueError("n must be given: the public number of records")
+        batch_size = 1 if batch_size is None else batch_size
+        run = plan_output(
+            _promises(problem, gradient_error, mode),
+            n=n,
+            batch_size=batch_size,
+            dim=dim,
+            **target_of(budget, noise_multiplier),
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            sampling=sampling,
+            mode=mode,
+            epochs=whole_epochs(n, batch_size, steps, epochs),
+            lr=lr,
+            distance=distance,
+            secure=secure,
+        )
+        plan = HolderOutputPlan(
+            **numbers_of(run),
+            budget=budget,
+            adjacency=adjacency,
+            problem=problem,
+            dim=dim,
+            design=_SAMPLING[sampling](batch_size, n),
+            distance=distance,
+            gradient_error=gradient_error,
+            secure=secure,
+            mode=mode,
+        )
+        if mode != "paper" and budget is not None:
+            checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+        return plan
+
+
+def _promises(problem: Problem, gradient_error: float | None, mode: str) -> LossPromises:
+    return loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error, paper=mode == "paper")
+
+
+_NOISES = ("gaussian", "knorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoltOnPlan(RowFreePlan):
+    """Public numbers of a run of BoltOnPSGD.
+
+    Args:
+        noise: "gaussian" or "knorm".
+        reg: gamma >= 0 of the regularizer (gamma/2)|w|^2.
+    """
+
+    noise: str = "gaussian"
+    reg: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice(_NOISES, noise=self.noise), check.nonnegative(reg=self.reg)
+        if not isinstance(self.design, Shuffled):
+            raise ValueError(f"design must be Shuffled (got {self.design})")
+
+    @cached_property
+    def sensitivity(self) -> float:
+        """How far one record moves the answer, rounding included."""
+        moved = bolt_on_sensitivity(
+            self.promises,
+            self.sizes,
+            reg=self.reg,
+            average=self.average,
+            batch_size=self.batch_size,
+            steps_per_epoch=self.design.steps_per_epoch,
+            hit_constant=HIT_CONSTANTS[self.adjacency],
+            dim=self.dim,
+        )
+        # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+        return with_grid(moved, asks_exact(self.secure))
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on each coordinate of the answer."""
+        spread = 1.0 if self.noise == "gaussian" else math.sqrt(self.dim + 1)  # the K-norm's norm is of Gamma(dim)
+        return self.noise_scale * spread
+
+    def prox(self) -> Prox:
+        """Returns the map after each step, and onto the feasible set."""
+        ball = super().prox()
+        return _Ridge(self.reg, ball) if self.reg > 0 else ball
+
+    def event(self) -> SimpleEvent:
+        """Returns the only release."""
+        if self.noise == "gaussian":
+            return super().event()
+        # PRIVACY: the epsilon of the noise that is drawn (test_a_plan_with_half_the_noise_is_refused)
+        scale = check.positive(noise_scale=self.noise_scale)
+        return KNorm(scaled_up(self.sensitivity / scale, 2), self.dim, adjacencies=(self.adjacency,))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if self.reg:
+            yield "shrinkage", f"({self.reg:g}/2)|w|^2 is part of each step, and not of the loss"
+
+
+class BoltOnPSGD(RowFreeOptimizer):
+    """Rests on promises: SGD with plain gradients, whose noised answer is private if the promises about the loss hold.
+
+    Nothing is clipped, so that the loss must be the one of the problem, smooth and convex, on a linear model, computed
+    from the delivered batch alone, without terms on the weights (give `reg` to the plan), dropout or batch statistics.
+    Records are mapped into the problem's bounds by `loader`. Nothing may be published before `finalize()`: no loss, no
+    iterate, no checkpoint; no early stopping, no momentum, no schedule that looks at data. Parameters are set to 0.
+
+    Args:
+        params: weight (and bias) of one Linear layer in double precision; others need `certify_convex`.
+        plan: from `BoltOnPSGD.plan`.
+        loss_reduction, certify_convex, accountant, generator: see `RowFreeOptimizer`.
+
+    Guarantee:
+        That of plan.event() for the final parameters, under plan.adjacency ("replace_one", or "zero_out"), unit
+        example, n public: one Gaussian, or KNorm, which is pure. Rounding of the run in double precision is covered;
+        that of the noise samplers is not. Under zero_out the null record has no gradient (with a bias and a residual
+        loss a record of zeros is not that one). Source: docs/proofs/output.md#bolt-on-runs
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = torch.nn.Linear(3, 1, bias=False).double()
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.sign(torch.randn(100, 1)))
+        >>> loss = dp.losses.Logistic()
+        >>> plan = dp.BoltOnPSGD.plan(
+        ...     problem=loss.problem(bound_x=1.0), n=100, dim=model, budget=dp.Budget(1.0, 0.0), batch_size=10,
+        ...     epochs=2, reg=0.1)
+        >>> with dp.BoltOnPSGD(model.parameters(), plan) as optimizer:
+        ...     for x, y in optimizer.loader(data):
+        ...         loss(model(x), y).backward()
+        ...         optimizer.step()
+        >>> optimizer.steps, optimizer.report().report.epsilon == plan.epsilon(), round(plan.epsilon(), 9)
+        (20, True, 1.0)
+    """
+
+    plans = BoltOnPlan
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        problem: Problem,
+        n: int,
+        dim: Any,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        batch_size: int = 1,
+        lr: float | Sequence[float] | None = None,
+        reg: float = 0.0,
+        average: str | None = None,
+        noise: str | None = None,
+        adjacency: Adjacency | None = None,
+        distance: float | None = None,
+        gradient_error: float | None = None,
+        secure: str | None = None,
+    ) -> BoltOnPlan:
+        """Returns noise, steps, epsilon and risk bound of a run, before anything is spent.
+
+        Args:
+            problem: of a smooth loss (holder_exponent 1), with a gradient bound within its radius.
+            n: public number of records.
+            dim: number of parameters, or the model.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
+            noise_multiplier: noise scale over the sensitivity of the answer, >= 0; 1/epsilon for K-norm noise.
+            steps: number of steps, in place of epochs: a multiple of those of one pass.
+            epochs: passes over the data, default 1; with reg > 0 and the default step sizes they cost nothing.
+            batch_size: of all (shuffled) batches but a shorter last one, and divisor.
+            lr: (proximal) step size, at most 2/smoothness, or one per step, fixed in advance; default the schedule
+                min(1/smoothness, 1/(reg (t - 1))) if reg > 0, else the constant one of the least risk bound.
+            reg: gamma >= 0 of the regularizer (gamma/2)|w|^2, all parameters included.
+            average: "last" (default if reg > 0), "uniform" (default else) or "weighted" (by t).
+            noise: "gaussian", or "knorm" (that of a budget with delta = 0, its default).
+            adjacency: "replace_one" or "zero_out"; default the budget's, or "replace_one".
+            distance: guess of |w*|, for the default step size at reg = 0; default the radius of the problem.
+            gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
+                computed mean gradient.
+            secure: "exact" for noise drawn in integers on a public grid (Gaussian): 0.03 % more of it.
+
+        Raises:
+            AdjacencyError: add_remove: batches of a public n are assumed.
+            MissingConstantError: a promise is missing.
+            ConditionError: the loss is not smooth, or a step is too large.
+
+        Example:
+            >>> import torch_dpsco as dp
+            >>> problem = dp.losses.Logistic().problem(bound_x=1.0)
+            >>> plan = dp.BoltOnPSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 0.0), dim=20, batch_size=50,
+            ...                           epochs=5, reg=0.01)
+            >>> round(plan.sensitivity, 6), round(plan.noise_scale, 6)
+            (0.02, 0.02)
+        """
+        adjacency, dim = agreed_adjacency(adjacency, budget), check.positive_count(dim=dimension(dim))
+        pure = budget is not None and budget.delta == 0
+        noise = check.choice(_NOISES, noise=noise or ("knorm" if pure else "gaussian"))
+        if pure and noise != "knorm":
+            raise ValueError(f"noise must be 'knorm' for a budget with delta = 0 (got {noise!r})")
+        passes = whole_epochs(n, batch_size, steps, epochs)
+        run = plan_bolt_on(
+            loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
+            n=n,
+            batch_size=batch_size,
+            dim=dim,
+            **target_of(budget, noise_multiplier) | ({"delta": 0.0} if noise == "knorm" else {}),
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            epochs=1 if passes is None else passes,
+            lr=lr,
+            reg=reg,
+            average=average,
+            distance=distance,
+            secure=secure,
+        )
+        plan = BoltOnPlan(
+            **numbers_of(run),
+            budget=budget,
+            adjacency=adjacency,
+            problem=problem,
+            dim=dim,
+            design=Shuffled(batch_size, n),
+            distance=distance,
+            gradient_error=gradient_error,
+            secure=secure,
+            noise=noise,
+            reg=float(reg),
+        )
+        if budget is not None:
+            checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+        return plan
+
+
+@dataclass(frozen=True)
+class _Ridge(Prox):
+    """Shrinkage, then projection on a ball: the map of (strength/2) ||u||^2 on that ball.
+
+    Args:
+        strength: > 0.
+        inner: `Ball`, or `Identity` for none.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([3.0, 4.0])
+        >>> _Ridge(1.0).apply_([w], [0.25])
+        >>> [round(x, 4) for x in w.tolist()]
+        [2.4, 3.2]
+    """
+
+    strength: float
+    inner: Prox = field(default_factory=Identity)
+    radius: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strength", check.positive(strength=self.strength))
+        object.__setattr__(self, "radius", self.inner.radius)
+
+    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
+        for tensor, step in zip(tensors, steps, strict=True):
+            tensor.div_(1 + step * self.strength)
+        self.inner.apply_(tensors, steps)
+
+    def _penalty(self, tensor: Tensor) -> float:
+        return self.strength / 2 * float(tensor.square().sum())

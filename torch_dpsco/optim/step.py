@@ -1,0 +1,323 @@
+"""The private optimizer: sampling x oracle x rule x schedule, under an accountant.
+
+One step, in the order that the guarantee needs:
+
+    1 take the rows from the parameters      4 the oracle releases a noisy mean   <- trust boundary
+    2 the oracle clips and adds them         5 p.grad = mean; reg; rule; prox
+    3 the accountant charges the event       6 at the end of a phase, restart from its answer
+
+Whatever raises in 1-4 discards the logical batch and leaves parameters and ledger at the last authorized state. Between
+steps the parameters hold the point where the next gradient is taken (the query); `released()` shows the private answer
+and `finalize()` installs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.ledger.store import LOCK
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.optim import checks
+from torch_dpsco.optim.batches import show_zero_gradient, take_scale
+from torch_dpsco.optim.charges import Paid
+from torch_dpsco.optim.common import check_call, in_turn
+from torch_dpsco.optim.state import Saved
+from torch_dpsco.oracles.base import Charge, Release
+from torch_dpsco.rows import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
+from torch_dpsco.rules.base import trained
+from torch_dpsco.schedule import Phase
+
+_PRIVATE_MEAN = (
+    "loss must be a sum where the number of rows is private and batches are not filled up, since a mean divides all "
+    "rows by it: take batches from optimizer.loader(dataset), which fills them up, or "
+    "dp.attach(model, loss_reduction='sum') and loss(output, target, reduction='sum')"
+)
+
+
+class PrivateOptimizer(Saved):
+    """Base of all private optimizers; use a subclass, or build your own combination from this one.
+
+    Args:
+        params: parameters or groups of them, each group with its own `lr` if wanted.
+        lr: step size, > 0.
+        oracle: how a logical batch becomes a private mean.
+        rule: how a private mean moves the iterate.
+        design: how batches are drawn; `Undeclared` claims no amplification.
+        schedule: phases, with the planned number of steps; a step past it raises.
+        prox: constraint or penalty, applied to the joint vector of all parameters after each update.
+        reg: lambda >= 0 of a term (lambda/2) |w|^2 added to the mean loss; never put it into the loss itself.
+        accountant: ledger (and budget) to charge; default a new one without budget.
+        adjacency: neighboring relation of the guarantee; default that of the accountant, or "replace_one".
+        generator: noise generator of your own; repeatable, so for tests only (warns).
+        secure: "exact" for noise in integers on a public grid (docs/proofs/exact_gaussian.md): 0.03 % more of it, and
+            about 10 ns a number; for oracles that are clipped means.
+
+    Raises:
+        AdjacencyError: design and adjacency do not go together, or contradict the accountant's.
+        InfeasibleError: the budget is too small for a single step; names the smallest epsilon that works.
+    """
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None, *, users: Tensor | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
+    @in_turn
+    def step(self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None) -> float | None:
+        """Makes one private step from the outstanding batch, or adds a physical batch that is not the last of its draw.
+
+        Args:
+            closure: clears gradients, computes the loss, calls backward and returns the loss.
+            users: for oracles whose unit is a user: the ids that the loader delivered with the batch, which it knows
+                itself; others are refused.
+
+        Returns:
+            The closure's loss. It is computed from the data and is NOT private.
+
+        Raises:
+            SequenceError: rows are missing or doubled, no batch is outstanding, the schedule is over, or finalized.
+            BudgetExceeded: the step would pass the budget; parameters and ledger are unchanged.
+        """
+        check_call(closure, users)
+        scale = take_scale(self, self._grad_scale)
+        self._require_open()
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
+        make = torch.compiler.disable(self._make) if torch.compiler.is_compiling() else self._make
+        with torch.no_grad():
+            make(users, scale, self._batch.take_given())
+        return loss
+
+    @in_turn
+    def step_on(self, rows: GradBatch | LinearRows) -> None:
+        """Makes a step like `step()`, from rows that were computed without a backward; `fit` does it, in no_grad mode.
+
+        Args:
+            rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
+        """
+        if not checks.is_watched(self):  # torch's wrapper of `step` alone costs a fifth of a small step
+            self._require_open()
+            self._make(None, None, rows)
+            return
+        self._batch.given = rows
+        try:
+            self.step()
+        finally:
+            self._batch.given = None
+
+    def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | LinearRows | None = None) -> None:
+        try:
+            params = self._trained()
+            draw = self._observe(params, users, partial=False, scale=scale, given=rows)
+            if draw is None:
+                return
+            self._world.agree(self, draw)
+            # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
+            self._charge(draw)
+            release = self._world.release(self.oracle, self._noise)
+            if release.halted and not self._halted:
+                self._note_halt()
+        except BaseException:
+            self._world.failed(self, in_progress=self.outstanding_rows is not None)
+            # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+            self._abort()
+            raise
+        self._batch.finish(used=True)
+        self._apply(params, release)
+
+    def _charge(self, draw: Draw) -> None:
+        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
+        marks = {self._run: self._steps + 1}
+        if self.design.one_pass:
+            marks[draw.partition] = draw.index + 1
+        paid = self._paid
+        if paid is not None and self._steps < paid.stop:
+            paid.require(draw.partition)
+            charge = Charge(Sequential(()))
+        else:
+            charge = self.oracle.charge(self.design, draw)
+        planned = 1 if self._planned is None else self._planned - self._steps
+        if self._adaptive or self._sharing:  # the next event is another one
+            planned = 1
+        elif draw.partition:  # that of the next part is; within one all are equal
+            planned = self.design.draws_left(draw.index)
+        with LOCK:  # of two threads one must see the mark of the other
+            if self._sharing and self.accountant.marked(self._run) > self._steps:
+                # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+                raise SequenceError(
+                    "this step may have been made already, by another optimizer that goes on with the same run or by a "
+                    "step that failed after its charge: resume the run from its last checkpoint, or finalize()"
+                )
+            self.accountant.authorize(charge.event, planned=planned, adaptive=self._adaptive, releases=marks)
+            if charge.covers > 1:
+                self._paid = Paid(self._steps + charge.covers, draw.partition)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler, right before its check for infinities: whether step() unscales by itself."""
+        show_zero_gradient(self._trained())
+        return True
+
+    def _require_open(self) -> None:
+        require_unwrapped(self._all_params())
+        if self._finalized:
+            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
+        if self._shown:
+            raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
+        planned = self._planned
+        if planned is not None and self._steps >= planned:
+            self.discard()
+            raise SequenceError(f"all {planned} planned steps are made: call finalize(), or plan more steps")
+
+    def _observe(
+        self,
+        params: list[nn.Parameter],
+        users: Tensor | None,
+        *,
+        partial: bool,
+        scale: float | None = None,
+        given: GradBatch | LinearRows | None = None,
+    ) -> Draw | None:
+        batch = self._batch
+        chunk = batch.current()
+        if self._in_parts and chunk.draw.index != self._steps:
+            raise SequenceError(
+                f"step {self._steps} needs batch {self._steps} of the phases (got batch {chunk.draw.index}): after "
+                f"discard(), or to go on with a run, use optimizer.loader(dataset, resume=True)"
+            )
+        rows = self._taken(params, scale) if given is None else given
+        if given is not None and has_rows(params):
+            # PRIVACY: rows that a backward has left would wait for a later step, another draw
+            # (test_given_rows_are_refused_beside_those_of_a_backward)
+            raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
+        retire_forwards(params)
+        n_rows = 0 if rows is None else rows.n_rows
+        kept = batch.records(n_rows)
+        batch.admit(n_rows, 1 if rows is None else rows.passes, partial, kept)
+        users = batch.users(n_rows, users)
+        if rows is not None and kept is not None:
+            # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
+            users = users if users is None else users[kept]
+            index, n_rows = kept.to(params[0].device), len(kept)
+            rows = rows.select(index) if isinstance(rows, LinearRows) else rows.among(index)
+        elif isinstance(rows, GradBatch) and rows.averaged and self._is_private_mean(rows):
+            # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
+            raise SequenceError(_PRIVATE_MEAN)
+        if not batch.opened:
+            self.oracle.open(params, self._steps)
+            batch.opened = True
+        if rows is not None and n_rows:
+            if isinstance(rows, LinearRows):
+                self.oracle.observe_linear(rows)
+            else:
+                self.oracle.observe(rows, None if users is None else users.to(params[0].device))
+        if scale != self._grad_scale:
+            self._grad_scale = scale
+        return batch.close(chunk) if not partial else None
+
+    def _is_private_mean(self, rows: GradBatch) -> bool:
+        """Whether rows depend on a private number of them by more than the declared rounding."""
+        return self.sizes_are_private and not (self.oracle.unit == "example" and rows.has_one_output)
+
+    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
+        """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
+        if not (self._batch.needs_rows or has_rows(params)):
+            return None
+        if (verdicts := params[0].__dict__.get("dpsco_checked")) is not None:
+            self.note_checks(verdicts)  # reports quote them after dp.detach too
+        rows = GradBatch.consume(params)
+        return rows if scale is None else rows.unscaled(scale)
+
+    def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        if self._smooths:
+            self._shifts.lift(self._all_params(), self.state)
+        phases = self.schedule.phases
+        index, k = self.schedule.locate(self._steps)
+        phase = phases[index]
+        stills = (self._stills if k else 0) + release.still
+        self._steps += 1
+        if (release.halted, stills) != (self._halted, self._stills):  # __setattr__ is slow
+            self._halted, self._stills = release.halted, stills
+        if not release.still:
+            self._move(params, release, phase, k - stills)  # rules count the moves of a phase
+        if k + 1 == phase.steps and len(phases) > 1:
+            self._install_answer()
+            self.rule.end_phase(self.param_groups, self.state, phase)
+        self._place()
+
+    def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
+        for p, mean in zip(params, release.mean, strict=True):
+            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+        if self.reg:
+            for p in params:
+                assert p.grad is not None
+                p.grad.add_(p, alpha=self.reg)
+        checks.warn_of_other_lrs(self.param_groups, self._lrs)
+        self.rule.update(self.param_groups, self.state, k, phase)
+        if self._constrains or phase.radius < math.inf:
+            steps = [self.rule.step_size(float(g["lr"]), k, phase) for g in self.param_groups for _ in trained(g)]
+            self.rule.constrain(self.prox, params, steps, self.state, phase)
+        self.rule.settle(self.param_groups, self.state, k)
+
+    @in_turn
+    def accumulate(self, *, users: Tensor | None = None) -> None:
+        """Adds the rows of a part of the current draw; `step()` then adds the last part and releases.
+
+        Raises:
+            SequenceError: no sampling was declared, no draw is outstanding, or no rows are there.
+        """
+        self._require_open()
+        try:
+            with torch.no_grad():
+                self._observe(self._trained(), users, partial=True)
+        except BaseException:
+            self._world.failed(self, in_progress=self.outstanding_rows is not None)
+            self._abort()
+            raise
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def _install_answer(self) -> None:
+        self._shifts.lift(self._all_params(), self.state)
+        for p in self._trained():
+            p.copy_(self.rule.answer(p, self.state))
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Puts the private answer so far into the parameters while the block runs."""
+        params = self._trained()
+        with self._turn, torch.no_grad():
+            queries = [p.detach().clone() for p in params]
+            if not self._finalized:
+                self._install_answer()
+            shown, self._shown = self._shown, True  # it may run inside of another one
+        try:
+            yield
+        finally:
+            self._shown = shown
+            with torch.no_grad():
+                for p, query in zip(params, queries, strict=True):
+                    p.copy_(query)
+
+    @in_turn
+    def finalize(self) -> None:
+        """Installs the private answer into the parameters; later steps raise."""
+        if self._finalized or self._shown:
+            raise SequenceError("finalize() must be called once, and not inside of released()")
+        self._world.end(self)
+        self.discard()
+        with torch.no_grad():
+            self._install_answer()
+        self._finalized = True

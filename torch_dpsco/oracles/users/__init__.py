@@ -1,0 +1,1 @@
+"""Means of users: whole persons with all their rows."""

@@ -1,0 +1,392 @@
+"""The filtered mean of users: a private test that users agree, then a mean that ignores those who do not.
+
+With x_j the mean of the rows of user j, n users, a pairwise radius tau, and r = tau ("same") or 2 tau ("two"):
+
+    s   = (1/n) #{(j, k) : |x_j - x_k| <= tau}      tested by `AboveThreshold`; below the threshold: halt for good
+    f_j = #{k : |x_j - x_k| <= r},    w_j = clip((f_j - a) / (b - a), 0, 1),    a = (n + 1) / 2
+    release  sum_j w_j x_j / sum_j w_j + N(0, sigma^2 I)
+
+| user | counted as |
+|---|---|
+| no rows, or fewer than min_items | isolated: own only neighbor, f_j = 1, weight 0, counted in n |
+| NaN, inf, overflow, or farther than reach tau from the public center | isolated |
+| at exactly tau from another one | neighbors (<=), decided by the two means alone |
+| halted | later steps read no rows and release nothing |
+
+A user moves s by at most 2 (n - 1)/n, since isolated users count themselves, and the mean by at most the coefficient of
+`theory.user_level.sensitivity` wherever one of the two scores is at least H. A pass where both are below H has
+probability at most beta over a run; that is the `transcript` failure of the event. Rounding is covered: indicators are
+exact functions of two users (`rows.neighbors`), the score is a fraction, and `sensitivity` holds the errors of the
+weighted mean.
+
+Differs from the paper in: 1. deterministic weights by default ("paper_corrected" samples users, with valid constants);
+2. scales for the true sensitivity of s, and noise for a proved one; 3. one test object for the run, halting for good;
+4. isolated users instead of aborts; 5. tau is a pairwise radius.
+
+Source: Asi and Liu 2023, Algorithm 2; docs/proofs/user_level.md#guarantee-of-a-filtered-run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.events import Gaussian, NonPrivate, Repeat, Sequential
+from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
+from torch_dpsco.mechanisms.above_threshold import AboveThreshold
+from torch_dpsco.noise import add_normal_, uniform
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release
+from torch_dpsco.oracles.users.rows import UserRows, flat_center, split_like
+from torch_dpsco.rng import Source
+from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
+from torch_dpsco.secret import SecretState
+from torch_dpsco.theory.user_level.sensitivity import (
+    bernoulli_sensitivity,
+    filter_coefficient,
+    filter_coefficient_two_radius,
+    ramp_start,
+)
+
+_UNIT = 2.0**-53
+
+
+def ramp_weights(counts: Tensor, none: float, full: float) -> Tensor:
+    """Returns clip((counts - none) / (full - none), 0, 1) in float64; `none` may be above `full`."""
+    return ((counts.double() - none) / (full - none)).clamp_(0.0, 1.0)
+
+
+def weighted_mean(points: Points, weights: Tensor) -> Tensor:
+    """Returns sum_j w_j y_j / sum_j w_j in float64, 0 if all weights are 0: (D,).
+
+    Differences from one of the points are averaged, so that the error is relative to how far apart they are.
+
+    Args:
+        points: n rows.
+        weights: (n,) float64, >= 0; rows of weight 0 are not read.
+    """
+    index = weights.nonzero().squeeze(1)
+    total = torch.zeros(points.dim, dtype=torch.float64, device=weights.device)
+    if not len(index):
+        return total
+    base = points.read(index[:1])[0]
+    for part, tile in points.tiles(index):
+        total.addmv_(tile.sub_(base).t(), weights[part])
+    return base.add_(total.div_(weights[index].sum()))
+
+
+def filtered_mean(
+    rows: Tensor | Sequence[Any], pair_radius: float, ramp_start: float, ramp_end: float
+) -> dict[str, Any]:
+    """Returns score, counts, weights and mean of filter "same". Without noise: NOT private, for tests and plots.
+
+    Args:
+        rows: (n, D) means of users.
+        pair_radius: tau > 0.
+        ramp_start: a, number of neighbors up to which the weight is 0.
+        ramp_end: b, number of neighbors from which on it is 1.
+
+    Source: docs/proofs/user_level.md#one-radius-filter.
+
+    Example:
+        >>> filtered_mean(torch.tensor([[0.0], [0.5], [1.0], [9.0]]), 1.0, 2.5, 3)["mean"].tolist()
+        [0.5]
+    """
+    rows = torch.as_tensor(rows, dtype=torch.float64)
+    points = Points(rows)
+    counts = neighbor_counts(points, [pair_radius])[0]
+    weights = ramp_weights(counts, ramp_start, ramp_end)
+    return {
+        "score": float(counts.sum()) / len(rows),
+        "counts": counts,
+        "weights": weights,
+        "mean": weighted_mean(points, weights),
+    }
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which users count, and how far one of n can move their mean.
+
+    Args:
+        n_users: n >= 4, public.
+        score_floor: H, score from which on the bound holds.
+        ramp_end: b, number of neighbors from which on the weight is 1.
+        kind: "same" (radius tau), "two" (2 tau), or "paper_corrected": 2 tau, and users enter with probability w_j.
+        coupling_failure: zeta in (0, 1) of a step, for "paper_corrected" only.
+
+    Raises:
+        ConditionError: H is too small for a bound.
+        ValueError: b or another number is out of range.
+    """
+
+    n_users: int
+    score_floor: float
+    ramp_end: int
+    kind: str = "same"
+    coupling_failure: float = 0.0
+    coefficient: float = field(init=False, repr=False)  # sensitivity of the mean in units of tau, rounded up
+
+    def __post_init__(self) -> None:
+        check.choice(("same", "two", "paper_corrected"), filter=self.kind)
+        if self.kind == "paper_corrected":
+            check.open_interval(0.0, 1.0, coupling_failure=self.coupling_failure)
+        elif check.nonnegative(coupling_failure=self.coupling_failure):
+            raise ValueError(f"coupling_failure must be 0 for {self.kind!r} (got {self.coupling_failure})")
+        object.__setattr__(self, "coefficient", self._bound())
+
+    def _bound(self) -> float:
+        n, floor, end = self.n_users, self.score_floor, self.ramp_end
+        if self.kind == "same":
+            return 2 * filter_coefficient(n, floor, end)
+        if self.kind == "two":
+            return 2 * filter_coefficient_two_radius(n, floor, end)
+        return bernoulli_sensitivity(n, floor, end, self.coupling_failure, 1.0)
+
+    @property
+    def radii(self) -> tuple[float, ...]:
+        """Radii of the score and, if it is another one, of the filter, in units of tau."""
+        return (1.0,) if self.kind == "same" else (1.0, 2.0)
+
+    @property
+    def failure(self) -> float:
+        """Probability per step that the sampled users differ by more than the bound allows, for neighbors coupled."""
+        # the uniform numbers have 53 bits
+        return self.coupling_failure + self.n_users * 2.0**-52 if self.coupling_failure else 0.0
+
+    def weights(self, counts: Tensor, generator: Source) -> Tensor:
+        """Returns the weights of users with these numbers of neighbors."""
+        weights = ramp_weights(counts, ramp_start(self.n_users), self.ramp_end)
+        if self.kind != "paper_corrected":
+            return weights
+        return (uniform((len(weights),), generator).to(weights.device) < weights).double()
+
+
+class UserFiltered(MeanOracle):
+    """Tested and filtered mean of all users in each of at most `steps` steps.
+
+    Args:
+        filter: which users count, with n and H.
+        pair_radius: tau, in [1e-40, 1e40], public.
+        noise_std: sigma >= 0, std of the noise on the released mean; 0 gives no privacy. It is enlarged by the
+            rounding errors (see `noise_std`), so that the event is that of the numbers given here.
+        steps: T >= 1.
+        threshold: theta > H of the score.
+        threshold_scale: b1 > 0.
+        query_scale: b2 > 0.
+        center: public vector from which users are measured, a tensor per parameter; None for 0.
+        reach: B in [1, 1e6]: users farther than B tau from the center are isolated.
+        min_items: rows that a user must have, public.
+        ids: user ids are in [0, ids); default n_users. More than n_users for a phase on some of the users.
+
+    Raises:
+        ConditionError: the threshold is not above H.
+        ValueError: a number is out of range.
+
+    Guarantee:
+        Unit: user, all rows of one; replace_one, n public. Event: `phase_event`, once, before the first release; later
+        releases of the run are free, and a new oracle is charged again. Users are not sampled. Assumes that a
+        user's rows do not depend on other users.
+
+    Example:
+        >>> chosen = Filter(n_users=8, score_floor=7.0, ramp_end=6)
+        >>> oracle = UserFiltered(chosen, 1.0, 0.0, steps=5, threshold=7.2, threshold_scale=0.01, query_scale=0.01)
+        >>> oracle.open([torch.zeros(1)])
+        >>> from torch_dpsco.rows import DenseBlock
+        >>> oracle.observe(GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8))
+        >>> oracle.release(torch.Generator().manual_seed(0)).mean[0].item()
+        0.4375
+    """
+
+    unit = "user"
+
+    def __init__(
+        self,
+        filter: Filter,
+        pair_radius: float,
+        noise_std: float,
+        *,
+        steps: int,
+        threshold: float,
+        threshold_scale: float,
+        query_scale: float,
+        center: Sequence[Tensor] | None = None,
+        reach: float = 1000.0,
+        min_items: int = 1,
+        ids: int | None = None,
+    ) -> None:
+        super().__init__(filter.n_users)
+        self.filter = filter
+        self._tau: float | None = check.between(1e-40, 1e40, pair_radius=pair_radius)
+        self.reach = check.between(1.0, 1e6, reach=reach)
+        # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
+        self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (filter.coefficient * self.pair_radius)
+        n = filter.n_users
+        # PRIVACY: 2 (n - 1)/n, not 1 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
+        self._test = AboveThreshold(
+            threshold,
+            threshold_scale=threshold_scale,
+            query_scale=query_scale,
+            sensitivity=Fraction(2 * (n - 1), n),
+            steps=steps,
+        )
+        if not self._test.threshold > Fraction(filter.score_floor):
+            raise ConditionError(f"threshold must be > score_floor={filter.score_floor:g} (got {threshold:g})")
+        self.min_items = check.positive_count(min_items=min_items)
+        self._users = UserRows(n if ids is None else check.positive_count(ids=ids), n, exact=True)
+        self._center = flat_center(center)
+
+    @property
+    def pair_radius(self) -> float:
+        """Tau: public. Raises SequenceError as long as a search for it has not ended."""
+        if self._tau is None:
+            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
+        return self._tau
+
+    # -- what it costs ------------------------------------------------------------------------------------------------
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns how far one user moves the mean of a step whose score is at least H, rounding included."""
+        if adjacency != REPLACE_ONE:
+            # PRIVACY: n is public, and only replacements keep it (test_the_filter_is_charged_under_replace_one_only)
+            raise AdjacencyError(f"the filtered mean has no bound under {adjacency}: use replace_one (n_users public)")
+        users, dim, tau = self.filter.n_users, self._users.dim, self.pair_radius
+        nominal = self.filter.coefficient * tau * (1.0 + 8 * (dim + 16) * _UNIT)
+        return nominal + mean_rounding(users, 2 * self.filter.radii[-1] * tau * 1.01, self.reach * tau * 1.01)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean: that asked for, and as much more as rounding needs."""
+        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_the_filtered_mean_is_caught)
+        return self.noise_multiplier * self.sensitivity(REPLACE_ONE)
+
+    @property
+    def bad_pass(self) -> float:
+        """Bound beta of the probability that a run passes a step whose score is below H."""
+        return self._test.bad_pass(self.filter.score_floor)
+
+    def phase_event(self) -> Sequential:
+        """Returns what a whole run costs: one noisy test, the Gaussians of all planned steps, and the failures."""
+        if not self.noise_multiplier or self.bad_pass >= 1:
+            return Sequential((NonPrivate(),))
+        mean = Gaussian(self.noise_multiplier, {REPLACE_ONE: 1.0}, self.filter.failure)
+        # PRIVACY: all planned steps, since a halt depends on the data (test_a_halt_earns_no_refund)
+        return Sequential(
+            (
+                self._test.event(REPLACE_ONE),
+                Repeat(mean, self._test.steps),
+                Failure(self.bad_pass, "transcript"),
+            )
+        )
+
+    def event(self) -> Sequential:
+        """Returns the event of all releases of a run."""
+        return self.phase_event()
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what all releases of a run are charged, with the first one."""
+        return super().charge(design, draw)._replace(covers=self._test.steps)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def halted(self) -> bool:
+        """Whether the test has failed, so that nothing more is released: public."""
+        return self._test.halted
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch; forgets an unfinished one."""
+        self._users.open(query)
+        if self._center is not None and len(self._center) != self._users.dim:
+            raise ValueError(f"center must have {self._users.dim} numbers, as the query (got {len(self._center)})")
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Adds the rows of one physical batch to the sums of their users."""
+        if not self.halted:
+            self._users.add(rows, users)
+
+    def discard(self) -> None:
+        """Forgets the logical batch."""
+        self._users.discard()
+
+    def release(self, generator: Source) -> Release:
+        """Tests the score; returns the noisy filtered mean, or halts."""
+        means, items = self._users.take()
+        if self.halted:
+            return self._nothing()
+        points = Points(means, self._center)
+        # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
+        joined = (items >= self.min_items) & points.within(self.reach * self.pair_radius)
+        counts = neighbor_counts(points, self._radii(), joined)
+        absent = self.filter.n_users - len(means)  # each its own only neighbor
+        if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
+            raise SequenceError(f"users must be at most {self.filter.n_users} in a step (got {len(means)})")
+        if not self._test.passes(Fraction(int(counts[0].sum()) + absent, self.filter.n_users), generator):
+            return self._nothing()
+        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
+        weights = torch.where(joined, self.filter.weights(counts[-1], generator), 0.0)
+        answer = weighted_mean(points, weights)
+        if self.noise_multiplier:
+            add_normal_(answer, self.noise_std, generator)
+        if self._center is not None:
+            answer += self._center
+        return Release(split_like(answer.to(self._users.dtype), self._users.shapes))
+
+    def _radii(self) -> list[float]:
+        tau, *wider = self.filter.radii
+        # PRIVACY: two neighbors of one user are neighbors at twice the radius, also as computed
+        # (test_neighbors_of_one_user_are_neighbors_at_twice_the_radius)
+        more = 1.0 + 4 * (self._users.dim + 16) * _UNIT
+        return [tau * self.pair_radius, *(radius * self.pair_radius * more for radius in wider)]
+
+    def _nothing(self) -> Release:
+        return Release(self._users.zeros(), halted=True, still=True)
+
+    def prepare(self, generator: Source) -> None:
+        """Draws the noisy threshold."""
+        self._test.start(generator)
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Notes a test whose answer is lost, and whether it was a halt."""
+        return self._test.lose(halted=halted)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return {
+            "oracle": "UserFiltered",
+            "filter": repr(self.filter),
+            "pair_radius": self._tau,
+            "noise_multiplier": self.noise_multiplier,
+            "steps": self._test.steps,
+            "threshold": float(self._test.threshold),
+            "threshold_scale": self._test.threshold_scale,
+            "query_scale": self._test.query_scale,
+            "reach": self.reach,
+            "min_items": self.min_items,
+            "center": None if self._center is None else self._center.tolist(),
+        }
+
+    def state(self) -> SecretState:
+        """Returns the state of the test, with the noise of its threshold."""
+        return SecretState(self._test.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state; drops an open batch. Raises SequenceError for an earlier one of this run."""
+        self.discard()
+        self._test.restore(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns tau, noise_std and the number of steps answered: public."""
+        if not self._users.shapes:
+            return {}
+        return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(self._test.asked)}

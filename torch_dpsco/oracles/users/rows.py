@@ -1,0 +1,148 @@
+"""The means of users' rows, collected over the physical batches of a logical one.
+
+    x_j = (1 / m_j) sum of the m_j rows of user j
+
+A row is added to the sum of its own user and to nothing else, so that x_j is a function of the rows of user j alone, to
+the last bit. A user with fewer than `min_items` rows is not counted among those who have a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.rows import GradBatch
+
+
+def flat_center(center: Sequence[Tensor] | None) -> Tensor | None:
+    """Returns a public vector of one tensor per parameter, side by side in float64: (D,); None for 0.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    if center is None:
+        return None
+    flat = torch.cat([part.detach().reshape(-1).double() for part in center])
+    if not bool(torch.isfinite(flat).all()):
+        raise ValueError("center must be finite")
+    return flat
+
+
+def split_like(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Returns (D,) as one tensor per shape."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class UserRows:
+    """Sums and counts per user; users get places in order of appearance.
+
+    Args:
+        n_users: ids are in [0, n_users).
+        expected: users of a logical batch, for whom memory is taken at once; >= 1.
+        exact: whether a user's mean must not depend on the number of other rows, not even in its last bits.
+    """
+
+    def __init__(self, n_users: int, expected: int, *, exact: bool = False) -> None:
+        self._exact = exact
+        self.n_users = check.positive_count(n_users=n_users)
+        self._expected = check.positive_count(expected=expected)
+        self.shapes: list[torch.Size] = []
+        self._sums: Tensor | None = None
+
+    def open(self, query: Sequence[Tensor]) -> None:
+        """Fixes shapes, precision and device by the query; forgets rows."""
+        self.discard()
+        self.shapes = [p.shape for p in query]
+        self._device = query[0].device
+        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the sums: float64 for float64 parameters, else float32."""
+        self._require_open()
+        return self._dtype
+
+    @property
+    def dim(self) -> int:
+        """Number of coordinates."""
+        self._require_open()
+        return sum(shape.numel() for shape in self.shapes)
+
+    def _require_open(self) -> None:
+        if not self.shapes:
+            raise SequenceError("no logical batch was opened: call open(query) first")
+
+    def add(self, rows: GradBatch, users: Tensor | None) -> None:
+        """Adds rows to the sums of their users.
+
+        Args:
+            rows: of one physical batch.
+            users: (B,) int64 in [0, n_users), on the device of the rows.
+
+        Raises:
+            SequenceError: no ids, or no logical batch.
+            ValueError: ids or rows of another shape, type or range.
+        """
+        self._require_open()
+        if users is None:
+            # PRIVACY: rows without a user would be protected one by one (test_rows_without_ids_are_refused)
+            raise SequenceError("users must be given, the id of the user of each row: opt.step(users=ids)")
+        if self._exact and rows.averaged:
+            # PRIVACY: 1/B is rounded; another B would move pairs of users across tau (test_a_mean_loss_is_refused)
+            raise SequenceError(
+                "rows must be of a sum loss, since users are compared with each other: "
+                "dp.attach(model, loss_reduction='sum'), and loss(output, target, reduction='sum')"
+            )
+        if rows.shapes != self.shapes:
+            raise ValueError(f"rows must be of shapes {self.shapes}, those of the query (got {rows.shapes})")
+        if users.shape != (len(rows),) or users.dtype != torch.int64:
+            raise ValueError(f"users must be ({len(rows)},) int64 (got {tuple(users.shape)}, {users.dtype})")
+        if len(users) and not 0 <= int(users.min()) <= int(users.max()) < self.n_users:
+            # PRIVACY: a negative id would be another user's place (test_ids_out_of_range_are_refused)
+            raise ValueError(f"users must be in [0, {self.n_users})")
+        sums = self._room(users)
+        places = self._places[users]
+        rows.add_by(places, sums)
+        self._counts.index_add_(0, places, torch.ones_like(places))
+
+    def _room(self, users: Tensor) -> Tensor:
+        """Gives new users a place; returns the sums, with memory for all."""
+        if self._sums is None:
+            self._places = torch.full((self.n_users,), -1, dtype=torch.int64, device=self._device)
+            capacity = min(self._expected, self.n_users)
+            self._counts = torch.zeros(capacity, dtype=torch.int64, device=self._device)
+            self._sums = torch.zeros(capacity, self.dim, dtype=self._dtype, device=self._device)
+            self._used = 0
+        ids = users.unique()
+        new = ids[self._places[ids] < 0]
+        self._places[new] = torch.arange(self._used, self._used + len(new), device=self._device)
+        self._used += len(new)
+        if self._used > len(self._counts):
+            more = min(self.n_users, 2 * self._used) - len(self._counts)
+            self._counts = torch.cat([self._counts, self._counts.new_zeros(more)])
+            self._sums = torch.cat([self._sums, self._sums.new_zeros(more, self.dim)])
+        return self._sums
+
+    def zeros(self) -> list[Tensor]:
+        """Returns zeros of the shapes of the query."""
+        return [torch.zeros(shape, dtype=self.dtype, device=self._device) for shape in self.shapes]
+
+    def discard(self) -> None:
+        """Forgets all rows."""
+        self._sums, self._used = None, 0
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Returns the means (k, D) of the k users with rows, and their numbers of rows (k,) int64; forgets all rows."""
+        self._require_open()
+        if self._sums is None:
+            none = torch.zeros(0, self.dim, dtype=self._dtype, device=self._device)
+            return none, none.new_zeros(0, dtype=torch.int64)
+        means, counts = self._sums[: self._used], self._counts[: self._used]
+        means.div_(counts[:, None])
+        self.discard()
+        return means, counts

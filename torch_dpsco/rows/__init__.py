@@ -1,0 +1,45 @@
+"""Per-sample gradients: dense rows from Opacus' grad samplers and rows that layers record themselves, one interface."""
+
+from torch_dpsco.rows.base import FLOAT64, Block, Summation, plan_summation, row_norm, row_norms, weighted_rows
+from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
+from torch_dpsco.rows.dense import DenseBlock
+from torch_dpsco.rows.factored import FactoredBlock, LinearRows, SequenceBlock, input_factors, linear_factors
+from torch_dpsco.rows.ghost import GhostBlock, GhostHooks, ghost_backward
+from torch_dpsco.rows.layers.embedding import ItemBlock
+from torch_dpsco.rows.layers.linear import FactoredLinear
+from torch_dpsco.rows.layers.recorded import Tape
+from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
+from torch_dpsco.rows.passes import PassCounter
+from torch_dpsco.rows.supported import forget_wrappers, require_unwrapped
+
+__all__ = [
+    "FLOAT64",
+    "Block",
+    "DenseBlock",
+    "FactoredBlock",
+    "FactoredLinear",
+    "GhostBlock",
+    "GhostHooks",
+    "GradBatch",
+    "ItemBlock",
+    "LinearRows",
+    "PassCounter",
+    "Points",
+    "SequenceBlock",
+    "Summation",
+    "Tape",
+    "clear_rows",
+    "forget_wrappers",
+    "ghost_backward",
+    "has_rows",
+    "input_factors",
+    "linear_factors",
+    "mean_rounding",
+    "neighbor_counts",
+    "plan_summation",
+    "require_unwrapped",
+    "retire_forwards",
+    "row_norm",
+    "row_norms",
+    "weighted_rows",
+]

@@ -1,0 +1,380 @@
+"""Makes a model produce per-sample gradients, in place: `attach(model)` before training, `detach(model)` after.
+
+Layers of the common kinds record their own rows (factored: see `rows.layers.recorded`); every other layer, and those
+whose parameters are shared, get Opacus' grad-sampler hooks. The model keeps its class, its parameter names and its
+state dict. After attach no non-private gradient survives a backward:
+
+* `p.grad` is dropped as soon as it is accumulated;
+* in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
+  outside of its layer: it raises, naming `reg=`; in other layers the first batch is compared with the sum of its rows;
+* a training forward that changes a buffer (batch normalization and its kin couple the rows) raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.compat import tree_leaves
+from torch_dpsco.coupling.first_step import FirstStep
+from torch_dpsco.coupling.loss_trace import Traced, plain
+from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.rows.batch import clear_rows, has_rows
+from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks
+from torch_dpsco.rows.ghost import GhostHooks
+from torch_dpsco.rows.layers.recorded import Tape
+from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
+from torch_dpsco.rows.passes import PassCounter, batch_sizes
+from torch_dpsco.rows.precision import HALF, inexact_mean
+from torch_dpsco.rows.supported import forget_wrappers, require_supported, require_unwrapped, trainable_layers
+
+_OWN = (
+    *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
+    *("dpsco_reset", "dpsco_retire", "dpsco_mean", "dpsco_checked"),
+)
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class _Attachment:
+    """What attach added to a model, so that hooks can work and detach can undo it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factored: list[nn.Module],
+        loss_reduction: str,
+        batch_first: bool,
+        hooks: type[DenseHooks],
+        check_first_step: bool,
+    ) -> None:
+        self.mean = loss_reduction == "mean"
+        self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
+        self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
+        done = {id(p) for p in self.factored}
+        self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
+        self.layers = list(model.modules())
+        self.hooks: DenseHooks | None = None
+        if self.dense:
+            self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
+            self.hooks.refuse = self.refuse
+        for layer in factored:  # after all that may raise
+            start_recording(layer, Tape(scale_by_batch=self.mean), self.passes)
+        self.handles: list[Any] = [
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
+        ]
+        self.buffers: list[tuple[int, int]] = []
+        self.values: list[str] | None = None  # during the first forward
+        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks is GhostHooks)
+        self.compared = False
+        self.used = 0  # number of the newest forward when rows were last used or dropped
+        forget_wrappers(self.factored + self.dense)
+        self.hook_parameters()
+
+    def hook_parameters(self) -> None:
+        """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
+        self.hooked = True
+        for p in self.factored + self.dense:
+            p.dpsco_reset, p.dpsco_retire = self.reset, self.retire  # type: ignore[attr-defined]
+            p.dpsco_mean, p.dpsco_checked = self.mean, self.first.verdicts  # type: ignore[attr-defined]
+        for p in self.dense:
+            p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
+        self.handles += [_after_accumulation(p, _drop_factored) for p in self.factored]
+        self.handles += [_after_accumulation(p, self._drop_dense) for p in self.dense]
+
+    def __getstate__(self) -> dict[str, Any]:
+        waiting = any(getattr(layer, "activations", None) for layer in self.layers)
+        if waiting or has_rows(self.factored + self.dense):
+            # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it)
+            raise SequenceError(
+                "a model must be saved or copied between steps: it holds rows of records now; call optimizer.step() or "
+                "optimizer.discard() first"
+            )
+        return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
+
+    def retire(self) -> None:
+        """Refuses backwards of all forwards so far: their batch was used, or given up."""
+        self.used = self.passes.number
+
+    def require_fresh(self, number: int | None) -> None:
+        """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+        if self.mean and (problem := inexact_mean(self.layers, self.factored + self.dense)):
+            self.refuse(problem)
+        # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
+        # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
+        if isinstance(self.hooks, GhostHooks) and self.hooks.require_pass():
+            return  # the second pass has the inputs of the first one
+        if number is None:
+            if self.dense:
+                self.refuse(NO_FORWARD)
+            return
+        if number <= self.used or (self.dense and number != self.passes.number):
+            self.refuse(
+                "a backward must follow its own forward, before a step, a discard() or (where layers are not factored) "
+                "another forward: compute the loss anew for each batch, without retain_graph"
+            )
+
+    def refuse(self, message: str) -> NoReturn:
+        """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
+        clear_rows(self.factored + self.dense)
+        self.reset()
+        raise SequenceError(message)
+
+    def reset(self) -> None:
+        """Forgets forwards that no backward followed."""
+        self.retire()
+        self.passes.close()
+        for p in self.dense:
+            p._forward_counter = 0  # type: ignore[attr-defined]
+            p.__dict__.pop("_current_grad_sample", None)
+        for layer in self.layers:
+            layer.__dict__.pop("activations", None)
+            layer.__dict__.pop("max_batch_len", None)
+
+    def _drop_dense(self, p: Tensor) -> None:
+        p.dpsco_passes.append(self.passes.number)  # type: ignore[attr-defined]
+        if p.grad is not None and not hasattr(p, "dpsco_compared"):
+            p.dpsco_first_backward = (p.grad.detach(), self.mean)  # type: ignore[attr-defined]
+        p.grad = None
+
+
+def _after_accumulation(p: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    required = p.requires_grad  # torch registers on no other tensor; a copy of a model may have frozen parameters
+    handle = p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    p.requires_grad_(required)
+    return handle
+
+
+def _drop_factored(p: Tensor) -> None:
+    if p.grad is not None:
+        p.grad = None
+        raise SequenceError(
+            "a weight of a factored layer got a gradient from outside of the layer: a regularizer in the loss "
+            "(give reg= or prox= to the optimizer instead), a direct use of the weight (attach(model, rows='dense')), "
+            "or a backward in eval mode (call model.train())"
+        )
+
+
+def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Returns what no optimizer privatizes: buffers and frozen parameters, with their names."""
+    return [
+        (f"{type(m).__name__}.{name}", t)
+        for m in layers
+        for tensors in (m._buffers, m._parameters)
+        for name, t in tensors.items()
+        if t is not None and not t.requires_grad
+    ]
+
+
+def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for m in layers:
+        for tensors in (m._buffers, m._parameters):
+            for name, t in tensors.items():
+                if t is not None:
+                    yield m, name, t
+
+
+def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
+    return [
+        (id(t), t._version)
+        for m in layers
+        for tensors in (m._buffers, m._parameters)
+        for t in tensors.values()
+        if t is not None
+    ]
+
+
+def _values(layers: Iterable[nn.Module]) -> list[str]:
+    """Returns a fingerprint per tensor: sum and sum of squares (text, so that NaN equals NaN)."""
+    doubles = (t.detach().abs().double() for _, t in _unreleased(layers))
+    return [f"{float(t.sum())!r} {float(t.square().sum())!r}" for t in doubles]
+
+
+def _changed_values(attachment: _Attachment) -> set[str]:
+    """Compares values once: a write through `.data` leaves no trace in the version."""
+    before, attachment.values = attachment.values, None
+    if before is None:
+        return set()
+    names = [name for name, _ in _unreleased(attachment.layers)]
+    return {name for name, old, new in zip(names, before, _values(attachment.layers), strict=False) if old != new}
+
+
+def _training(model: nn.Module) -> bool:
+    return model.training and torch.is_grad_enabled()
+
+
+def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
+        attachment.hook_parameters()
+    if not _training(model):
+        return None
+    require_unwrapped(attachment.dense + attachment.factored)
+    # Opacus sums two forwards into one row per position, which would clip two records as one.
+    if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
+        raise SequenceError(
+            "a training forward is still waiting for its backward: run backward after each forward, compute metrics "
+            "under torch.no_grad() or in eval mode, or call optimizer.discard() to start over"
+        )
+    for p in attachment.dense:
+        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+    attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
+    if not attachment.compared:
+        attachment.values, attachment.compared = _values(attachment.layers), True
+    attachment.buffers = _states(attachment.layers)
+    traced = attachment.first.waits and any(isinstance(t, Traced) for t in tree_leaves((args, kwargs)))
+    return (plain(args), plain(kwargs)) if traced else None  # outputs of another attached model
+
+
+def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    number = attachment.passes.tag
+    for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: attachment.require_fresh(number))
+    if number is None:
+        return None
+    attachment.passes.close()
+    changed = _changed_values(attachment)
+    if _states(attachment.layers) != attachment.buffers:
+        before = set(attachment.buffers)
+        found = _everything(attachment.layers)
+        new = {f"{type(m).__name__}.{name}" for m, name, t in found if (id(t), t._version) not in before}
+        changed |= new or {"tensors removed or exchanged"}
+    if changed:
+        # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
+        raise PrivacyError(
+            f"a training forward must not change buffers or weights, they would carry private data out of the model "
+            f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
+        )
+    failed = output is None  # this hook is called then too
+    return _look(attachment, model, args, kwargs, output) if attachment.first.waits and not failed else None
+
+
+def _look_eagerly(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    try:
+        return attachment.first.look(model, args, kwargs, output)
+    except PrivacyError:
+        attachment.reset()
+        raise
+
+
+_look: Callable[..., Any] = torch.compiler.disable(_look_eagerly)
+
+
+def _factorable(model: nn.Module) -> list[nn.Module]:
+    layers = list({id(m): m for _, m in trainable_layers(model)}.values())
+    owners = Counter(id(p) for m in layers for p in m.parameters())
+    return [m for m in layers if can_record(m) and all(owners[id(p)] == 1 for p in m.parameters())]
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Returns whether `attach` was called on the model."""
+    return hasattr(model, "_dpsco")
+
+
+def first_step_of(model: nn.Module) -> FirstStep:
+    """Returns what is known about records that reach each other in an attached model."""
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    return attachment.first
+
+
+def _is_part_of_attached(model: nn.Module) -> bool:
+    # PRIVACY: a part would keep the loss_reduction of the whole (test_a_part_of_an_attached_model_is_refused)
+    traces = any(is_recorded(m) or is_attached(m) for m in model.modules())
+    return traces or any(hasattr(p, "dpsco_reset") for p in model.parameters())
+
+
+@typed
+def attach(
+    model: _Model,
+    *,
+    rows: str = "auto",
+    loss_reduction: str = "mean",
+    batch_first: bool = True,
+    check_first_step: bool = True,
+) -> _Model:
+    """Makes the model record per-sample gradients in every training backward, and returns the model itself.
+
+    Args:
+        model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
+            parts, so that rows of different forwards can be told apart.
+        rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.table.RECORDED` record
+            their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere; "factored" raises
+            where layers cannot record; "ghost" keeps norms only, and needs `ghost_backward` and a second backward.
+        loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
+        batch_first: whether the batch is the first dimension of the inputs.
+        check_first_step: whether to look in the first training step, on made-up records, for records that reach each
+            other in the model, or in what the loop computes from its outputs until `backward()` (see `first_step`).
+            The model is called ten times more then, its hooks included. What could not be looked at, is said by
+            `optimizer.report()`, and does not stop a run. `fit` has probes of its own.
+
+    Raises:
+        ValueError: unknown option, no trainable parameter, layers that couple rows.
+        SequenceError: the model is attached already.
+        PrivacyError: in the first step, records reach each other.
+
+    Example:
+        >>> model = attach(nn.Linear(3, 1))
+        >>> type(model).__name__, is_attached(model), list(model.state_dict())
+        ('FactoredLinear', True, ['weight', 'bias'])
+    """
+    check.choice(("auto", "dense", "factored", "ghost"), rows=rows)
+    check.choice(("mean", "sum"), loss_reduction=loss_reduction)
+    if rows == "ghost":
+        loss_reduction = "sum"  # its losses are not reduced
+    if _is_part_of_attached(model):
+        raise SequenceError(
+            "model is attached already: call dp.detach(model) first to attach it in another way; a part of an attached "
+            "model must be detached with the whole"
+        )
+    require_supported(model, batch_first=batch_first)
+    if loss_reduction == "mean" and any(p.dtype in HALF for p in model.parameters()):
+        # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
+        # (test_one_record_more_moves_the_mean_by_at_most_one_clip)
+        raise ValueError(
+            "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss that sums over the "
+            "batch"
+        )
+    factored = _factorable(model) if rows in ("auto", "factored") and batch_first else []
+    if rows == "factored":
+        others = [f"{type(m).__name__} {name!r}" for name, m in trainable_layers(model) if m not in factored]
+        if others:
+            raise ValueError(
+                f"rows='factored' needs layers that own their parameters, of the kinds "
+                f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
+            )
+    hooks = GhostHooks if rows == "ghost" else DenseHooks
+    attachment = _Attachment(model, factored, loss_reduction, batch_first, hooks, check_first_step)
+    model._dpsco = attachment  # type: ignore[assignment]
+    return model
+
+
+@typed
+def detach(model: _Model) -> _Model:
+    """Undoes `attach` and drops all recorded rows; returns the model."""
+    if not is_attached(model):
+        raise SequenceError("model is not attached: nothing to detach")
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    # PRIVACY: inputs that a forward left would be saved with the model (test_a_detached_model_holds_no_data)
+    attachment.reset()
+    clear_rows(list(model.parameters()))
+    for handle in attachment.handles:
+        handle.remove()
+    if attachment.hooks is not None:
+        attachment.hooks.cleanup()
+    for module in model.modules():
+        if is_recorded(module):
+            stop_recording(module)
+    for p in model.parameters():
+        for name in _OWN:
+            p.__dict__.pop(name, None)
+    del model._dpsco
+    return model

@@ -1,0 +1,329 @@
+"""The batch of per-sample gradients that an optimizer takes from its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.rows.base import FLOAT64, NORM_ERROR, Block, Summation
+from torch_dpsco.rows.dense import DenseBlock, joined
+from torch_dpsco.rows.factored import FactoredBlock, LinearRows
+from torch_dpsco.rows.ghost import MARK, waiting_block
+from torch_dpsco.rows.layers.recorded import Tape
+from torch_dpsco.rows.occupied import OccupiedBlock
+from torch_dpsco.rows.precision import HALF, inexact_mean, products_are_exact
+from torch_dpsco.rows.supported import require_unprocessed
+
+_LEAST_NORMAL = 2.0**-126  # of float32
+_TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
+
+
+def _tape(p: Tensor) -> Tape | None:
+    tape: Tape | None = p.__dict__.get("grad_factors")
+    return tape if tape is not None and tape.uses else None
+
+
+def has_rows(params: Sequence[nn.Parameter]) -> bool:
+    """Returns whether any parameter holds per-sample gradients."""
+    for p in params:
+        kept = p.__dict__
+        if kept.get("grad_sample") is not None or MARK in kept or _tape(p) is not None:
+            return True
+    return False
+
+
+def clear_rows(params: Sequence[nn.Parameter]) -> None:
+    """Forgets all per-sample gradients of the parameters, and their non-private `grad`."""
+    for p in params:
+        tape = _tape(p)
+        if tape is not None:
+            tape.clear()
+        if getattr(p, "grad_sample", None) is not None:
+            p.grad_sample = None  # type: ignore[attr-defined]
+        if hasattr(p, "dpsco_passes"):
+            p.dpsco_passes = []
+        p.__dict__.pop("dpsco_first_backward", None)
+        p.__dict__.pop(MARK, None)
+        p.grad = None
+
+
+def retire_forwards(params: Sequence[nn.Parameter]) -> None:
+    """Makes the attached models of the parameters refuse backwards of all their forwards so far."""
+    for p in params:
+        retire = p.__dict__.get("dpsco_retire")
+        if retire is not None:
+            retire()
+
+
+def _check_backwards(params: Sequence[nn.Parameter]) -> None:
+    # PRIVACY: a loss term on the weights is in p.grad but in no row; it would be dropped, or worse, applied without
+    # noise (test_regularizer_in_the_loss_is_refused). `attach` keeps the first backward's p.grad for this comparison.
+    gaps: dict[int, tuple[float, float, float]] = {}
+    for place, p in enumerate(params):
+        grad, mean = p.__dict__.pop("dpsco_first_backward", (None, True))
+        rows = getattr(p, "grad_sample", None)
+        if grad is None or not isinstance(rows, Tensor) or len(rows) == 0:
+            continue  # means over chunks of different sizes do not compare
+        p.dpsco_compared = True  # type: ignore[attr-defined]
+        scale = len(rows) if mean else 1
+        error = float(torch.linalg.vector_norm(grad.double() - rows.double().sum(0) / scale))
+        size = float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum()) / scale
+        gaps[place] = error, size, 3e-2 if rows.dtype in HALF or not products_are_exact() else 1e-3
+    # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
+    joint = math.hypot(*(size for _, size, _ in gaps.values()))
+    for place, (error, size, slack) in gaps.items():
+        if math.isfinite(error) and error > slack * (size + 1e-3 * joint) + 1e-12:
+            raise SequenceError(
+                f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on "
+                f"the weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"
+            )
+
+
+def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
+    rows = getattr(p, "grad_sample", None)
+    if rows is None:
+        raise SequenceError(
+            f"per-sample gradients are missing for parameter {place} of shape {tuple(p.shape)}: call "
+            f"dp.attach(model) before the forward, run forward and backward in training mode before each step, freeze "
+            f"parameters that the loss does not use with requires_grad_(False), and use parameters only in the forward "
+            f"of their own module"
+        )
+    chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
+    require_unprocessed(chunks)
+    if len(chunks) != len(getattr(p, "dpsco_passes", chunks)):
+        # PRIVACY: else a record could be in two rows (test_rows_left_by_autograd_grad_are_refused)
+        raise SequenceError("torch.autograd.grad in training mode has left rows: call optimizer.zero_grad() after it")
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+def _passes(params: Sequence[nn.Parameter]) -> int:
+    """Returns the number of backward passes; raises SequenceError if a parameter was not in all of them."""
+    attached: set[tuple[int, ...]] = set()
+    sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
+    for p in params:
+        tape, rows = _tape(p), getattr(p, "grad_sample", None)
+        if tape is not None:
+            tags = tape.tags
+            if tags != {None}:  # parts of the model that were called on their own have no number, and one pass
+                attached.add(tuple(sorted(tag or 0 for tag in tags)))
+        elif hasattr(p, "dpsco_passes"):
+            attached.add(tuple(p.dpsco_passes))
+        else:
+            chunks = rows if isinstance(rows, list) else [rows]
+            sizes.add(tuple(len(chunk) for chunk in chunks if chunk is not None))
+    if len(attached) > 1 or len(sizes) > 1:
+        # PRIVACY: else row i of one layer and row i of another could be of different records, and one record in two
+        # rows (test_rows_of_different_passes_are_never_joined)
+        raise SequenceError(
+            "every backward pass of a step must reach all parameters, so that their rows belong together"
+        )
+    return max(map(len, attached | sizes), default=1)
+
+
+class GradBatch:
+    """Per-sample gradients of all parameters for the same rows, joined from blocks.
+
+    Args:
+        blocks: at least one; all of the same length.
+        order: for each tensor of the concatenated blocks, its place in the optimizer's list of parameters.
+        passes: number of backward passes that the rows come from.
+        averaged: whether a mean loss was divided by the batch size, and the rows multiplied by it again: then they
+            depend on that size in their last bits.
+
+    Raises:
+        ValueError: blocks of different lengths.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], order: Sequence[int] | None = None, passes: int = 1, averaged: bool = False
+    ) -> None:
+        if not blocks:
+            raise ValueError("blocks must hold at least one block (got none)")
+        if len(blocks) > 1 and len({len(block) for block in blocks}) > 1:
+            raise ValueError(f"blocks must have the same number of rows (got {[len(block) for block in blocks]})")
+        self.blocks = list(blocks)
+        self.passes, self.averaged = passes, averaged
+        self._scale = 1.0
+        n_tensors = sum(len(block.shapes) for block in blocks)
+        self.order = list(range(n_tensors)) if order is None else list(order)
+
+    @classmethod
+    def consume(cls, params: Sequence[nn.Parameter]) -> GradBatch:
+        """Takes the per-sample gradients from the parameters and clears them, also when it raises.
+
+        Args:
+            params: the optimizer's trained parameters, in order.
+
+        Raises:
+            SequenceError: rows are missing, were used before, or differ in number between parameters.
+        """
+        place = {id(p): i for i, p in enumerate(params)}
+        try:
+            ghost = waiting_block(params)
+            if ghost is not None:
+                return cls([ghost], ghost.order(params))
+            blocks: list[Block] = []
+            order: list[int] = []
+            taken: set[int] = set()
+            for i, p in enumerate(params):
+                tape = _tape(p)
+                if tape is None:
+                    blocks.append(DenseBlock(_dense_rows(p, i)))
+                    order.append(i)
+                elif id(tape) not in taken:
+                    taken.add(id(tape))
+                    weight, bias = (place.get(id(q)) for q in (tape.weight, tape.bias))
+                    blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
+                    order += [index for index in (weight, bias) if index is not None]
+            sizes = sorted({len(block) for block in blocks})
+            if len(sizes) > 1:
+                raise SequenceError(
+                    f"all parameters must have the same rows, but layers saw different numbers of them "
+                    f"(got {len(sizes)} different numbers): run the whole model on every batch"
+                )
+            _check_backwards(params)
+            averaged = any(getattr(p, "dpsco_mean", True) for p in params)  # unknown of rows of Opacus' own modules
+            if averaged and (problem := inexact_mean((), params)):
+                raise SequenceError(problem)
+            return cls(joined(blocks), order, _passes(params), averaged)
+        finally:
+            clear_rows(params)
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return len(self.blocks[0])
+
+    def unscaled(self, scale: float) -> GradBatch:
+        """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
+        rows = GradBatch(self.blocks, self.order, self.passes, self.averaged)
+        rows._scale = self._scale / scale
+        return rows
+
+    def among(self, index: Tensor) -> GradBatch:
+        """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them."""
+        rows = GradBatch([OccupiedBlock(block, index) for block in self.blocks], self.order, self.passes, self.averaged)
+        rows._scale = self._scale
+        return rows
+
+    def linear(self) -> LinearRows | None:
+        """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
+        block = self.blocks[0]
+        if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
+            return None
+        return block.linear() if isinstance(block, (FactoredBlock, OccupiedBlock)) and len(block) else None
+
+    @property
+    def has_one_output(self) -> bool:
+        """Whether rows are those of one Linear layer with one output: one slope each, times inputs."""
+        block = self.blocks[0]
+        factored = isinstance(block, FactoredBlock) and block.backprops.shape[1] == 1
+        return len(self.blocks) == 1 and factored
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
+        norms = self._stored_norms()
+        # the factor's own rounding cancels in weight * norm (weighted_sum has the same), and the clip has room for that
+        # of the products (8 eps, see `clip_weights`)
+        return norms if self._scale == 1.0 else norms.mul_(self._scale)
+
+    def _stored_norms(self) -> Tensor:
+        if len(self.blocks) == 1:
+            return self.blocks[0].norms()
+        squares = self.blocks[0].norms().square_()
+        for block in self.blocks[1:]:
+            norms = block.norms()
+            squares.addcmul_(norms, norms)
+        # what underflows in a square is less than the number added
+        return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
+
+    def finite(self) -> Tensor:
+        """Returns which rows have a finite norm: (B,) bool."""
+        return torch.isfinite(self.norms())
+
+    def weighted_sum(self, weights: Tensor, precision: Summation = FLOAT64) -> list[Tensor]:
+        """Returns sum_i weights[i] * row_i per parameter, in the order of the parameters.
+
+        A row of weight 0 contributes exactly 0, whatever it holds (0 * inf would be NaN).
+
+        Args:
+            weights: (B,) float64, nonnegative and finite. Below 2^-126, where float32 loses accuracy, they count as 0.
+            precision: of the sum; see `plan_summation` for its error.
+
+        Returns:
+            float64 or float32 tensors of the parameters' shapes.
+        """
+        blocks = self.blocks
+        if self._scale != 1.0:
+            weights = weights * self._scale
+        if weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
+            # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
+            index = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
+            weights, blocks = weights[index], [block.select(index) for block in blocks]
+        sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
+        return self._in_order(sums)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the parameters, in their order."""
+        found = [shape for block in self.blocks for shape in block.shapes]
+        placed = dict(zip(self.order, found, strict=True))
+        return [placed[place] for place in range(len(found))]
+
+    def add_by(self, users: Tensor, sums: Tensor) -> None:
+        """Adds each row to the sum of its user, one row after the other, so that no user's sum depends on others.
+
+        Args:
+            users: (B,) int64 in [0, n_users), the user of each row.
+            sums: (n_users, D) float32 or float64, changed in place; D numbers of all parameters in their order.
+
+        Raises:
+            ValueError: ids of another shape, type or range.
+        """
+        if users.shape != (len(self),) or users.dtype != torch.int64:
+            raise ValueError(f"users must be ({len(self)},) int64, the user of each row (got {users.shape})")
+        if len(self) and not 0 <= int(users.min()) <= int(users.max()) < len(sums):
+            # PRIVACY: a negative id would count from the end (test_ids_out_of_range_are_refused)
+            raise ValueError(f"users must be in [0, {len(sums)})")
+        step = max(1, _TILE_ELEMENTS // max(1, sums.shape[1]))
+        for index in torch.arange(len(self), device=users.device).split(step):
+            rows = self._in_order([part for block in self.blocks for part in block.select(index).dense()])
+            flat = torch.cat([part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows], dim=1)
+            _add_in_order(sums, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale))
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per parameter, (B, *shape), in the order of the parameters."""
+        rows = [rows for block in self.blocks for rows in block.dense()]
+        return self._in_order(rows if self._scale == 1.0 else [r * self._scale for r in rows])
+
+    def _in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+        out = list(tensors)
+        for place, tensor in zip(self.order, tensors, strict=True):
+            out[place] = tensor
+        return out
+
+
+def _add_in_order(sums: Tensor, users: Tensor, rows: Tensor) -> None:
+    """Adds rows (B, D) to the sums of their users (n, D), those of one user in their order."""
+    if rows.device.type == "cpu":
+        sums.index_add_(0, users, rows)
+        return
+    # PRIVACY: elsewhere index_add_ adds in any order (test_rows_of_a_user_are_added_in_their_order)
+    for turn in _turns(users):
+        sums[users[turn]] += rows[turn]
+
+
+def _turns(users: Tensor) -> Iterator[Tensor]:
+    """Yields the places of the first rows of all users, of their second ones, and so on."""
+    order = users.argsort(stable=True)
+    runs = users[order].unique_consecutive(return_counts=True)[1]
+    nth = torch.arange(len(users), device=users.device) - (runs.cumsum(0) - runs).repeat_interleave(runs)
+    for k in range(int(runs.max()) if len(runs) else 0):
+        yield order[nth == k]

@@ -1,0 +1,188 @@
+"""Rows of a linear model in closed form: what a forward and a backward would record, from two products with the data.
+
+For scores s = W x + c the row of a record is the outer product of l'(s; y) and (x, 1), so that neither autograd nor
+hooks are needed. `fit` takes this path by itself where model, loss and data allow it, and the ordinary one elsewhere;
+oracle, ledger, noise and update are the same code, and the rows are equal up to rounding.
+
+| taken | left to the ordinary path |
+|---|---|
+| the model is one `nn.Linear`, attached, without hooks of others, its weight before its bias | any other model |
+| losses of `torch_dpsco.losses`; BCEWithLogitsLoss, CrossEntropyLoss and MSELoss without options | other losses |
+| a TensorDataset of (features (n, d), targets) in memory, of the model's dtype and device | other data |
+| the optimizer's `step` is the library's | a subclass with a `step` of its own |
+
+A record's row is a function of that record alone: products are with its own features only. The input's factor of the
+norms, sqrt(|x|^2 + 1), is computed once per data set.
+
+Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from torch_dpsco import compat
+from torch_dpsco.losses.base import Loss
+from torch_dpsco.losses.classification import Logistic
+from torch_dpsco.rows import FactoredBlock, FactoredLinear, GradBatch, LinearRows, input_factors, linear_factors
+from torch_dpsco.sampling import PrivateLoader
+
+_Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
+_BLOCK_ROWS = 8192
+_FEW = 2**16  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
+
+
+class ClosedForm:
+    """The rows of one attached Linear layer on a data set in memory.
+
+    Args:
+        layer: attached.
+        slope: derivative of the loss of a record in its scores.
+        features: (n, d) of the layer's dtype and device.
+        targets: as `slope` takes them: (n,) for one score.
+        size: public size of the data set.
+    """
+
+    def __init__(self, layer: FactoredLinear, slope: _Slope, features: Tensor, targets: Tensor, size: int) -> None:
+        self._slope = slope
+        self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
+        trained = {name for name, p in layer.named_parameters() if p.requires_grad}
+        weight, bias = self._trained = "weight" in trained, "bias" in trained
+        self._columns = [features, targets]
+        self._rows: Callable[..., LinearRows | GradBatch] = self._factored
+        if weight and bias and layer.out_features == 1:
+            self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
+            self._rows = self._linear
+            # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
+            # (test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records)
+            if size * features.shape[1] <= _FEW:
+                self._extend()
+        elif weight:
+            factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
+            self._columns.append(torch.cat(factors))
+
+    def _extend(self) -> None:
+        features, targets, factors = (column.double() for column in self._columns)
+        self._columns = [torch.cat([features, features.new_ones(len(features), 1)], dim=1), targets, factors]
+        self._rows = self._extended
+
+    def batches(self, loader: PrivateLoader) -> Iterator[LinearRows | GradBatch]:
+        """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
+        for columns in loader.read_only(self._columns):
+            yield self._rows(*columns)
+
+    def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> LinearRows:
+        weight, bias = self._params
+        assert bias is not None
+        # a product with a vector is several times faster than one with a matrix of one row
+        scores = torch.mv(features, weight.squeeze(0)).add_(bias)
+        return LinearRows(features, self._slope(scores, targets), factors)
+
+    def _extended(self, features: Tensor, targets: Tensor, factors: Tensor) -> LinearRows:
+        weight, bias = self._params
+        assert bias is not None
+        scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
+        return LinearRows(features, self._slope(scores, targets), factors, extended=True)
+
+    def _factored(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GradBatch:
+        weight, bias = self._params
+        scores = nn.functional.linear(features, weight, bias)
+        if len(weight) == 1:
+            scores = scores.squeeze(1)
+        slopes = self._slope(scores, targets).reshape(len(features), len(weight))
+        trained_weight, trained_bias = self._trained
+        return GradBatch([FactoredBlock(features, slopes, weight=trained_weight, bias=trained_bias, factors=factors)])
+
+
+def closed_form(
+    model: nn.Module, params: Sequence[Tensor], loss_fn: Any, dataset: Dataset[Any], loader: PrivateLoader
+) -> ClosedForm | None:
+    """Returns the closed form of the rows of a model on a data set, None if there is none.
+
+    Args:
+        model: attached.
+        params: its trained parameters, in the order of the optimizer.
+        loss_fn: loss_fn(model(input), target) -> scalar, reduced as the model was attached.
+        dataset: of (input, target) pairs.
+        loader: of the data set, without a collate function of its own.
+    """
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
+        return None
+    features, targets = dataset.tensors
+    if type(model) is not FactoredLinear or _is_changed(model, loss_fn):
+        return None
+    own = [model._parameters[name] for name in ("weight", "bias")]
+    if [id(p) for p in params] != [id(p) for p in own if p is not None and p.requires_grad]:
+        return None
+    weight = model.weight
+    same = features.dtype == weight.dtype and features.device == weight.device == targets.device
+    if not same or features.dim() != 2 or features.shape[1] != model.in_features or not features.is_contiguous():
+        return None
+    found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean))
+    return None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
+
+
+def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:
+    """Returns whether a user's hook, or a forward of its own, may make another function of the model or the loss."""
+    for module, own in ((model, [1, 1]), (loss_fn, [0, 0])):  # attach has a hook before and one after the forward
+        if isinstance(module, nn.Module):
+            hooks = [module._forward_pre_hooks, module._forward_hooks]
+            others = len(module._backward_hooks) + len(module._backward_pre_hooks)
+            if "forward" in vars(module) or [len(each) for each in hooks] != own or others:
+                return True
+    tensor_hooks = any(p._backward_hooks for p in model.parameters() if p.requires_grad)
+    return tensor_hooks or compat.some_global_hook()
+
+
+def _slope_of(
+    loss_fn: Any, outputs: int, targets: Tensor, dtype: torch.dtype, *, mean: bool
+) -> tuple[_Slope, Tensor] | None:
+    """Returns the derivative of a loss, and the targets as it takes them; None for other losses and targets."""
+    if isinstance(loss_fn, Loss):
+        if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
+            return None
+        fits = mean and loss_fn.num_scores == outputs and targets.shape in ((len(targets),), (len(targets), 1))
+        if not fits or (loss_fn.target_kind == "class") == targets.is_floating_point():
+            return None
+        column = targets.reshape(-1).long() if loss_fn.target_kind == "class" else targets.reshape(-1).to(dtype)
+        # the same numbers in fewer calls
+        return (_sign_slope, -column) if type(loss_fn) is Logistic else (loss_fn.derivative, column)
+    if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
+        return None
+    if type(loss_fn) is nn.CrossEntropyLoss:
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0 and loss_fn.ignore_index < 0
+        fits = targets.dtype == torch.int64 and targets.dim() == 1 and outputs > 1
+        return (_softmax_slope, targets) if plain and fits and bool((targets >= 0).all()) else None
+    if outputs != 1 or targets.shape != (len(targets), 1) or not targets.is_floating_point():
+        return None
+    column = targets.squeeze(1).to(dtype)
+    if type(loss_fn) is nn.BCEWithLogitsLoss and loss_fn.weight is None and loss_fn.pos_weight is None:
+        return _logistic_slope, column
+    return (_square_slope, column) if type(loss_fn) is nn.MSELoss else None
+
+
+def _sign_slope(scores: Tensor, opposite: Tensor) -> Tensor:
+    """Returns -y sigmoid(-y s) for the opposites -y of the labels."""
+    return scores.mul_(opposite).sigmoid_().mul_(opposite)
+
+
+def _logistic_slope(scores: Tensor, targets: Tensor) -> Tensor:
+    return scores.sigmoid_().sub_(targets)
+
+
+def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:
+    return scores.sub_(targets).mul_(2.0)
+
+
+def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
+    slopes = torch.softmax(scores, dim=1)
+    index = targets[:, None]
+    try:
+        return slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
+    except RuntimeError as error:
+        raise ValueError(f"targets must be classes 0 to {slopes.shape[1] - 1}, one for each score") from error

@@ -1,0 +1,340 @@
+"""Dense rows: one tensor of per-sample gradients per parameter, as Opacus' grad samplers make them.
+
+Opacus' hooks for dense rows, where what they would get wrong in silence is right or an error.
+
+Differs from Opacus' GradSampleHooks in:
+
+1. layers that are factored are left out;
+2. rows of `Embedding` leave the padding out; those of `EmbeddingBag` count each use of an item, and take 2-D input;
+3. a layer that is run again for its rows ("whole": it has parameters of its own and no grad sampler) must take one
+   tensor and return one, since the second run would not get anything else;
+4. inputs by keyword, parameters from elsewhere, backward passes without a forward, half-precision means and in-place
+   layers on hooked outputs raise an error that names the way out;
+5. a layer that a (non-reentrant) checkpoint runs again keeps the rows of its first run;
+6. options of layers that Opacus' samplers ignore raise: padding that is not zeros, weights of a bag's items;
+7. a packed batch that is not sorted raises: its rows would be of other records than the rows of the other layers.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.layers import DPGRU, DPLSTM, DPRNN
+from opacus.layers.dp_multihead_attention import SequenceBias
+from opacus.layers.dp_rnn import RNNLinear
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from torch_dpsco import compat
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.rows.base import NORM_ERROR, PIECE, UNDERFLOW, Block, Summation, row_norms, weighted_rows, work_dtype
+from torch_dpsco.rows.passes import PassCounter
+from torch_dpsco.rows.precision import require_full_precision
+
+
+class DenseBlock(Block):
+    """Rows of one parameter.
+
+    Args:
+        rows: (B, *shape) floating.
+        pieces: `piece_norms` of the rows, where they are known.
+    """
+
+    def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
+        if rows.dim() < 1 or not rows.is_floating_point():
+            raise ValueError(f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype}, {rows.shape})")
+        self.rows, self.pieces = rows, pieces
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shape of the parameter."""
+        return [self.rows.shape[1:]]
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    def _order(self) -> list[int]:
+        """Returns the dimensions of a row as they are in memory, outermost first."""
+        strides = self.rows.stride()
+        return sorted(range(1, self.rows.dim()), key=lambda dim: -strides[dim])
+
+    def flat(self) -> Tensor:
+        """Returns the rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
+        rows = self.rows if self.rows.is_contiguous() else self.rows.permute(0, *self._order())
+        return rows.reshape(len(self), self.rows.shape[1:].numel())
+
+    def shaped(self, vector: Tensor) -> Tensor:
+        """Returns a vector whose coordinates are in the order of `flat` in the shape of the parameter."""
+        shape = self.rows.shape[1:]
+        if self.rows.is_contiguous():
+            return vector.view(shape)
+        order = self._order()
+        places = [order.index(dim) for dim in range(1, self.rows.dim())]
+        return vector.view([shape[dim - 1] for dim in order]).permute(places).contiguous()
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the rows' norms: (B,) float64."""
+        return row_norms(self.flat()) if self.pieces is None else DenseBlocks([self]).norms()
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * rows[i]]."""
+        return [self.shaped(weighted_rows(self.flat(), weights, precision))]
+
+    def select(self, index: Tensor) -> DenseBlock:
+        """Returns the block of some rows."""
+        return DenseBlock(self.rows[index], None if self.pieces is None else self.pieces[index])
+
+    def dense(self) -> list[Tensor]:
+        """Returns [rows]."""
+        return [self.rows]
+
+
+class DenseBlocks(Block):
+    """Rows of several parameters, with as few passes over memory, and calls, as one long row would take.
+
+    Args:
+        blocks: at least one, of the same rows.
+    """
+
+    def __init__(self, blocks: Sequence[DenseBlock]) -> None:
+        self.blocks = list(blocks)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the parameters."""
+        return [shape for block in self.blocks for shape in block.shapes]
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the joint norms of the rows: (B,) float64."""
+        # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
+        parts = [piece_norms(block.flat()) if block.pieces is None else block.pieces for block in self.blocks]
+        norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
+        dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
+        error = max(NORM_ERROR[dtype] for dtype in dtypes)
+        hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * sum(shape.numel() for shape in self.shapes) ** 0.5
+        # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
+        return norms.mul_(1.0 + error).add_(hidden)
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
+        tile = precision.vector_tile
+        if not 0 < len(self) <= tile or any(block.rows.dtype == torch.float64 for block in self.blocks):
+            return [total for block in self.blocks for total in block.weighted_sum(weights, precision)]
+        small = weights.float()[None]  # one tile, which the bound of `plan_summation` covers
+        return [block.shaped(torch.mm(small, block.flat().float())[0]) for block in self.blocks]
+
+    def select(self, index: Tensor) -> DenseBlocks:
+        """Returns the block of some rows."""
+        return DenseBlocks([block.select(index) for block in self.blocks])
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per parameter."""
+        return [rows for block in self.blocks for rows in block.dense()]
+
+
+def piece_norms(rows: Tensor) -> Tensor:
+    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
+
+    Args:
+        rows: (B, k) floating; half precisions are read as float32.
+    """
+    rows = rows.to(work_dtype(rows.dtype))
+    width = rows.shape[1]
+    whole = width - width % PIECE
+    if not whole:
+        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return pieces
+    pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
+    if whole == width:
+        return pieces
+    return torch.cat([pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1)
+
+
+def joined(blocks: list[Block]) -> list[Block]:
+    """Returns blocks with the same rows, in their order, those dense ones as one that follow each other."""
+    found: list[Block] = []
+    for _, run in groupby(blocks, key=lambda block: isinstance(block, DenseBlock)):
+        others = list(run)
+        dense = [block for block in others if isinstance(block, DenseBlock)]
+        found += [DenseBlocks(dense)] if len(dense) > 1 else others
+    return found
+
+
+NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
+
+_RECURRENT = (DPRNN, DPLSTM, DPGRU)
+_OWN_LAYOUT = (RNNLinear, SequenceBias)  # inside of Opacus' own layers, whose inputs are laid out in another way
+
+
+def _embedding_rows(layer: nn.Embedding, inputs: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+    """Rows of an Embedding, for ids (B, ...): each use of an item adds its gradient; the padding item has none."""
+    ids = inputs[0].reshape(len(inputs[0]), inputs[0][:1].numel() if len(inputs[0]) else 0)
+    records = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    rows = _summed(layer.weight, records.flatten(), ids.flatten(), backprops.reshape(-1, layer.embedding_dim), len(ids))
+    if layer.padding_idx is not None:
+        rows[:, layer.padding_idx] = 0.0
+    return {layer.weight: rows}
+
+
+def _bag_rows(layer: nn.EmbeddingBag, inputs: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+    """Rows of an EmbeddingBag of mode sum or mean, for ids (B, T), or flat ids with offsets (B,)."""
+    ids, n_records = inputs[0], len(backprops)
+    if len(inputs) == 1:
+        counts = ids.new_full((n_records,), ids.shape[1])
+    else:
+        counts = torch.diff(inputs[1], append=inputs[1].new_tensor([len(ids)]))
+    records = torch.arange(n_records, device=ids.device).repeat_interleave(counts)
+    if layer.mode == "mean":
+        backprops = backprops / counts.clamp(min=1)[:, None]
+    return {layer.weight: _summed(layer.weight, records, ids.flatten(), backprops[records], n_records)}
+
+
+def _summed(weight: Tensor, records: Tensor, items: Tensor, uses: Tensor, n_records: int) -> Tensor:
+    rows = uses.new_zeros(n_records, *weight.shape)
+    return rows.index_put_((records, items), uses, accumulate=True)
+
+
+class DenseHooks(GradSampleHooks):  # type: ignore[misc]
+    """Opacus' hooks on all trainable layers that are not factored.
+
+    Args:
+        model: to hook.
+        factored: layers to leave out.
+        passes: counter of the model's forwards, which knows their batch sizes.
+        loss_reduction: see `attach`.
+        batch_first: see `attach`.
+    """
+
+    # Opacus' own table is left alone, and what is registered there later is seen
+    GRAD_SAMPLERS: ClassVar[Any] = ChainMap(
+        {nn.Embedding: _embedding_rows, nn.EmbeddingBag: _bag_rows}, GradSampleHooks.GRAD_SAMPLERS
+    )
+
+    refuse: Callable[[str], NoReturn]  # drops the rows that wait, and raises; set by `attach`
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factored: Collection[nn.Module],
+        passes: PassCounter,
+        *,
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        self._left_out, self._passes = {id(layer) for layer in factored}, passes
+        self._seen: dict[int, int] = {}  # layer: number of the last forward that kept its input
+        super().__init__(model, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Yields the layers to hook."""
+        return (layer for layer in super().iterate_submodules(module) if id(layer) not in self._left_out)
+
+    def add_hooks(self, **options: Any) -> None:
+        """Adds Opacus' hooks and those that check inputs; all or none."""
+        try:
+            super().add_hooks(**options)
+            handles = self._module.autograd_grad_sample_hooks
+            for layer in self.iterate_submodules(self._module):
+                if type(layer) not in _RECURRENT:
+                    handles.append(layer.register_forward_pre_hook(_refuse_keywords, with_kwargs=True))
+            for module in self._module.modules():
+                if type(module) in _RECURRENT:
+                    handles.append(module.register_forward_pre_hook(_require_sorted, with_kwargs=True))
+                elif getattr(module, "inplace", False) is True:
+                    handles.append(module.register_forward_pre_hook(_refuse_in_place))
+        except BaseException:
+            self.cleanup()
+            raise
+
+    def capture_activations_hook(self, module: nn.Module, forward_input: Any, forward_output: Any) -> None:
+        """Keeps the input of a layer, after checking that rows can be made from it."""
+        if self.hooks_enabled and module.training and torch.is_grad_enabled():
+            in_backward = compat.in_backward()
+            if in_backward and self._seen.get(id(module)) == self._passes.number:
+                return  # a checkpoint runs it again, but rows come from the first run
+            self._seen[id(module)] = -1 if in_backward else self._passes.number
+            self._check_use(module, forward_input, forward_output)
+        super().capture_activations_hook(module, forward_input, forward_output)
+
+    def _check_use(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = type(module).__name__
+        if any(p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()):
+            raise SequenceError(
+                f"layer {name} has trained parameters that it did not have at dp.attach (functional_call, "
+                f"load_state_dict(assign=True), requires_grad_): attach the model after such changes, or use a copy of "
+                f"it that is detached"
+            )
+        tensors = [t for t in inputs if isinstance(t, Tensor)]
+        whole = type(module) not in self.GRAD_SAMPLERS
+        if (
+            len(tensors) != len(inputs)
+            or not inputs
+            or (whole and (len(inputs) != 1 or not isinstance(output, Tensor)))
+        ):
+            raise SequenceError(
+                f"layer {name} must take one tensor by position and return one (got {len(inputs)} inputs and "
+                f"{type(output).__name__}), because only that is seen when its rows are computed: move its parameters "
+                f"into a module of their own"
+            )
+        if type(module) in self.GRAD_SAMPLERS and (unknown := _unknown_option(module, tensors)):
+            raise SequenceError(f"rows of {name} with {unknown} are not known where its rows are dense")
+        if not isinstance(module, _OWN_LAYOUT):
+            self._passes.require_batch(module, tensors[-1].shape, 0 if self.batch_first else 1)
+
+    def capture_backprops_hook(
+        self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
+    ) -> None:
+        """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
+        if self.hooks_enabled and not getattr(module, "activations", None):
+            self.refuse(NO_FORWARD)
+        if self.hooks_enabled and loss_reduction == "mean":
+            # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
+            require_full_precision(forward_output[0])
+        super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
+
+
+def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
+    """Returns the option of a layer that its grad sampler ignores or stumbles on; empty if there is none."""
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return f"padding_mode={module.padding_mode!r} (dp.attach(model, rows='auto') has them)"
+    if isinstance(module, nn.LayerNorm) and module._parameters["bias"] is None:
+        return "bias=False (dp.attach(model, rows='auto') has them)"
+    if isinstance(module, nn.EmbeddingBag) and len(tensors) > 2:
+        return "per_sample_weights (weigh the vectors of an Embedding instead)"
+    return ""
+
+
+def _refuse_keywords(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs and module.training and torch.is_grad_enabled():
+        raise SequenceError(
+            f"layer {type(module).__name__} must get its inputs by position (got {sorted(kwargs)} by keyword), because "
+            f"Opacus' hooks do not see keywords; keywords of the whole model are fine"
+        )
+
+
+def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    packed = args[0] if args else kwargs.get("input")
+    if module.training and isinstance(packed, PackedSequence) and packed.sorted_indices is not None:
+        # PRIVACY: rows of this layer would be in the order of lengths, those of the others in that of the batch, so
+        # that a record is in two rows (test_packed_sequences_that_are_not_sorted_are_refused)
+        raise SequenceError(
+            "packed sequences must be made with enforce_sorted=True: sort the records of a batch by length, longest "
+            "first, in the collate function"
+        )
+
+
+def _refuse_in_place(module: nn.Module, args: Any) -> None:
+    node = args[0].grad_fn if args and isinstance(args[0], Tensor) else None
+    if type(node).__name__ == "BackwardHookFunctionBackward":
+        raise SequenceError(
+            f"{type(module).__name__}(inplace=True) would overwrite the output of a layer whose rows are recorded: use "
+            f"inplace=False"
+        )

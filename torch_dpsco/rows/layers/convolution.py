@@ -1,0 +1,206 @@
+"""Convolutions, recorded: a Linear layer on the patches of its input.
+
+With one group, x (B, C, ...) is cut into T patches of C k numbers, so that the rows are those of `kept`; several groups
+are formed, each from its own channels. Patches are a strided view of the padded input, copied for some records at once.
+In patches and in formed rows the channels come last in memory. Rows that take more than input and gradient are made
+after the backward, when the activations of the other layers are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_dpsco.rows.base import Block, work_dtype
+from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.saved_factors import Formed, Kept, added, joined, leaves_factors, pairs, require_unwritten
+from torch_dpsco.rows.passes import PassCounter
+
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
+_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def _pads(layer: Any) -> list[tuple[int, int]]:
+    """Returns the padding before and after each spatial dimension."""
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if layer.padding == "valid":
+        return [(0, 0) for _ in layer.kernel_size]
+    return [(pad, pad) for pad in layer.padding]
+
+
+def _inner(layer: Any) -> list[int]:
+    """Returns the padding that the convolution does itself: all of it, if it is of zeros and symmetric, or none."""
+    pads = _pads(layer)
+    own = layer.padding_mode == "zeros" and all(before == after for before, after in pads)
+    return [before if own else 0 for before, _ in pads]
+
+
+def _flat(pads: list[tuple[int, int]]) -> list[int]:
+    return [side for pair in reversed(pads) for side in pair]  # last dimension first, as F.pad wants it
+
+
+def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns (B, groups, *spatial, C / groups) with the padding that the convolution does itself.
+
+    The channels of a group are next to each other in memory: patches then consist of long pieces, which are copied
+    several times faster.
+    """
+    pads, x = _inner(layer), x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
+    (records, groups, *sizes, channels) = x.shape
+    shape = [records, groups, *(size + 2 * pad for size, pad in zip(sizes, pads, strict=True)), channels]
+    found: Tensor = x.new_zeros(shape, dtype=dtype) if any(pads) else x.new_empty(shape, dtype=dtype)
+    inside = found
+    for dim, (size, pad) in enumerate(zip(sizes, pads, strict=True), start=2):
+        inside = inside.narrow(dim, pad, size)
+    inside.copy_(x)
+    return found
+
+
+def _patches(layer: Any, x: Tensor) -> Tensor:
+    """Returns the patches of `_padded` records as a view: (B, groups, *places, *kernel, C / groups)."""
+    (records, groups, *step, channels), spatial = x.stride(), list(zip(layer.stride, layer.dilation, strict=True))
+    places = [
+        (size - d * (k - 1) - 1) // s + 1
+        for size, k, (s, d) in zip(x.shape[2:-1], layer.kernel_size, spatial, strict=True)
+    ]
+    strides = [s * own for own, (s, _) in zip(step, spatial, strict=True)]
+    strides += [d * own for own, (_, d) in zip(step, spatial, strict=True)]
+    shape = [*x.shape[:2], *places, *layer.kernel_size, x.shape[-1]]
+    return x.as_strided(shape, [records, groups, *strides, channels], x.storage_offset())
+
+
+def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
+    """Returns the rows of the weight, from the patches of some records at a time."""
+    groups, times, (out, channels, *kernel) = use.layer.groups, grad.shape[2], use.weight.shape
+    n_records, width = len(grad), use.weight[0].numel()
+    rows = grad.new_empty(n_records, out, *kernel, channels)  # as they are in memory
+    step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
+    buffer = grad.new_empty(step, *patches.shape[1:])  # one for all tiles: fresh memory costs more than the arithmetic
+    unused, shape = grad.new_empty(1, 1, 1), (n_records * groups, out // groups)
+    tiles = patches.split(step), grad.reshape(*shape, times), rows.view(*shape, width)
+    for acts, backprops, formed in zip(tiles[0], *(part.split(step * groups) for part in tiles[1:]), strict=True):
+        acts = buffer[: len(acts)].copy_(acts).view(-1, times, width)
+        torch.baddbmm(unused, backprops, acts, beta=0, alpha=use.scale, out=formed)
+    return rows.movedim(-1, 2)
+
+
+def _kept(use: Use, trained: dict[str, bool]) -> Kept:
+    """Returns the rows, or their factors."""
+    layer, dtype = use.layer, work_dtype(use.grad.dtype)
+    patches, grad = _patches(layer, _padded(layer, use.x, dtype)), use.grad.to(dtype).flatten(2)
+    out, width, times = use.weight.shape[0], use.weight[0].numel(), grad.shape[2]
+    if layer.groups == 1 and leaves_factors(times, out, width):
+        dims = len(layer.kernel_size)
+        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)  # in the order of the weight
+        return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
+    bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
+    return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)
+
+
+class _Waiting(Kept):
+    """What rows are made from after the backward: input and gradient of a use."""
+
+    def __init__(self, use: Use) -> None:
+        self._use: Use | None = use
+        self._trained, self._versions = use.trained, (use.x._version, use.grad._version)
+        self._records = len(use.x)
+
+    def __len__(self) -> int:
+        return self._records
+
+    def _made(self) -> Kept:
+        use, self._use = self._use, None
+        assert use is not None
+        # PRIVACY: (test_an_input_that_is_overwritten_before_the_step_is_refused)
+        require_unwritten((use.x, use.grad), self._versions)
+        return _kept(use, self._trained)
+
+    def plus(self, others: Sequence[Kept]) -> Kept:
+        """Returns the sums."""
+        return added([part._made() if isinstance(part, _Waiting) else part for part in (self, *others)])
+
+    def then(self, others: Sequence[Kept]) -> Kept:
+        """Returns the rows one after another."""
+        return joined([part._made() if isinstance(part, _Waiting) else part for part in (self, *others)])
+
+    def formed(self) -> Formed:
+        """Returns the rows."""
+        return self._made().formed()
+
+    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
+        """Returns the rows of weight and bias, or of one of them."""
+        return self._made().blocks(weight=weight, bias=bias)
+
+
+class _Convolution(Kind):
+    """x is (B, C, *spatial)."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x with the padding that convolutions cannot do themselves."""
+        dims = len(layer.kernel_size)
+        require_dims(layer, x, dims + 2, dims + 2)
+        if any(_inner(layer)) or not any(map(any, _pads(layer))):
+            return x
+        return F.pad(x, _flat(_pads(layer)), mode=_MODES[layer.padding_mode])
+
+    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        convolve = _CONVOLVE[len(layer.kernel_size)]
+        return (convolve(x, weight, bias, layer.stride, _inner(layer), layer.dilation, layer.groups),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows, or what they are made from if that takes less."""
+        fewer = use.x[:1].numel() + use.grad[:1].numel() < use.weight.numel()
+        return _Waiting(use) if fewer and use.trained["weight"] else _kept(use, use.trained)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns the gradient in x."""
+        layer, dtype, none = use.layer, use.weight.dtype, [0] * len(use.layer.kernel_size)
+        sizes = (layer.stride, _inner(layer), layer.dilation, False, none, layer.groups)
+        grad, x = use.grad.to(dtype), use.x.to(dtype)
+        backward = torch.ops.aten.convolution_backward
+        found: Tensor = backward(grad, x, use.weight, None, *sizes, [True, False, False])[0]
+        return found.to(use.x.dtype)
+
+
+class RecordedConv1d(nn.Conv1d):
+    """An attached `nn.Conv1d`. Made by `attach` only; `detach` turns it back."""
+
+    kind: Kind = _Convolution()
+    tape: Tape
+    passes: PassCounter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; in training with gradients enabled its backward records rows."""
+        return run(self, super().forward, input)
+
+
+class RecordedConv2d(nn.Conv2d):
+    """An attached `nn.Conv2d`. Made by `attach` only; `detach` turns it back."""
+
+    kind: Kind = _Convolution()
+    tape: Tape
+    passes: PassCounter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; in training with gradients enabled its backward records rows."""
+        return run(self, super().forward, input)
+
+
+class RecordedConv3d(nn.Conv3d):
+    """An attached `nn.Conv3d`. Made by `attach` only; `detach` turns it back."""
+
+    kind: Kind = _Convolution()
+    tape: Tape
+    passes: PassCounter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; in training with gradients enabled its backward records rows."""
+        return run(self, super().forward, input)

@@ -1,0 +1,46 @@
+"""Linear layers, recorded: the two factors of their rows on vectors, whatever takes less on sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.saved_factors import Kept, pairs
+from torch_dpsco.rows.passes import PassCounter
+
+
+class _Linear(Kind):
+    """y = x W^T + c for x (B, ..., in); see `kept` for its rows."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x."""
+        require_dims(layer, x, 2)
+        return x
+
+    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        return (F.linear(x, weight, bias),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the factors, or the rows formed from them."""
+        x, grad = (t.unsqueeze(1) if t.dim() == 2 else t.flatten(1, -2) for t in (use.x, use.grad))
+        return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns grad W."""
+        return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
+
+
+class FactoredLinear(nn.Linear):
+    """An attached `nn.Linear`. Made by `attach` only; `detach` turns it back."""
+
+    kind: Kind = _Linear()
+    tape: Tape
+    passes: PassCounter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; in training with gradients enabled its backward records rows."""
+        return run(self, super().forward, input)

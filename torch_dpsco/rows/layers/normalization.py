@@ -1,0 +1,114 @@
+"""Normalization within a record, recorded: y = n(x) w + c, so the rows are n(x) grad and grad, summed over places."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_dpsco.rows.base import work_dtype
+from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.saved_factors import Formed, Kept
+from torch_dpsco.rows.passes import PassCounter
+
+
+def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:
+    """Returns the rows; `normalized` is overwritten, `places` are the dimensions that share a weight."""
+    grad = use.grad.to(normalized.dtype)
+    rows = {"weight": normalized.mul_(grad) if use.trained["weight"] else None}
+    rows["bias"] = grad if use.trained["bias"] else None
+    if places:
+        rows = {name: None if part is None else part.sum(places) for name, part in rows.items()}
+    elif rows["bias"] is not None:
+        rows["bias"] = rows["bias"].clone()  # the gradient is autograd's
+    if use.scale != 1:
+        rows = {name: None if part is None else part * use.scale for name, part in rows.items()}
+    return Formed(**rows)
+
+
+class _LayerNorm(Kind):
+    """x is (B, ..., *normalized_shape)."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x."""
+        require_dims(layer, x, len(layer.normalized_shape) + 1)
+        return x
+
+    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns output, means and inverse deviations."""
+        return torch.native_layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows."""
+        dtype, n_records, size = work_dtype(use.x.dtype), len(use.x), math.prod(use.layer.normalized_shape)
+        times = use.x[:1].numel() // size if n_records else 1
+        x, grad = (part.to(dtype).reshape(n_records, times, size) for part in (use.x, use.grad))
+        weight = bias = None
+        if use.trained["weight"]:  # normalized x times grad, summed: the deviations are weights of that sum
+            means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
+            weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
+            weight = weight.view(n_records, *use.layer.normalized_shape)
+        if use.trained["bias"]:
+            bias = grad.sum(1).mul_(use.scale).view(n_records, *use.layer.normalized_shape)
+        return Formed(weight, bias)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns the gradient in x."""
+        shape, wanted = use.layer.normalized_shape, [True, False, False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        found: Tensor = backward(use.grad, use.x, shape, *use.saved, use.weight, None, wanted)[0]
+        return found
+
+
+class RecordedLayerNorm(nn.LayerNorm):
+    """An attached `nn.LayerNorm`. Made by `attach` only; `detach` turns it back."""
+
+    kind: Kind = _LayerNorm()
+    tape: Tape
+    passes: PassCounter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; in training with gradients enabled its backward records rows."""
+        return run(self, super().forward, input)
+
+
+class _GroupNorm(Kind):
+    """x is (B, C, ...)."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x."""
+        require_dims(layer, x, 2)
+        return x
+
+    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        return (F.group_norm(x, layer.num_groups, weight, bias, layer.eps),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows."""
+        x = use.x.to(work_dtype(use.x.dtype))
+        normalized = F.group_norm(x, use.layer.num_groups, eps=use.layer.eps)
+        return _formed(use, normalized, list(range(2, x.dim())))
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns the gradient in x."""
+        twice = torch.is_grad_enabled()  # the gradient of a gradient is wanted too: torch's backward has none
+        with torch.enable_grad():
+            x = use.x if twice else use.x.detach().requires_grad_()
+            out = F.group_norm(x, use.layer.num_groups, use.weight if twice else use.weight.detach(), eps=use.layer.eps)
+        return torch.autograd.grad(out, x, use.grad.to(out.dtype), create_graph=twice)[0]
+
+
+class RecordedGroupNorm(nn.GroupNorm):
+    """An attached `nn.GroupNorm`. Made by `attach` only; `detach` turns it back."""
+
+    kind: Kind = _GroupNorm()
+    tape: Tape
+    passes: PassCounter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; in training with gradients enabled its backward records rows."""
+        return run(self, super().forward, input)

@@ -1,0 +1,138 @@
+"""Which models can be attached: what is refused here would have no rows, wrong rows, or rows of several records.
+
+Marks that an Opacus DPOptimizer leaves: it must not share parameters with a private optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.layers import DPMultiheadAttention
+from torch import Tensor, nn
+
+from torch_dpsco.compat import BatchNorm, DropoutNd
+from torch_dpsco.errors import SequenceError
+
+_FIX = "opacus.validators.ModuleValidator.fix(model)"
+
+
+def trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole."""
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            yield name, module
+            if type(module) not in GradSampleHooks.GRAD_SAMPLERS:
+                return
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}".lstrip("."), child)
+
+    yield from walk("", model)
+
+
+def require_supported(model: nn.Module, *, batch_first: bool) -> None:
+    """Raises ValueError, naming the layer and the way out, for a model that cannot be attached."""
+    for name, module in model.named_modules():
+        _require_uncoupled(name, module, batch_first)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
+            _require_plain_embedding(name, module)
+    layers = list(trainable_layers(model))
+    if not layers:
+        raise ValueError("model must have a trainable parameter (got none with requires_grad)")
+    for name, module in layers:
+        _require_samplable(name, module)
+
+
+def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
+    kind = type(module).__name__
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"model must not be replicated (got {kind} {name!r}): attach the module inside, on one device")
+    if isinstance(module, BatchNorm) or getattr(module, "track_running_stats", False):
+        raise ValueError(
+            f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX} replaces them by "
+            f"GroupNorm"
+        )
+    if isinstance(module, DPMultiheadAttention) and module.batch_first != batch_first:
+        # PRIVACY: its rows would be times, not records (test_attention_over_the_batch_dimension_is_refused)
+        raise ValueError(
+            f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got {batch_first}); "
+            f"make the layer with batch_first=True, or attach with batch_first=False"
+        )
+
+
+def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    # PRIVACY: max_norm overwrites the weights of the items that occur, without noise
+    # (test_a_forward_must_not_write_to_trained_weights)
+    wrong = [
+        option
+        for option, value in (
+            ("max_norm=None", module.max_norm),
+            ("scale_grad_by_freq=False", module.scale_grad_by_freq),
+            ("sparse=False", module.sparse),
+            ("mode='sum' or 'mean'", getattr(module, "mode", "") == "max"),
+            ("include_last_offset=False", getattr(module, "include_last_offset", False)),
+            ("padding_idx=None", isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None),
+        )
+        if value
+    ]
+    if wrong:
+        raise ValueError(f"{type(module).__name__} {name!r} must have {' and '.join(wrong)} for per-sample gradients")
+
+
+def _require_samplable(name: str, module: nn.Module) -> None:
+    layer = f"{type(module).__name__} {name!r}"
+    if isinstance(module, (nn.MultiheadAttention, nn.LSTM, nn.GRU)):
+        raise ValueError(f"{layer} has no per-sample gradients: {_FIX} replaces it by a layer that has")
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        raise ValueError(f"{layer} has no per-sample gradients: use DPRNN, DPGRU or DPLSTM of opacus.layers")
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        raise ValueError(
+            f"{layer} is never called itself, so that its rows cannot be recorded: make its parameters attributes of "
+            f"the module that uses them"
+        )
+    if type(module) in GradSampleHooks.GRAD_SAMPLERS:
+        return
+    if any(True for _ in module.buffers()):
+        raise ValueError(
+            f"{layer} has parameters of its own and buffers (spectral_norm and its kin, or a constant): such a layer "
+            f"has no per-sample gradients; move the parameters into a module without buffers"
+        )
+    if any(isinstance(child, DropoutNd) and child.p > 0 for child in module.modules()):
+        raise ValueError(
+            f"{layer} has parameters of its own, so that it is run again for its rows, with other dropout masks: move "
+            f"these parameters into a module of their own"
+        )
+
+
+_ON_PARAMETERS, _ON_ROWS = "summed_grad", "_processed"
+_WRAPPED = (
+    "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by "
+    "PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out and use "
+    "optimizer.loader(dataset)"
+)
+
+
+def forget_wrappers(params: Iterable[nn.Parameter]) -> None:
+    """Removes what an Opacus optimizer of earlier left on the parameters, so that a later one can be told."""
+    for p in params:
+        p.__dict__.pop(_ON_PARAMETERS, None)
+
+
+def require_unwrapped(params: Sequence[nn.Parameter]) -> None:
+    """Raises SequenceError if an Opacus optimizer took the parameters since a private optimizer was made."""
+    # PRIVACY: it would count ordinary steps while ours runs on what it left of the rows
+    # (test_an_opacus_optimizer_around_ours_cannot_step)
+    marked = [p for p in params if _ON_PARAMETERS in p.__dict__]
+    if marked:
+        for p in params:  # sums of rows, which no ledger of ours knows; the mark stays
+            p.grad = None
+        for p in marked:
+            p.__dict__[_ON_PARAMETERS] = None
+        raise SequenceError(_WRAPPED)
+
+
+def require_unprocessed(rows: Sequence[Tensor]) -> None:
+    """Raises SequenceError if an Opacus optimizer has clipped and noised these rows already."""
+    if any(hasattr(chunk, _ON_ROWS) for chunk in rows):
+        raise SequenceError(_WRAPPED)

@@ -1,0 +1,1 @@
+"""Heavy-tailed gradients (Lowy, Razaviyayn 2023): schedules and bounds."""

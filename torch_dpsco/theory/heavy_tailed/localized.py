@@ -1,0 +1,288 @@
+"""Schedules of LocalizedSGD (Algorithm 4): multi-pass, convex losses that need not be smooth.
+
+Phases on n/2, n/4, ... fresh records, lambda_i = 8^(i-1) lambda_1. With sqrt(E|w_i - what_i|^2) <= A_i/lambda_i,
+
+    E F - F* <= D sqrt(2 X) + rt_1 A_ell/lambda_ell,   X = sum_i (2 rt_2^2/n_i + 4 A_i^2) / 8^(i-1),
+
+at lambda_1 = sqrt(2 X)/D. Ball-free (`localized_schedule_ballfree`, the default of the optimizer), A_i is
+B(C_i) + a_i C_i with `ballfree_rate`. With balls (`localized_schedule`) there is a further tail for leaving one.
+
+Moments are of sup_w |grad f(w,x)|. The bias of a whole phase needs the SECOND moment of an empirical k-th moment, hence
+rt_2k: with k' finite moments use k = k'/2.
+
+Differs from the paper in: 1. the clip takes the place of an unknown empirical Lipschitz constant, so that steps lose a
+factor of log n and balls one of 2; 2. the ball may be dropped; 3. any n, not only powers of 2; 4. explicit constants.
+
+Proofs: docs/proofs/heavy_tailed.md#localized-schedule,
+docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Razaviyayn, Algorithm 4 and Theorem 41.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.theory.clipping import (
+    clip_bias,
+    clip_threshold_linear,
+    clip_threshold_square,
+    mean_noise_std,
+    sensitivity_factor,
+)
+from torch_dpsco.theory.heavy_tailed.inputs import check_order
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule, halved_sizes, scaled_regs
+
+
+def localized_schedule_ballfree(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    moment_order: float,
+    second_moment: float,
+    moment_2k: float,
+    diameter: float,
+    max_steps: int | None = 2000,
+    first_moment: float | None = None,
+    reg: float | None = None,
+    adjacency: str = "replace_one",
+    min_phase: int = 1,
+    allow_infinite_variance: bool = False,
+) -> LocalizedSchedule:
+    """Returns the schedule without balls; its bound is proportional to D and holds also where steps are capped.
+
+    Args:
+        n: public number of records, >= 2.
+        dim: d.
+        rho: > 0, zCDP of the run.
+        moment_order: k.
+        second_moment: rt_2.
+        moment_2k: rt_2k.
+        diameter: D > 0, bound on |w_0 - w*| (in the mean square, if w_0 is random).
+        max_steps: cap on the steps of a phase; None for no cap. `capped` and `uncapped_steps` say where it acts.
+        first_moment: rt_1, default rt_2; in the tail only.
+        reg: a lambda_1 of your own, chosen without looking at the training records. Privacy does not depend on it;
+            there is no bound then.
+        adjacency: "replace_one", "zero_out" or "add_remove" (parts by a choice for each record by itself).
+        min_phase: phases of fewer records join the one before.
+        allow_infinite_variance: admits k < 2.
+
+    Raises:
+        ConditionError: k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range.
+
+    Guarantee:
+        With noise of `noise_std` on each mean over the whole part, and each record in one phase by a choice that does
+        not depend on the data, the run is rho-zCDP under the adjacency, whatever the promised constants are worth.
+
+    Source:
+        docs/proofs/heavy_tailed.md#localized-schedule.
+
+    Example:
+        >>> schedule = localized_schedule_ballfree(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0,
+        ...                                        moment_2k=1.5, diameter=2.0, max_steps=None)
+        >>> schedule.phases_count, round(schedule.bound, 4), schedule.phases[0].steps
+        (19, 0.0623, 5000282843)
+    """
+    k = check_order(moment_order, allow_infinite_variance)
+    cap = None if max_steps is None else check.positive_count(max_steps=max_steps)
+    sizes = halved_sizes(n, min_phase)
+    levels = [noise_level(size, dim, rho, adjacency) for size in sizes]
+    wanted = [ballfree_steps(level) for level in levels]
+    steps = [capped_steps(T, cap) for T in wanted]
+    rates = [ballfree_rate(level, T) for level, T in zip(levels, steps, strict=True)]
+    clips = [clip_threshold_linear(moment_2k, k, min(rate, 1.0)) for rate in rates]
+    errors = [clip_bias(moment_2k, k, C) + rate * C for rate, C in zip(rates, clips, strict=True)]
+    regs, bound = regularization(sizes, errors, second_moment, diameter, reg)
+    radii = [math.inf] * len(sizes)
+    phases = _phases(sizes, clips, steps, wanted, errors, regs, radii, rho, adjacency)
+    return LocalizedSchedule(
+        phases=phases,
+        rho=rho,
+        adjacency=adjacency,
+        bound=bound,
+        tail=None if bound is None else _first(first_moment, second_moment) * errors[-1] / regs[-1],
+        diameter=diameter,
+        proved=bound is not None,
+    )
+
+
+def localized_schedule(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    moment_order: float,
+    second_moment: float,
+    moment_2k: float,
+    diameter: float,
+    max_steps: int | None = 2000,
+    first_moment: float | None = None,
+    reg: float | None = None,
+    adjacency: str = "replace_one",
+    min_phase: int = 1,
+    allow_infinite_variance: bool = False,
+) -> LocalizedSchedule:
+    """Returns the schedule with balls around the centers, of radius min(D, Lb/lambda_i).
+
+    Where steps are capped its bound GROWS with n, since C is tuned for all steps: prefer the ball-free one. It warns.
+
+    Args:
+        n: as in `localized_schedule_ballfree`, and so are the others.
+        dim: d.
+        rho: > 0.
+        moment_order: k.
+        second_moment: rt_2.
+        moment_2k: rt_2k.
+        diameter: D > 0, of the feasible set (a bound on |w_0 - w*| is not enough here).
+        max_steps: cap on the steps of a phase; None for no cap.
+        first_moment: rt_1, default rt_2.
+        reg: a lambda_1 of your own.
+        adjacency: of rho.
+        min_phase: phases of fewer records join the one before.
+        allow_infinite_variance: admits k < 2.
+
+    Raises:
+        ConditionError: k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range.
+
+    Guarantee:
+        As `localized_schedule_ballfree`.
+
+    Source:
+        docs/proofs/heavy_tailed.md#localized-schedule-with-balls.
+
+    Example:
+        >>> schedule = localized_schedule(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0,
+        ...                               moment_2k=1.5, diameter=2.0, max_steps=None)
+        >>> round(schedule.bound, 4)
+        0.0642
+    """
+    k = check_order(moment_order, allow_infinite_variance)
+    cap = None if max_steps is None else check.positive_count(max_steps=max_steps)
+    check.positive(second_moment=second_moment)
+    sizes = halved_sizes(n, min_phase)
+    # P(mean of sup-norms > Lb) <= 1/(ell sqrt n) for each phase, by Markov for the power 2k
+    lipschitz = check.positive(moment_2k=moment_2k) * (len(sizes) * math.sqrt(n)) ** (1.0 / (2.0 * k))
+    levels = [noise_level(size, dim, rho, adjacency) for size in sizes]
+    clips = [clip_threshold_square(moment_2k, k, 1.0, 4.0 * level) for level in levels]
+    wanted = [max(1, math.ceil((1.0 + lipschitz / C) ** 2 / level)) for C, level in zip(clips, levels, strict=True)]
+    steps = [capped_steps(T, cap) for T in wanted]
+    errors = [
+        math.sqrt(clip_bias(moment_2k, k, C) ** 2 + (4.0 * level * C**2 * T + 4.0 * (C + lipschitz) ** 2) / (T + 1.0))
+        for C, level, T in zip(clips, levels, steps, strict=True)
+    ]
+    regs, bound = regularization(sizes, errors, second_moment, diameter, reg)
+    radii = [min(diameter, lipschitz / lam) for lam in regs]
+    phases = _phases(sizes, clips, steps, wanted, errors, regs, radii, rho, adjacency)
+    warn_if_capped(phases)
+    leaving = (len(sizes) + 1) * diameter / math.sqrt(n)
+    return LocalizedSchedule(
+        phases=phases,
+        rho=rho,
+        adjacency=adjacency,
+        bound=bound,
+        tail=None if bound is None else _first(first_moment, second_moment) * (errors[-1] / regs[-1] + leaving),
+        diameter=diameter,
+        proved=bound is not None,
+    )
+
+
+def noise_level(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
+    """Returns nu with d sigma^2 = nu C^2 T for a phase of T full passes: 2 d/(m^2 rho) for replace_one."""
+    factor = sensitivity_factor(adjacency) / 2.0
+    return 2.0 * check.positive_count(dim=dim) / check.positive(rho=rho) * (factor / n) ** 2
+
+
+def ballfree_steps(level: float) -> int:
+    """Returns ceil((4 + 8 sqrt(nu))/nu), after which noise is the larger part of `ballfree_rate`."""
+    return max(1, math.ceil((4.0 + 8.0 * math.sqrt(level)) / level))
+
+
+def ballfree_rate(level: float, steps: int) -> float:
+    """Returns a = sqrt( nu (1 + (1+log T)/T) + (4 + 8 sqrt(nu))/T ).
+
+    A ball-free phase ends within lambda sqrt(E|w_T - what|^2) <= a C + sqrt(E Bhat^2).
+
+    Args:
+        level: nu, d sigma^2/(C^2 T), where sigma may stand for any noise that is 0 in the mean given the past.
+        steps: T.
+
+    Source:
+        docs/proofs/heavy_tailed.md#phase-without-a-ball.
+
+    Example:
+        >>> round(ballfree_rate(0.01, 100), 6)
+        0.241993
+    """
+    root, T = math.sqrt(level), float(steps)
+    return math.sqrt(level * (1.0 + (1.0 + math.log(T)) / T) + (4.0 + 8.0 * root) / T)
+
+
+def capped_steps(steps: int, max_steps: int | None) -> int:
+    """Returns the smaller of the two; None stands for no cap."""
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def regularization(
+    sizes: Sequence[int], errors: Sequence[float], second_moment: float, diameter: float, reg: float | None
+) -> tuple[list[float], float | None]:
+    """Returns lambda_1, lambda_2, ... and the main term of the bound (None for a lambda_1 of one's own)."""
+    check.positive(diameter=diameter)
+    check.positive(second_moment=second_moment)
+    if reg is not None:
+        return scaled_regs(check.positive(reg=reg), len(sizes)), None
+    total = math.fsum(
+        (2.0 * second_moment**2 / size + 4.0 * error**2) / 8.0**i
+        for i, (size, error) in enumerate(zip(sizes, errors, strict=True))
+    )
+    root = math.sqrt(2.0 * total)
+    return scaled_regs(root / diameter, len(sizes)), diameter * root
+
+
+def warn_if_capped(phases: Sequence[LocalizedPhase]) -> None:
+    """Warns that a cap weakens a bound whose threshold is tuned for all steps."""
+    cut = [phase for phase in phases if phase.capped]
+    if cut:
+        warnings.warn(
+            f"max_steps={cut[0].steps} cuts phase {cut[0].index} short of its {cut[0].uncapped_steps} steps "
+            f"({len(cut)} phases in all): the bound is weak; use the ball-free schedule, more steps, or reg=",
+            UtilityWarning,
+            stacklevel=3,
+        )
+
+
+def _phases(
+    sizes: Sequence[int],
+    clips: Sequence[float],
+    steps: Sequence[int],
+    wanted: Sequence[int],
+    errors: Sequence[float],
+    regs: Sequence[float],
+    radii: Sequence[float],
+    rho: float,
+    adjacency: str,
+) -> tuple[LocalizedPhase, ...]:
+    return tuple(
+        LocalizedPhase(
+            index=i + 1,
+            n=size,
+            batch_size=size,
+            clip=clips[i],
+            steps=steps[i],
+            reg=regs[i],
+            radius=radii[i],
+            # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
+            noise_std=mean_noise_std(clips[i], size, rho, steps[i], adjacency),
+            error=errors[i],
+            uncapped_steps=wanted[i],
+        )
+        for i, size in enumerate(sizes)
+    )
+
+
+def _first(first_moment: float | None, second_moment: float) -> float:
+    return second_moment if first_moment is None else check.positive(first_moment=first_moment)

@@ -1,0 +1,1 @@
+"""Hoelder-smooth losses (Wang, Lei, Ying, Zhang): gradient perturbation, stability of SGD."""

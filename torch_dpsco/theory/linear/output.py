@@ -1,0 +1,317 @@
+"""How far one record moves the minimizer of a strongly convex objective.
+
+Lemma. Let F and F' be mu-strongly convex on a closed convex set, w and w' their minimizers there. Then
+
+    ||w - w'|| <= ||s - s'|| / mu,
+
+s and s' subgradients of F and F' at w', s' that of the optimality condition: <s', w - w'> >= 0, and <t, w' - w> >= 0
+for the t of F at w, so that mu ||w - w'||^2 <= <s - t, w' - w> <= <s - s', w' - w>. Whatever the two objectives share
+cancels in s - s': regularizers, shifts, and the losses of the shared records.
+
+Differs from the paper in: 1. only the data-dependent loss counts, where the paper takes L + lam R for L. 2. Adding or
+removing a record is covered, for a public divisor. 3. Inexact minimizers are covered by a certificate of the distance,
+or by a failure probability: an accuracy in expectation is no bound. 4. Every figure is rounded up.
+
+Source: docs/proofs/output.md, from docs/proofs/output.md#how-far-a-minimizer-moves on.
+
+Constants for output and objective perturbation that the table of `losses` does not have.
+
+Diameters bound ||grad l(w, z) - grad l(w, z')|| over two records, which may be less than 2 L. A robust loss of a
+margin, max over the attacks v of phi(y w.(x + v)), is phi(y w.x - rho |w|_*) with the dual norm of the attacks. With
+u a subgradient of that norm, rho u has the length rho for attacks in the Euclidean norm, and at most rho sqrt(d) for
+those in the maximum norm.
+
+Differs from the paper in: a maximum of smooth losses is not smooth (the norm has a kink at w = 0): it is smoothed by a
+public nu, which leaves the privacy constants as they are.
+
+Source: docs/proofs/output.md#clipped-residuals, docs/proofs/output.md#robust-losses.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.errors import MissingConstantError
+from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.theory.rounding import scaled_up
+
+
+def safe(value: float, roundings: int = 8) -> float:
+    """Returns an upper bound on a positive quantity that was computed with so many roundings, underflow included.
+
+    Example:
+        >>> safe(0.0) > 0, 1.0 < safe(1.0) < 1.0 + 1e-14
+        (True, True)
+    """
+    return max(scaled_up(value, roundings), sys.float_info.min)
+
+
+def erm_sensitivity(
+    lipschitz: float,
+    strong_convexity: float,
+    n: int,
+    adjacency: str = "replace_one",
+    gradient_diameter: float | None = None,
+) -> float:
+    """Returns a bound on ||w(X) - w(X')||, w(X) the minimizer of (1/n) sum_i l(w, x_i) + psi(w).
+
+    D / (mu n), where one record is replaced; L / (mu n), where one is added, removed or set to zero and n is a public
+    constant. In the minimizer psi cancels, so that L and D are those of l alone.
+
+    Args:
+        lipschitz: L > 0, bound on the subgradients of l at every possible minimizer.
+        strong_convexity: mu > 0, of the whole objective (lam for psi = lam/2 |w|^2).
+        n: the divisor, >= 1: the number of records under replace_one and zero_out, any public constant otherwise.
+        adjacency: "replace_one", "zero_out" or "add_remove".
+        gradient_diameter: D > 0, bound on the distance of two records' gradients at a possible minimizer; default 2 L.
+            Used as it is given, for replace_one only.
+
+    Returns:
+        The l2 sensitivity, in the unit of w, rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: holds for every pair of neighbors, for minimizers over R^d or over one closed convex set. Under
+        add_remove the objective must divide by the constant n, never by the number of records.
+
+    Source: docs/proofs/output.md#how-far-a-minimizer-moves
+
+    Example:
+        >>> round(erm_sensitivity(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
+        0.02
+    """
+    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    n = check.positive_count(n=n)
+    jump = sensitivity_factor(adjacency) * lipschitz
+    if gradient_diameter is not None:
+        gradient_diameter = check.positive(gradient_diameter=gradient_diameter)
+        jump = gradient_diameter if adjacency == "replace_one" else jump
+    # PRIVACY: the sensitivity of every output perturbation (test_no_pair_of_quadratics_moves_further)
+    return safe(jump / mu / n)
+
+
+def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol: float) -> float:
+    """Returns Delta + 2 g / mu: released points with a subgradient of norm <= g lie within g / mu of the minimizer.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0, of the whole objective.
+        grad_tol: g > 0, public, reached on EVERY data set and for every seed of the solver.
+
+    Guarantee: the sensitivity of the certified points, if the noise is drawn after the solver has ended, from a stream
+        of its own.
+
+    Source: docs/proofs/output.md#certified-points
+
+    Example:
+        >>> round(certified_sensitivity(sensitivity=0.02, strong_convexity=0.1, grad_tol=1e-7), 9)
+        0.020002
+    """
+    sensitivity, mu = check.positive(sensitivity=sensitivity), check.positive(strong_convexity=strong_convexity)
+    # PRIVACY: both points may be off, in opposite directions (test_an_approximate_minimizer_moves_by_twice_its_error)
+    return safe(sensitivity + 2 * check.positive(grad_tol=grad_tol) / mu)
+
+
+def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
+
+    The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
+    `certified_sensitivity` or `expected_suboptimal_sensitivity` for those.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        accuracy: alpha > 0.
+
+    Source: docs/proofs/output.md#accuracy-in-expectation (Proposition 3.1 of the paper).
+
+    Example:
+        >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
+        0.048284271
+    """
+    sensitivity, mu = check.positive(sensitivity=sensitivity), check.positive(strong_convexity=strong_convexity)
+    return safe(sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu))
+
+
+def expected_suboptimal_sensitivity(
+    sensitivity: float, strong_convexity: float, expected_accuracy: float, failure: float
+) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / (mu p)): E[F(w) - min F] <= alpha gives F(w) - min F <= alpha / p but for p.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        expected_accuracy: alpha > 0, on every data set.
+        failure: p in (0, 1), of a failure on each side by itself: it adds (1 + e^epsilon) p to delta
+            (`delta_with_failure`, kind "per_side").
+
+    Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
+
+    Source: docs/proofs/output.md#accuracy-in-expectation
+
+    Example:
+        >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
+        89.462719
+    """
+    alpha = check.positive(expected_accuracy=expected_accuracy)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    return safe(suboptimal_sensitivity(sensitivity, strong_convexity, safe(alpha / failure)))
+
+
+def minimizer_radius(
+    reg: float,
+    *,
+    lipschitz: float | None = None,
+    loss_at_zero: float | None = None,
+    radius: float = math.inf,
+    adjacency: str = "replace_one",
+    n: int | None = None,
+    n_max: int | None = None,
+) -> float:
+    """Returns rho >= |w| for every minimizer w of (1/n) sum_i l(w, x_i) + (lam/2) |w|^2, over R^d or a ball.
+
+    rho = min(R, c L / lam, sqrt(2 c l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the
+    second, for nonnegative losses, by F(w) <= F(0). c = 1, but under add_remove c = n_max / n, since the sum may have
+    up to n_max terms: with c = 1 the bound is false there.
+
+    Args:
+        reg: lam > 0.
+        lipschitz: L > 0, on the whole of R^d or of the ball.
+        loss_at_zero: l0 >= 0 with 0 <= l(w, x) everywhere and l(0, x) <= l0.
+        radius: R of the ball of a constrained problem, > 0; inf for none.
+        adjacency: "replace_one", "zero_out" or "add_remove".
+        n: the public divisor, add_remove only.
+        n_max: public cap on the number of records, add_remove only; without one R alone counts.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MissingConstantError: nothing that is given bounds the minimizer.
+
+    Guarantee: holds for exact minimizers only, so that constants of the ball of this radius must not be used for
+        objective perturbation or noisy gradient descent, whose iterates are unbounded.
+
+    Source: docs/proofs/output.md#where-minimizers-can-be
+
+    Example:
+        >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
+        1.0
+    """
+    reg, radius = check.positive(reg=reg), check.positive(radius=radius, allow_inf=True)
+    excess = 1.0
+    if sensitivity_factor(adjacency) and adjacency == "add_remove":
+        # PRIVACY: more records than n push the minimizer further (test_a_sum_of_many_records_leaves_the_replace_radius)
+        excess = math.inf if n is None or n_max is None else _excess(n, n_max)
+    bounds = [radius]
+    if lipschitz is not None:
+        bounds.append(safe(excess * check.positive(lipschitz=lipschitz) / reg))
+    if loss_at_zero is not None and excess < math.inf:
+        bounds.append(safe(math.sqrt(2 * excess * check.nonnegative(loss_at_zero=loss_at_zero) / reg)))
+    if min(bounds) == math.inf:
+        raise MissingConstantError(
+            "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and n_max), or radius"
+        )
+    return min(bounds)
+
+
+def _excess(n: int, n_max: int) -> float:
+    return check.positive_count(n_max=n_max) / check.positive_count(n=n)
+
+
+def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
+    """Returns 2 B / (1 + e^(-rho B)): bounds the distance of the logistic gradients of two records with |x| <= B.
+
+    At |w| <= rho each gradient has a norm of at most B / (1 + e^(-rho B)).
+
+    Args:
+        bound_x: B > 0.
+        radius: rho >= 0.
+
+    Source: docs/proofs/output.md#diameter-of-logistic-gradients
+
+    Example:
+        >>> round(logistic_gradient_diameter(bound_x=1.0, radius=2.0), 9)
+        1.761594156
+    """
+    bound, radius = check.positive(bound_x=bound_x), check.nonnegative(radius=radius)
+    product = radius * bound
+    return min(2 * bound, safe(2 * bound / (1 + math.exp(-scaled_up(product, 1))), 12)) if product else bound
+
+
+def adversarial_lipschitz(
+    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0, *, norm: str = "l2", dim: int = 1
+) -> float:
+    """Returns L_phi (B + a), the Lipschitz constant of max over the attacks v of phi(y w.(x + v)).
+
+    Args:
+        bound_x: B > 0, bound on the Euclidean norm of x.
+        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
+        link_lipschitz: L_phi > 0; phi nonincreasing.
+        norm: "l2" or "linf".
+        dim: d >= 1, for linf.
+
+    Source: docs/proofs/output.md#robust-losses
+
+    Example:
+        >>> round(adversarial_lipschitz(1.0, 0.5), 9), round(adversarial_lipschitz(1.0, 0.5, norm="linf", dim=4), 9)
+        (1.5, 2.0)
+    """
+    reach = check.positive(bound_x=bound_x) + _attack_length(attack_radius, norm, dim)
+    return safe(check.positive(link_lipschitz=link_lipschitz) * reach)
+
+
+def adversarial_gradient_diameter(
+    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0, *, norm: str = "l2", dim: int = 1
+) -> float:
+    """Returns L_phi max(2 B, B + a): bounds the distance of the robust gradients of two records with |x| <= B.
+
+    A gradient is s (xi - a u), s in [0, L_phi], |xi| <= B, |u| <= 1 and u the same for both records (a subgradient of
+    the norm at w, chosen without looking at the data). The distance is convex in both s, hence largest at their ends:
+    2 B L_phi, where both are L_phi, or (B + a) L_phi, where one is 0. So a <= B costs no noise.
+
+    Args:
+        bound_x: B > 0, bound on the Euclidean norm of x.
+        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
+        link_lipschitz: L_phi > 0; phi nonincreasing.
+        norm: "l2" or "linf".
+        dim: d >= 1, for linf.
+
+    Source: docs/proofs/output.md#robust-losses
+
+    Example:
+        >>> round(adversarial_gradient_diameter(1.0, 3.0), 9)
+        4.0
+    """
+    bound, length = check.positive(bound_x=bound_x), _attack_length(attack_radius, norm, dim)
+    # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
+    return safe(check.positive(link_lipschitz=link_lipschitz) * max(2 * bound, bound + length))
+
+
+def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
+    root = math.sqrt(check.positive_count(dim=dim))
+    radius = check.nonnegative(attack_radius=attack_radius)
+    return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
+
+
+def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
+    """Returns (s, v), bounds on E|z| and on E|z|^2 for a release with sensitivity 1.
+
+    Args:
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1); 0 means K-norm noise.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> noise_norms(dim=10, epsilon=2.0, delta=0)
+        (5.0, 27.5)
+    """
+    d, epsilon = check.positive_count(dim=dim), check.positive(epsilon=epsilon)
+    if check.nonnegative(delta=delta) == 0:
+        return d / epsilon, d * (d + 1) / epsilon**2
+    sigma = gaussian_sigma(epsilon, delta, 1.0)
+    return math.sqrt(d) * sigma, d * sigma**2

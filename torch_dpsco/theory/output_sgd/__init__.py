@@ -1,0 +1,1 @@
+"""Output perturbation of SGD: paths, sensitivity, noise and risk of a run."""

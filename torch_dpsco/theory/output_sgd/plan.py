@@ -1,0 +1,333 @@
+"""Plans of output perturbation: step size, sensitivity, noise and risk of a run, before anything is spent.
+
+    U(eta) = D^2 / (2 eta T) + eta G^2 / 2 + G sqrt(d) Delta(eta) / mu*(epsilon, delta) + [K > 1] 2 G Delta_stab(eta)
+
+bounds the expected excess risk of the noised, projected average of one run over K shuffled epochs; the balanced step
+minimizes it on a log grid. Proof: sum |w_{t+1} - w*|^2 <= |w_t - w*|^2 - 2 eta (f_t(w_t) - f_t(w*)) + eta^2 G^2; in the
+first epoch f_t is the loss of records that w_t has not seen; later ones are, and putting independent copies in their
+place moves w_t by Delta_stab on average (replace-one sensitivity), hence the loss by G times that; noise of expected
+norm at most sigma sqrt(d) moves the loss by G times it, and the projection brings points nearer.
+
+Differs from the paper in: its step sizes (`lr_theorem`) balance its own noise, and are used in mode "paper" only; such
+a plan is refused where rounding could exceed what the paper's sensitivity leaves room for.
+
+Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#risk-of-output-perturbation.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
+from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
+from torch_dpsco.theory.holder.schedules import lr_theorem, steps_theorem
+from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
+from torch_dpsco.theory.output_sgd.mixture import uniform_sigma
+from torch_dpsco.theory.output_sgd.paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
+from torch_dpsco.theory.output_sgd.promises import (
+    LossPromises,
+    OutputRun,
+    balanced_output_lr,
+    distance_bound,
+    output_path,
+)
+from torch_dpsco.theory.rounding import DOUBLE
+
+FloatArray = NDArray[np.float64]
+
+HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}
+_SAMPLING, _MODES = ("shuffled", "fixed"), ("tight", "paper")
+_MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
+_PaperRun = tuple[float, float, float, float | None, float | None, float, int, int]
+
+
+def plan_output(
+    promises: LossPromises,
+    *,
+    n: int,
+    batch_size: int,
+    dim: int,
+    epsilon: float = math.nan,
+    delta: float = math.nan,
+    noise_multiplier: float | None = None,
+    adjacency: str = "replace_one",
+    sampling: str | None = None,
+    mode: str = "tight",
+    epochs: int | None = None,
+    lr: float | Sequence[float] | None = None,
+    distance: float | None = None,
+    unit_roundoff: float = DOUBLE,
+    secure: str | None = None,
+) -> OutputRun:
+    """Returns the numbers of a run whose noised average is (epsilon, delta)-DP.
+
+    The answer is the uniform average of w_1..w_T; the T-th update is never used.
+
+    Args:
+        promises: constants of the loss.
+        n: public number of records.
+        batch_size: b in [1, n]; 1 in mode "paper".
+        dim: d, number of parameters.
+        epsilon: > 0; not needed where the noise is given.
+        delta: in (0, 1), likewise.
+        noise_multiplier: noise std over sensitivity, in place of what (epsilon, delta) needs (shuffled batches, mode
+            "tight").
+        adjacency: "replace_one" or "zero_out"; n is public.
+        sampling: "shuffled" (default) or "fixed" (the one of mode "paper").
+        mode: "tight" or "paper".
+        epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20; the theorem's in mode
+            "paper".
+        lr: a step size, or T of them, fixed in advance; default `balanced_output_lr` (the theorem's in mode "paper").
+        distance: D, guess of |w*|; default the radius.
+        unit_roundoff: of the arithmetic, 2^-53 (double) or 2^-24 (single).
+        secure: "exact" for noise drawn in integers (shuffled batches, mode "tight"); see docs/proofs/exact_gaussian.md.
+
+    Raises:
+        AdjacencyError: add_remove (n is public here), or mode "paper" outside replace_one.
+        ConditionError: a side condition of the step size or of mode "paper" fails.
+        MissingConstantError: a promise or `distance` is missing.
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP of the noised average alone, one release, records, given the promises, for what is
+    computed in the given arithmetic (`holder_rounding`). Nothing else of the run may be published.
+
+    Example:
+        >>> hinge = LossPromises(0.5, 1.5, lambda r: 1.5 * (1 + r) ** 0.5, radius=1.0, glm=True, score_offset=1.0)
+        >>> plan = plan_output(hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005)
+        >>> plan.steps, round(plan.noise_scale, 4)
+        (10000, 0.0927)
+    """
+    sampling = sampling or ("fixed" if mode == "paper" else "shuffled")
+    request = _Request(
+        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, sampling, mode, distance
+    )
+    sizes = _step_sizes(request, epochs, lr)
+    path = request.path(sizes, unit_roundoff)
+    if sampling != "shuffled":
+        require_gaussian(secure, "what one record moves is random here; use sampling='shuffled' and mode='tight'")
+    sensitivity, sigma = _noise(request, path, sizes, asks_exact(secure))
+    computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
+    constant = bool(np.all(sizes == sizes[0]))
+    return OutputRun(
+        steps=sizes.size,
+        lr=float(sizes[0]) if constant else tuple(sizes.tolist()),
+        average="uniform",
+        sensitivity=sensitivity,
+        noise_scale=sigma,
+        risk_bound=_risk(request, sizes, sensitivity, sigma) if constant else None,
+        rounding_share=1 - exact / computed if computed > 0 else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a plan is asked for, checked; fields as in `plan_output`."""
+
+    promises: LossPromises
+    n: int
+    batch_size: int
+    dim: int
+    epsilon: float
+    delta: float
+    noise_multiplier: float | None
+    adjacency: str
+    sampling: str
+    mode: str
+    distance: float | None
+
+    def __post_init__(self) -> None:
+        n, _ = _validate.positive_count(n=self.n), _validate.positive_count(dim=self.dim)
+        _validate.choice(_SAMPLING, sampling=self.sampling)
+        if _validate.positive_count(batch_size=self.batch_size) > n:
+            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
+        if self.adjacency not in HIT_CONSTANTS:
+            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
+        if _validate.choice(_MODES, mode=self.mode) == "paper":
+            if self.adjacency != "replace_one":
+                raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {self.adjacency})")
+            if self.sampling != "fixed" or self.batch_size != 1:
+                raise ConditionError(
+                    "mode='paper' is proved for sampling='fixed' and batch_size=1 "
+                    f"(got {self.sampling!r}, {self.batch_size})"
+                )
+        if self.noise_multiplier is not None:
+            _validate.nonnegative(noise_multiplier=self.noise_multiplier)
+            if self.sampling != "shuffled":
+                raise ConditionError(
+                    f"noise_multiplier must not be given for sampling={self.sampling!r}, mode={self.mode!r}: what one "
+                    f"record moves is random there, and noise is calibrated for a budget (got {self.noise_multiplier})"
+                )
+            return
+        _validate.positive(epsilon=self.epsilon)
+        if _validate.open_interval(0.0, 1.0, delta=self.delta) >= 1 / n:
+            warnings.warn(
+                f"delta={self.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 4
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.n // self.batch_size)
+
+    @property
+    def mu(self) -> float:
+        if self.noise_multiplier is None:
+            return gaussian_mu(self.epsilon, self.delta)
+        return 1.0 / self.noise_multiplier if self.noise_multiplier else math.inf
+
+    @property
+    def hit_constant(self) -> float:
+        return HIT_CONSTANTS[self.adjacency]
+
+    @property
+    def bounded(self) -> bool:
+        return math.isfinite(self.promises.radius)
+
+    def path(self, lr: FloatArray, unit_roundoff: float | None) -> RunPath:
+        return output_path(
+            self.promises,
+            lr,
+            batch_size=self.batch_size,
+            hit_constant=self.hit_constant,
+            dim=self.dim,
+            unit_roundoff=unit_roundoff,
+        )
+
+
+def _size_of(path: RunPath) -> float:
+    return path.drift + float(path.hits.max(initial=0.0))
+
+
+def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[float] | None) -> FloatArray:
+    """Returns the step sizes (T,)."""
+    alpha, per_epoch = request.promises.holder_exponent, request.steps_per_epoch
+    if epochs is not None:
+        steps = per_epoch * _validate.positive_count(epochs=epochs)
+    elif request.mode == "paper":
+        steps = steps_theorem(request.n, alpha, 10 if request.bounded else 9)
+    else:
+        passes = 1.0 if alpha >= 0.5 else math.pow(request.n, (1 - 2 * alpha) / (1 + alpha))
+        steps = per_epoch * min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
+    if steps == 1:
+        raise ConditionError(
+            f"steps must be >= 2: the answer is the average of w_1..w_T, whose first is the start, so that one step "
+            f"releases a constant (got batch_size={request.batch_size}, n={request.n}, one epoch); take a smaller "
+            f"batch_size or more epochs"
+        )
+    if lr is None:
+        lr = _paper_lr(request, steps) if request.mode == "paper" else _balanced_lr(request, steps // per_epoch)
+    sizes = np.asarray(lr, dtype=np.float64)
+    if sizes.shape not in ((), (steps,)):
+        raise ValueError(f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})")
+    return np.array(np.broadcast_to(sizes, (steps,)))
+
+
+def _balanced_lr(request: _Request, epochs: int) -> float:
+    return balanced_output_lr(
+        request.promises,
+        n=request.n,
+        batch_size=request.batch_size,
+        epochs=epochs,
+        dim=request.dim,
+        mu=request.mu,
+        hit_constant=request.hit_constant,
+        distance=request.distance,
+    )
+
+
+def _paper_lr(request: _Request, steps: int) -> float:
+    wanted = lr_theorem(
+        10 if request.bounded else 9,
+        request.n,
+        request.dim,
+        request.epsilon,
+        request.delta,
+        _UTILITY_FAILURE,
+        steps,
+        request.promises.holder_exponent,
+    )
+    largest = min(1.0, 1.0 / request.promises.holder_constant) * (1 - 1e-9)
+    if wanted > largest:
+        warnings.warn(f"lr of the theorem, {wanted:g}, is capped below min(1, 1/L), {largest:g}", UtilityWarning, 4)
+    return min(wanted, largest)
+
+
+def _noise(request: _Request, path: RunPath, lr: FloatArray, exact: bool) -> tuple[float | None, float]:
+    """Returns the sensitivity (None if it is random) and the noise std."""
+    if request.mode == "paper":
+        return _paper_noise(request, path, lr)
+    if request.sampling == "fixed":
+        return None, uniform_sigma(path, request.batch_size / request.n, request.epsilon, request.delta)
+    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+    sensitivity = with_grid(path_sensitivity(path, request.steps_per_epoch), exact)
+    if request.noise_multiplier is not None:
+        noise = request.noise_multiplier * sensitivity
+    else:
+        noise = gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+    if exact:
+        exact_grid(noise, sensitivity, request.dim)  # raises before anything is spent
+    return sensitivity, noise
+
+
+def paper_sensitivity(promises: LossPromises, path: RunPath, lr: FloatArray, n: int, failure: float) -> float:
+    """Returns the sensitivity of mode "paper", which holds but for the failure.
+
+    Args:
+        promises: constants of the loss, grad_at_zero included.
+        path: of `output_path`, rounding included.
+        lr: step sizes (T,), all the same.
+        n: public number of records.
+        failure: in (0, 1).
+
+    Raises:
+        ConditionError: several step sizes, or rounding exceeds what the paper's sensitivity leaves room for.
+        MissingConstantError: grad_at_zero is missing.
+    """
+    sensitivity = output_sensitivity_paper(*_paper_run(promises, lr, n), failure, _domain(promises))
+    hits = (lr.size / n) * (1 + chernoff_factor(n, lr.size, failure))
+    # PRIVACY: rounding must fit into what the paper's bound is too large by
+    # (test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack)
+    if path.drift + hits * float(path.hits.max(initial=0.0)) > sensitivity:
+        raise ConditionError("mode='paper' leaves no room for rounding here; use mode='tight' or double precision")
+    return sensitivity
+
+
+def _paper_noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float, float]:
+    promises, n = request.promises, request.n
+    sensitivity = paper_sensitivity(promises, path, lr, n, request.delta / 2)
+    run = _paper_run(promises, lr, n)
+    return sensitivity, output_sigma_paper(*run, request.epsilon, request.delta, _domain(promises))
+
+
+def _paper_run(promises: LossPromises, lr: FloatArray, n: int) -> _PaperRun:
+    """Returns what the paper's formulas take: constants, radius, step size, T and n."""
+    if not np.all(lr == lr[0]):
+        raise ConditionError("mode='paper' is proved for one step size (got several)")
+    if promises.grad_at_zero is None:
+        raise MissingConstantError("grad_at_zero is needed in mode='paper' (got None)")
+    constants = (promises.holder_exponent, promises.holder_constant, promises.grad_at_zero, promises.loss_at_zero)
+    radius = promises.radius if math.isfinite(promises.radius) else None
+    return *constants, radius, float(lr[0]), lr.size, n
+
+
+def _domain(promises: LossPromises) -> str:
+    return "bounded" if math.isfinite(promises.radius) else "unbounded"
+
+
+def _risk(request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float) -> float | None:
+    """Returns U at one step size; None where it is not proved."""
+    proved = request.mode == "tight" and request.sampling == "shuffled" and request.n % request.batch_size == 0
+    if not (proved and request.bounded) or sensitivity is None:
+        return None
+    distance = distance_bound(request.promises, request.distance)
+    bound, step = request.promises.grad_bound(request.promises.radius), float(lr[0])
+    stability = 2 * bound * sensitivity * (2.0 / request.hit_constant) if lr.size > request.steps_per_epoch else 0.0
+    start = distance**2 / (2 * step * lr.size)
+    return start + step * bound**2 / 2 + bound * sigma * math.sqrt(request.dim) + stability

@@ -1,0 +1,1 @@
+"""User-level privacy by filtered averaging (Asi, Liu): sensitivity, calibration, schedules."""

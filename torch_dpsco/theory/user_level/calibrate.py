@@ -1,0 +1,388 @@
+"""Calibration of a filtered phase: the least noise whose guarantee is proved, or why there is none.
+
+All inputs are public, so that the search costs no privacy. It chooses epsilon_svt, its share for the threshold, the
+failure beta and, with them, theta, H, the ramp and the noise:
+
+    theta = s_typ - m(p_halt),  H = theta - m(beta),  m(p) the margin with T P[nu - rho > m] <= p,
+    noise_std = sensitivity sqrt(T)/mu,  delta_pair(epsilon; epsilon_svt, mu) = delta - (1 + e^epsilon) beta.
+
+Mode "tight" (default) has deterministic weights; "paper_corrected" is the paper's random membership, threshold 4n/5 and
+Laplace scales, with the failure, sensitivity and noise that are proved for them. The published noise is not a mode: it
+is refused (docs/errata.md, paper 3, E2 and E4; `published_noise_std` is for comparison).
+
+Source: docs/proofs/user_level.md#calibration-of-the-filter, docs/proofs/user_level.md#random-membership.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.svt import (
+    above_threshold_epsilon,
+    above_threshold_scales,
+    bad_pass_margin,
+    concentration_score_sensitivity,
+    svt_gaussian_mu,
+)
+from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UtilityWarning
+from torch_dpsco.theory.user_level.filter import UserFilterPlan
+from torch_dpsco.theory.user_level.sensitivity import (
+    bernoulli_sensitivity,
+    best_ramp_end,
+    filter_coefficient_two_radius,
+    ramp_start,
+)
+
+_SVT = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # epsilon_svt / epsilon
+_SHARE = (0.2, 0.3, 0.4, 0.5)  # of epsilon_svt, for the threshold
+_FAILURE = (0.02, 0.1, 0.3, 0.5, 0.9)  # (1 + e^epsilon) beta / delta
+_FRACTIONS = tuple(itertools.product((0.02, 0.1, 0.3), (0.02, 0.1, 0.3)))  # of delta: bad passes, mismatches
+_PREFERENCE = 1.05
+_LARGEST = 2**60
+_MOST_EPSILON = 600.0  # beyond, e^epsilon beta is of no use
+_UP = 1 + 1e-12
+
+
+def calibrate_filter(
+    *,
+    n_users: int,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    pair_radius: float,
+    typical_score: float | None = None,
+    halt_probability: float = 0.01,
+    filter: str = "best",
+    mode: str = "tight",
+    adjacency: str = "replace_one",
+    clip: float | None = None,
+) -> UserFilterPlan:
+    """Returns the plan with the least noise that is (epsilon, delta)-DP for a replaced user.
+
+    Args:
+        n_users: n >= 4, public.
+        steps: T >= 1, all of which are charged.
+        epsilon: > 0.
+        delta: in (0, 1).
+        pair_radius: tau, finite and > 0; affects halting and noise, never the proof. See `user_radius`.
+        typical_score: s_typ, a PUBLIC guess of the score of honest users (lower it by twice a public bound on isolated
+            ones); default 0.99 n.
+        halt_probability: p_halt in (0, 1), bound on that of a halt at scores >= s_typ (mode "tight").
+        filter: "same", "two" (radius 2 tau for the filter) or "best": "same", which needs one count for each user,
+            unless "two" has 5 % less noise (mode "tight").
+        mode: "tight" or "paper_corrected".
+        adjacency: "replace_one"; nothing is proved for "add_remove" (see `poisson_filter_plan`).
+        clip: C of clipping users' gradients instead; a warning says if that has no more noise.
+
+    Raises:
+        AdjacencyError: adjacency is "add_remove".
+        InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n that works.
+        ValueError: an argument is out of range, or the mode is the published noise.
+
+    Guarantee: that of the plan, which it recomputes; at most epsilon and delta.
+
+    Source: docs/proofs/user_level.md#calibration-of-the-filter.
+
+    Example:
+        >>> plan = calibrate_filter(n_users=10**4, steps=1000, epsilon=1.0, delta=1e-6, pair_radius=1.0,
+        ...                         typical_score=10**4)
+        >>> plan.filter, plan.noise_std * 10**4 < 826, plan.delta_at(1.0) <= 1e-6
+        ('same', True, True)
+    """
+    task = _Task(n_users, steps, epsilon, delta, pair_radius, typical_score, halt_probability, filter)
+    check_user_adjacency(adjacency)
+    if mode in ("paper", "published"):
+        raise ConditionError(
+            f"mode must be 'tight' or 'paper_corrected' (got {mode!r}): the published noise is not proved private "
+            "and its tests leak more than claimed (errata E2, E4); published_noise_std() gives it for comparison"
+        )
+    paper = check.choice(("tight", "paper_corrected"), mode=mode) == "paper_corrected"
+    plan = _paper_corrected(task) if paper else _tight(task)
+    if clip is not None and plan.sensitivity >= 2 * check.positive(clip=clip) / plan.n_users:
+        warnings.warn(
+            f"the filter moves by {plan.sensitivity:g} where clipping users at {clip:g} moves by "
+            f"{2 * clip / plan.n_users:g}: UserClippedSGD needs less noise",
+            UtilityWarning,
+            stacklevel=2,
+        )
+    return plan
+
+
+def check_user_adjacency(adjacency: str) -> str:
+    """Returns the adjacency; raises AdjacencyError unless the full-batch filter is proved for it."""
+    if check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency) == "add_remove":
+        raise AdjacencyError(
+            "the filter on all users is proved for replace_one with n_users public; for add_remove use Poisson sampling"
+        )
+    return adjacency
+
+
+class _Choice(NamedTuple):
+    """One point of the search."""
+
+    svt: float
+    share: float
+    failure: float
+
+
+class _Tests(NamedTuple):
+    """A point, and the margins of the test that it leads to, per unit of the score's sensitivity."""
+
+    choice: _Choice
+    halt: float
+    bad: float
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Checked inputs."""
+
+    n_users: int
+    steps: int
+    epsilon: float
+    delta: float
+    pair_radius: float
+    typical_score: float | None
+    halt_probability: float
+    filter: str
+
+    def __post_init__(self) -> None:
+        ramp_start(check.positive_count(n_users=self.n_users))
+        check.positive_count(steps=self.steps)
+        if check.positive(epsilon=self.epsilon) > _MOST_EPSILON:
+            raise ValueError(f"epsilon must be <= {_MOST_EPSILON:g} (got {self.epsilon:g})")
+        check.open_interval(0.0, 1.0, delta=self.delta)
+        check.positive(pair_radius=self.pair_radius)
+        if self.typical_score is not None:
+            check.between(0.0, self.n_users, typical_score=self.typical_score)
+        check.open_interval(0.0, 1.0, halt_probability=self.halt_probability)
+        check.choice(("best", "same", "two"), filter=self.filter)
+
+    @cached_property
+    def most_mu(self) -> float:
+        """The mu of a budget spent on Gaussians alone."""
+        return gaussian_mu(self.epsilon, self.delta)
+
+    @cached_property
+    def grid(self) -> tuple[_Tests, ...]:
+        """Where the search starts, and what decides whether anything is proved."""
+        points = map(_Choice._make, itertools.product(_SVT, _SHARE, _FAILURE))
+        return tuple(tests for choice in points if (tests := _tests(self, choice)) is not None)
+
+    @property
+    def score_share(self) -> float:
+        """s_typ / n, kept when another n is tried."""
+        return 0.99 if self.typical_score is None else self.typical_score / self.n_users
+
+    def failure(self, fraction: float) -> float:
+        """Returns beta that spends a fraction of delta."""
+        # the plan rounds its failure up by 1e-9
+        return fraction * self.delta / (1 + math.exp(self.epsilon)) / (1 + 1e-8)
+
+    def refusal(self, smallest: int | None) -> InfeasibleError:
+        """Returns the error that names n, T, epsilon and the smallest n that works."""
+        way = (
+            f"the smallest n_users that works is {smallest} (at typical_score = {self.score_share:g} n_users)"
+            if smallest is not None
+            else f"no n_users works at typical_score = {self.score_share:g} n_users"
+        )
+        return InfeasibleError(
+            f"no filter is proved private for n_users={self.n_users}, steps={self.steps}, epsilon={self.epsilon:g}, "
+            f"delta={self.delta:g}: {way}"
+        )
+
+
+class _Setting(NamedTuple):
+    """What follows from a point: how the tests run and how far the mean moves, in units of 2 tau."""
+
+    threshold: float
+    scales: tuple[float, float]
+    score_floor: float
+    filter: str
+    ramp_end: int
+    coefficient: float
+
+
+class _Found(NamedTuple):
+    """The best point so far."""
+
+    noise: float
+    choice: _Choice
+    setting: _Setting
+
+
+def smallest_users(feasible: Callable[[int], bool], start: int) -> int | None:
+    """Returns the smallest n > start with feasible(n), by doubling and bisection; None if there is none up to 2^60.
+
+    Example:
+        >>> smallest_users(lambda n: n >= 1000, 7)
+        1000
+    """
+    low, high = start, 2 * start
+    while not feasible(high):
+        low, high = high, 2 * high
+        if high > _LARGEST:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return high
+
+
+def _tight(task: _Task) -> UserFilterPlan:
+    """Returns the plan of filter "same", which counts once, unless "two" is alone or saves 5 % of the noise."""
+    wanted = ("same", "two") if task.filter == "best" else (task.filter,)
+    found = {filter: best for filter in wanted if (best := _search(task, filter)) is not None}
+    if not found:
+        raise task.refusal(smallest_users(lambda n: any(_feasible(task, n, filter) for filter in wanted), task.n_users))
+    noise = {filter: best.noise * (_PREFERENCE if filter == "two" else 1.0) for filter, best in found.items()}
+    best = found[min(noise, key=noise.__getitem__)]
+    # PRIVACY: the search is rough, this is not (test_no_plan_claims_more_than_it_proves)
+    mu = svt_gaussian_mu(task.epsilon, (1 - best.choice.failure) * task.delta / _UP, best.choice.svt * task.epsilon)
+    return _plan(task, best.setting, mu)
+
+
+def _search(task: _Task, filter: str) -> _Found | None:
+    """Returns the point of least noise: the best of a grid, then moved one coordinate at a time."""
+    best: _Found | None = None
+    for tests in task.grid:
+        best = _better(task, filter, tests, best)
+    step = 0.5
+    while best is not None and step > 0.02:
+        before = best
+        for choice in _around(before.choice, step):
+            best = _better(task, filter, _tests(task, choice), best)
+        step = step if best is not before else step / 2
+    return best
+
+
+def _around(choice: _Choice, step: float) -> Iterator[_Choice]:
+    """Yields neighbors of a point: one coordinate moved up or down, in the logarithm of its odds."""
+    for field, factor in itertools.product(_Choice._fields, (math.exp(-step), math.exp(step))):
+        odds = getattr(choice, field) / (1 - getattr(choice, field)) * factor
+        yield choice._replace(**{field: odds / (1 + odds)})
+
+
+def _better(task: _Task, filter: str, tests: _Tests | None, best: _Found | None) -> _Found | None:
+    """Returns the better of a point and the best so far, by the ratio of coefficient and mu."""
+    setting = _setting(task, task.n_users, filter, tests) if tests is not None else None
+    if tests is None or setting is None or (best and setting.coefficient / task.most_mu >= best.noise):
+        return best
+    mu = _rough_mu(task, tests.choice)
+    better = mu > 0 and (best is None or setting.coefficient / mu < best.noise)
+    return _Found(setting.coefficient / mu, tests.choice, setting) if better else best
+
+
+def _rough_mu(task: _Task, choice: _Choice) -> float:
+    """Returns about what `svt_gaussian_mu` returns: enough to search by, not to calibrate by; 0 if none is left."""
+    svt, budget = choice.svt * task.epsilon, math.log1p(-choice.failure) + math.log(task.delta)
+
+    def excess(log_mu: float) -> float:
+        mu = math.exp(log_mu)
+        terms = (_log_hockey_stick(task.epsilon - svt, mu) + svt, _log_hockey_stick(task.epsilon + svt, mu))
+        return float(np.logaddexp(*terms)) - math.log1p(math.exp(svt)) - budget
+
+    high = math.log(task.most_mu)
+    low = high - 12
+    if excess(low) >= 0 or excess(high) <= 0:
+        return 0.0 if excess(low) >= 0 else task.most_mu
+    return math.exp(brentq(excess, low, high, xtol=1e-5))
+
+
+def _log_hockey_stick(epsilon: float, mu: float) -> float:
+    """Returns log H_(e^epsilon)(N(mu, 1) || N(0, 1)) for epsilon > 0."""
+    above, below = float(log_ndtr(mu / 2 - epsilon / mu)), epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return above + math.log(-math.expm1(below - above)) if below < above else -math.inf
+
+
+def _tests(task: _Task, choice: _Choice) -> _Tests | None:
+    """Returns the margins of a point per unit of sensitivity; None if beta underflows."""
+    beta = task.failure(choice.failure)
+    if beta == 0:
+        return None
+    scales = above_threshold_scales(choice.svt * task.epsilon, 1.0, threshold_share=choice.share)
+    margins = (bad_pass_margin(failure, task.steps, *scales) for failure in (task.halt_probability, beta))
+    return _Tests(choice, *margins)
+
+
+def _setting(task: _Task, n: int, filter: str, tests: _Tests) -> _Setting | None:
+    """Returns what a point means for n users; None if nothing is proved there."""
+    sensitivity = concentration_score_sensitivity(n)
+    threshold = task.score_share * n - sensitivity * tests.halt
+    floor = threshold - sensitivity * tests.bad
+    b = math.ceil(max(floor, 0.0)) - 1
+    if b <= ramp_start(n):
+        return None
+    choice = tests.choice
+    scales = above_threshold_scales(choice.svt * task.epsilon, sensitivity, threshold_share=choice.share)
+    if filter == "two":
+        return _Setting(threshold, scales, floor, filter, b, filter_coefficient_two_radius(n, floor))
+    try:
+        return _Setting(threshold, scales, floor, filter, *best_ramp_end(n, floor))
+    except ConditionError:
+        return None
+
+
+def _feasible(task: _Task, n: int, filter: str) -> bool:
+    return any(_setting(task, n, filter, tests) is not None for tests in task.grid)
+
+
+def _plan(task: _Task, setting: _Setting, mu: float, coupling: float = 0.0) -> UserFilterPlan:
+    """Returns the plan whose releases together have this mu."""
+    return UserFilterPlan(
+        n_users=task.n_users,
+        steps=task.steps,
+        pair_radius=task.pair_radius,
+        filter=setting.filter,
+        threshold=setting.threshold,
+        threshold_scale=setting.scales[0],
+        query_scale=setting.scales[1],
+        score_floor=setting.score_floor,
+        ramp_end=setting.ramp_end,
+        noise_std=math.sqrt(task.steps) * 2 * task.pair_radius * setting.coefficient / mu * _UP,
+        epsilon=task.epsilon,
+        delta=task.delta,
+        coupling_failure=coupling,
+        typical_score=task.score_share * task.n_users,
+    )
+
+
+def _paper_corrected(task: _Task) -> UserFilterPlan:
+    """Returns the least noise over fractions of delta for bad passes and for mismatches."""
+    found = [
+        (setting.coefficient / mu, setting, mu, zeta)
+        for setting, mu, zeta in (_corrected(task, task.n_users, *parts) for parts in _FRACTIONS)
+        if setting is not None
+    ]
+    if not found:
+        raise task.refusal(
+            smallest_users(lambda n: any(_corrected(task, n, *parts)[0] for parts in _FRACTIONS), task.n_users)
+        )
+    _, setting, mu, zeta = min(found, key=lambda option: option[0])
+    return _plan(task, setting, mu, zeta)
+
+
+def _corrected(task: _Task, n: int, bad: float, mixed: float) -> tuple[_Setting | None, float, float]:
+    """Returns the paper's numbers with proved constants, mu and zeta; None in place of what is not proved."""
+    scales, threshold = (8 / task.epsilon, 16 / task.epsilon), 4 * n / 5
+    beta, zeta = task.failure(bad), mixed * task.delta / task.steps / _UP - n * 2.0**-52  # a grid of uniform numbers
+    ramp_end = 2 * n // 3
+    floor = threshold - bad_pass_margin(beta, task.steps, *scales) if beta > 0 and zeta > 0 else -math.inf
+    if not ramp_start(n) < ramp_end < math.ceil(max(floor, 0.0)):
+        return None, 0.0, zeta
+    coefficient = bernoulli_sensitivity(n, floor, ramp_end, zeta, 0.5)
+    svt = above_threshold_epsilon(*scales, concentration_score_sensitivity(n))
+    mu = svt_gaussian_mu(task.epsilon, (1 - bad - mixed) * task.delta / _UP, svt)
+    return _Setting(threshold, scales, floor, "paper_corrected", ramp_end, coefficient), mu, zeta

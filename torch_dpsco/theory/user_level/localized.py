@@ -1,0 +1,288 @@
+"""Phases of the localized user-level method (Algorithm 4), for strongly convex losses: plans, or where they fail.
+
+Phase j = 1..k runs the filtered method on its own floor(n/2^(k+1-j)) users, the smallest first, from the answer of the
+one before. Users are in one phase each, by a permutation that does not depend on the data, so that the run costs the
+maximum over phases. The smallest phase decides whether a filter is proved at all: `localized_user_plan` takes the most
+phases for which every one is.
+
+Schedule "explicit" (default): with E excess_j <= B_j of `schedules.schedule` at the distance Rhat_j, strong
+convexity gives Rhat_{j+1} = min(Rhat_1, sqrt(2 B_j/mu)), Rhat_1 = min(R, 2G/mu). Schedule "theorem_4_1": step sizes,
+smoothing and distances of the paper, with its hidden constant C.
+
+Differs from the paper in: 1. distances proved from explicit bounds; 2. steps are capped (the paper's are (m n_j)^2);
+3. every phase has a calibration of its own; 4. k is what is feasible.
+
+Source: docs/proofs/user_level.md#phases-on-disjoint-users, docs/proofs/user_level.md#distances-of-phases;
+Asi and Liu, Algorithm 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import InfeasibleError
+from torch_dpsco.theory.user_level.calibrate import calibrate_filter
+from torch_dpsco.theory.user_level.filter import UserFilterPlan
+from torch_dpsco.theory.user_level.radius import pair_radius_iid
+from torch_dpsco.theory.user_level.schedules import (
+    best_steps,
+    default_phases,
+    schedule,
+    schedule_paper,
+    user_localized_schedule,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserPhase:
+    """Public numbers of one phase.
+
+    Args:
+        index: 1, 2, ... in the run.
+        plan: filter, noise and guarantee; its n_users and steps are those of the phase.
+        lr: eta > 0.
+        start_radius: Rhat, bound on the distance of the start to the minimizer (in the mean square).
+        smoothing_radius: r >= 0.
+        uncapped_steps: T without `max_steps`.
+        bound: on the expected excess risk after the phase; None for the paper's schedule.
+    """
+
+    index: int
+    plan: UserFilterPlan
+    lr: float
+    start_radius: float
+    smoothing_radius: float
+    uncapped_steps: int
+    bound: float | None
+
+    @property
+    def users(self) -> int:
+        """Users of the phase; no other phase uses them."""
+        return self.plan.n_users
+
+    @property
+    def steps(self) -> int:
+        """T of the phase."""
+        return self.plan.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalizedUserPlan:
+    """Phases one after another, on disjoint users.
+
+    Args:
+        phases: at least one.
+        n_users: n, public; those beyond the sum of the phases are not used.
+
+    Raises:
+        ValueError: no phases, more users than n, or phases of different epsilon or delta.
+
+    Guarantee:
+        (epsilon, delta)-DP for a replaced user: the maximum over phases of disjoint users; sizes and permutation are
+        public.
+    """
+
+    phases: tuple[UserPhase, ...]
+    n_users: int
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ValueError("phases must hold at least one phase (got none)")
+        # PRIVACY: a user in two phases would pay for both (test_no_user_is_in_two_phases)
+        if sum(phase.users for phase in self.phases) > check.positive_count(n_users=self.n_users):
+            raise ValueError(f"phases must have at most n_users={self.n_users} users together")
+
+    @property
+    def epsilon(self) -> float:
+        """Of the whole run."""
+        return max(phase.plan.epsilon for phase in self.phases)
+
+    @property
+    def delta(self) -> float:
+        """Of the whole run."""
+        return max(phase.plan.delta for phase in self.phases)
+
+    @property
+    def phases_count(self) -> int:
+        """K."""
+        return len(self.phases)
+
+    @property
+    def bound(self) -> float | None:
+        """On the expected excess risk of the answer; None for the paper's schedule."""
+        return self.phases[-1].bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """Inputs of the phases."""
+
+    n_users: int
+    items_per_user: int
+    dim: int
+    epsilon: float
+    delta: float
+    lipschitz: float
+    strong_convexity: float
+    radius: float
+    pair_radius: float | None
+    score_share: float
+    halt_probability: float
+    filter: str
+    max_steps: int
+    schedule: str
+    rate_constant: float
+
+
+def localized_user_plan(
+    *,
+    n_users: int,
+    items_per_user: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    lipschitz: float,
+    strong_convexity: float,
+    radius: float = math.inf,
+    pair_radius: float | None = None,
+    score_share: float = 0.99,
+    halt_probability: float = 0.01,
+    filter: str = "best",
+    phases: int | None = None,
+    max_steps: int = 200,
+    schedule: str = "explicit",
+    rate_constant: float = 4.0,
+) -> LocalizedUserPlan:
+    """Returns calibrated phases: as many as asked for, or as many as are feasible.
+
+    Args:
+        n_users: n, public.
+        items_per_user: m, the smallest admitted number.
+        dim: d, number of parameters.
+        epsilon: > 0, of each phase, hence of the run.
+        delta: in (0, 1), as epsilon.
+        lipschitz: G.
+        strong_convexity: mu.
+        radius: R, bound on the distance of the start to the minimizer; inf for 2G/mu.
+        pair_radius: tau; default `pair_radius_iid` of each phase at failure halt_probability/T.
+        score_share: public guess of the score over the users of a phase.
+        halt_probability: of each phase.
+        filter: as in `calibrate_filter`.
+        phases: k; default the largest feasible one up to ceil(log2 log2(mn)).
+        max_steps: cap on the steps of a phase.
+        schedule: "explicit" or "theorem_4_1".
+        rate_constant: C of the paper's schedule.
+
+    Raises:
+        InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
+
+    Guarantee: that of `LocalizedUserPlan`.
+
+    Source: docs/proofs/user_level.md#phases-on-disjoint-users.
+    """
+    task = _Task(
+        n_users=check.positive_count(n_users=n_users),
+        items_per_user=check.positive_count(items_per_user=items_per_user),
+        dim=check.positive_count(dim=dim),
+        epsilon=epsilon,
+        delta=delta,
+        lipschitz=check.positive(lipschitz=lipschitz),
+        strong_convexity=check.positive(strong_convexity=strong_convexity),
+        radius=check.positive(radius=radius, allow_inf=True),
+        pair_radius=pair_radius,
+        score_share=check.between(0.0, 1.0, score_share=score_share),
+        halt_probability=halt_probability,
+        filter=filter,
+        max_steps=check.positive_count(max_steps=max_steps),
+        schedule=check.choice(("explicit", "theorem_4_1"), schedule=schedule),
+        rate_constant=rate_constant,
+    )
+    if phases is not None:
+        return _plan(task, check.positive_count(phases=phases))
+    for k in range(default_phases(n_users * items_per_user), 1, -1):
+        try:
+            return _plan(task, k)
+        except InfeasibleError:
+            continue
+    return _plan(task, 1)
+
+
+def _plan(task: _Task, k: int) -> LocalizedUserPlan:
+    made: list[UserPhase] = []
+    for j in range(1, k + 1):
+        users = task.n_users // 2 ** (k + 1 - j)
+        if users < 4:
+            raise InfeasibleError(
+                f"phase {j} of {k} has {users} users: use fewer phases, or n_users >= {2 ** (k + 3 - j)}"
+            )
+        try:
+            make = _explicit if task.schedule == "explicit" else _published
+            made.append(make(task, j, k, users, made))
+        except InfeasibleError as error:
+            raise InfeasibleError(f"phase {j} of {k} ({users} of {task.n_users} users): {error}") from error
+    return LocalizedUserPlan(phases=tuple(made), n_users=task.n_users)
+
+
+def _explicit(task: _Task, j: int, k: int, users: int, before: list[UserPhase]) -> UserPhase:
+    """Returns a phase with the step size of the explicit bound, at the distance that the one before proves."""
+    start = min(task.radius, 2 * task.lipschitz / task.strong_convexity)
+    proved = before[-1].bound if before else None
+    if proved is not None:
+        start = min(start, math.sqrt(2 * proved / task.strong_convexity))
+    items, G, d = users * task.items_per_user, task.lipschitz, task.dim
+    plan, steps = _calibrated(task, users, task.max_steps), 0
+    for _ in range(2):
+        sigma_1 = plan.noise_std / math.sqrt(plan.steps)
+        steps = best_steps(G, items, d, sigma_1, None)
+        if min(steps, task.max_steps) == plan.steps:
+            break
+        plan = _calibrated(task, users, min(steps, task.max_steps))
+    made = schedule(G, start, items, plan.steps, d, plan.noise_std / math.sqrt(plan.steps))
+    return UserPhase(
+        index=j,
+        plan=plan,
+        lr=made.lr,
+        start_radius=start,
+        smoothing_radius=0.0,
+        uncapped_steps=max(steps, plan.steps),
+        bound=made.bound,
+    )
+
+
+def _published(task: _Task, j: int, k: int, users: int, before: list[UserPhase]) -> UserPhase:
+    """Returns a phase of the paper: its radii (capped), step size and smoothing; tau and noise are ours."""
+    G, mu, m, d = task.lipschitz, task.strong_convexity, task.items_per_user, task.dim
+    radii = user_localized_schedule(
+        task.n_users, m, d, task.epsilon, task.delta, G, mu, rate_constant=task.rate_constant, phases=k
+    ).radii
+    start = min(task.radius, 2 * G / mu, radii[j - 1])
+    wanted = (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
+    steps = min(wanted, task.max_steps)
+    made = schedule_paper(users, m, d, task.epsilon, task.delta, G, start, steps)
+    return UserPhase(
+        index=j,
+        plan=_calibrated(task, users, steps),
+        lr=made.lr,
+        start_radius=start,
+        smoothing_radius=made.smoothing_radius,
+        uncapped_steps=wanted,
+        bound=None,
+    )
+
+
+def _calibrated(task: _Task, users: int, steps: int) -> UserFilterPlan:
+    tau = task.pair_radius
+    if tau is None:
+        tau = pair_radius_iid(task.lipschitz, task.items_per_user, users, task.halt_probability / steps)
+    return calibrate_filter(
+        n_users=users,
+        steps=steps,
+        epsilon=task.epsilon,
+        delta=task.delta,
+        pair_radius=tau,
+        typical_score=task.score_share * users,
+        halt_probability=task.halt_probability,
+        filter=task.filter,
+    )
