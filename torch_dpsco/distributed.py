@@ -1,9 +1,9 @@
-"""What the ranks of a run tell each other: one call of torch.distributed for each thing, compared before it is used.
+"""Several processes, one private run: each clips and sums rows of its own, and the noise is drawn once.
+
+What the ranks of a run tell each other: one call of torch.distributed for each thing, compared before it is used.
 
 Every rank makes the same calls in the same order. Each comparison starts with the name of the call, so that ranks at
 different places of a script find out instead of taking one message for another.
-
-Several processes, one private run: each clips and sums rows of its own, and the noise is drawn once.
 
 In a torch.distributed process group of W > 1 ranks every rank runs the same script, with the whole data set, and its
 optimizer joins the others by itself. One step:

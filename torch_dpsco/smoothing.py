@@ -1,4 +1,6 @@
-"""Randomized smoothing: gradients at theta + y, y uniform in a ball, so that a loss with kinks is smooth on average.
+"""Randomized smoothing: gradients at theta + y, y uniform in a ball, in a loop of your own or in a private run.
+
+Randomized smoothing: gradients at theta + y, y uniform in a ball, so that a loss with kinks is smooth on average.
 
 The joint vector of all parameters is shifted by y = r U^(1/d) g/|g|, g standard normal, U uniform: the uniform law on
 the ball of radius r of R^d. Three ways, in the order in which they should be tried:

@@ -1,6 +1,6 @@
-"""The largest count that still fits, with few evaluations.
+"""Calibration: the least noise, or the most steps, that a target admits. Never over the target.
 
-Calibration: the least noise, or the most steps, that a target admits. Never over the target.
+The largest count that still fits, with few evaluations.
 
 Source: docs/proofs/accounting.md#figures-of-a-report.
 """

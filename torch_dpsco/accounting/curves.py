@@ -1,4 +1,6 @@
-"""Interprets events: the cost of each one under an adjacency, and how costs compose and convert to epsilon.
+"""What events cost: each one under an adjacency, and how costs compose and convert to epsilon.
+
+Interprets events: the cost of each one under an adjacency, and how costs compose and convert to epsilon.
 
 A `Cost` holds what composes by addition, each where it is defined: the Renyi curve on a grid of orders, mu^2 of
 Gaussian differential privacy (exact for unsampled Gaussians), (xi, rho) of zero-concentrated privacy, the sum of pure

@@ -1,4 +1,6 @@
-"""Events: what a mechanism did, as frozen, hashable, JSON-codable values.
+"""Events, what a mechanism did: frozen, hashable values, and their JSON.
+
+Events: what a mechanism did, as frozen, hashable, JSON-codable values.
 
 A mechanism emits an event; a ledger stores it; `torch_dpsco.accounting.curves` interprets it. An event knows the
 sensitivity of its query under each adjacency for which it is defined and refuses the others, so that a figure computed

@@ -1,4 +1,6 @@
-"""Plans: what a run under a planned budget will charge, said before its first release.
+"""Planned budgets: what a run will charge, said before its first release and kept.
+
+Plans: what a run under a planned budget will charge, said before its first release.
 
 Composition theorems for fixed parameters hold for events that no output has chosen. A plan therefore closes with the
 first charge. It is a multiset of events, and at most one event more that may be repeated as often as the budget admits.

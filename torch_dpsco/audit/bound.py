@@ -1,7 +1,4 @@
-"""The test of an audit: chosen on one half of the scores, judged on the other by Clopper-Pearson intervals.
-
-Scores for outputs of any size: fitted to a part of the outputs that neither chooses nor judges the test.
-"""
+"""The test of an audit, and scores for outputs of any size."""
 
 from __future__ import annotations
 

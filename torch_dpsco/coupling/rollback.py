@@ -1,4 +1,4 @@
-"""Calls of users' code on made-up records: whatever it raises is an answer, not a failure of ours.
+"""Users' code on made-up records: whatever it raises is an answer, and whatever it does is put back.
 
 Undoing everything that a probe does: python state, tensors and random streams are put back, also after an error.
 

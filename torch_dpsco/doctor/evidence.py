@@ -1,11 +1,9 @@
-"""Whether records are in the gradients of others: the check on what probes have found, and how rows are compared.
+"""What probing a script shows: records in the gradients of others, bits that depend on other rows.
 
 Whether the bits of a record's row depend on how many rows a batch has, on its place among them, and on the others.
 
 The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
 Here that is looked at: made-up records, the model's own weights, threads and device as they are. It is no proof.
-
-What probing a script shows, as values that the checks read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Private linear classifiers: logistic and softmax regression, support vectors.
+"""Private linear classifiers, ordinary and robust ones.
+
+Private linear classifiers: logistic and softmax regression, support vectors.
 
 The classes are public and given: what labels occur is a fact about the data. Their order is that of columns and signs:
 the first of two classes is -1, the second is +1.
-
-Private classifiers for the worst: records that fit badly (tilts), and rows that somebody may move (attacks).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""NoisyGD: gradient descent on all records with noise in each step, whose last iterate alone is released.
+"""OutputPerturbation, ObjectivePerturbation, NoisyGD: linear models as torch optimizers.
+
+NoisyGD: gradient descent on all records with noise in each step, whose last iterate alone is released.
 
 ObjectivePerturbation: a secret random term in the objective, one release. See `linear.objective` for what is proved.
 

@@ -1,4 +1,6 @@
-"""The regularizer of output perturbation where none is given: that of the least bound on the risk of a linear model.
+"""Output perturbation: solve to a certified accuracy, add noise once; the regularizer of least risk.
+
+The regularizer of output perturbation where none is given: that of the least bound on the risk of a linear model.
 
 The noise z on the weights moves the score of a row by <x, z>, of the std s|x| only, however many weights there are: for
 a K-norm noise of scale b, s = b sqrt(d + 1). By Taylor's formula for each record, and since z has mean 0,

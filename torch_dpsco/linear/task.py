@@ -1,4 +1,6 @@
-"""A private linear model to fit: public numbers only, and the constants that the mechanisms draw from them.
+"""A private linear model to fit, in public numbers only, and what the plans of all mechanisms share.
+
+A private linear model to fit: public numbers only, and the constants that the mechanisms draw from them.
 
 The objective is in sum form, so that neither it nor its noise needs the number of records:
 
@@ -10,8 +12,6 @@ rest. A record with a non-finite value or an unknown label contributes 0.
 Differs from the paper in: the sum form (the paper's is the mean, F = J / n, reg = n lam).
 
 Source: docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#where-minimizers-can-be.
-
-What the plans of all mechanisms for linear models have in common: a task, a regularizer, one release.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
+"""Losses for classes: of the margin y s for labels +-1, and softmax cross-entropy.
+
+Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
 
 Labels need not be checked. For |y| <= 1 every constant of the table still holds (the loss phi(y w.x) is then that of
 the record (y x, 1), and ||y x|| <= B); y = 0 gives a null record with gradient 0. Only |y| > 1 breaks them:
 `enforce_bounds` with bound_y=1 clips such labels. A NaN label gives a NaN row, which clipping oracles zero.
-
-Softmax cross-entropy of K class scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clipping of records to the bounds that the table of constants assumes.
+"""Records within the bounds that constants assume, and the loss whose gradient is the clipped one.
 
 The convex loss whose gradient is the clipped gradient of a linear model: phi_c' = clip(phi', -+ C/||x||).
 

@@ -1,4 +1,6 @@
-"""Discrete Gaussian noise without floating point: exact draws, many at a time.
+"""Discrete Gaussian and Laplace noise without floating point: exact draws.
+
+Discrete Gaussian noise without floating point: exact draws, many at a time.
 
 A draw is an integer x with P(x) proportional to exp(-x^2 / (2 m^2)), m = 2^p. All that decides are integers.
 

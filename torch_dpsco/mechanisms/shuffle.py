@@ -1,4 +1,6 @@
-"""Binomial noise from uniform bits, by integers alone.
+"""Sums in the shuffle model: users send bits, a shuffler mixes them, an analyzer counts them.
+
+Binomial noise from uniform bits, by integers alone.
 
 The bits that users add to a shuffled sum are many, and only their number counts. It is drawn by inversion: a table
 holds the binomial distribution function in units of 2^-124, computed in integers, and a uniform integer of 124 bits is

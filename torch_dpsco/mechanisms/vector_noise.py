@@ -1,4 +1,6 @@
-"""Releases of one vector. Exact ones are rounded to a public grid, and discrete noise is added in integers.
+"""Releases of one vector: Gaussian or K-norm noise, or exact noise on a public grid.
+
+Releases of one vector. Exact ones are rounded to a public grid, and discrete noise is added in integers.
 
 What numbers can occur does not depend on the data, and no law rests on the rounding of a sampler. See
 `theory.exact_noise` for what is charged, `mechanisms.discrete` for the draws.

@@ -1,4 +1,6 @@
-"""Which rows a step may use: exactly those of one draw, once.
+"""Which rows a step may use: exactly those of one draw, once; rows of scaled losses.
+
+Which rows a step may use: exactly those of one draw, once.
 
 Without a declared sampling there is no draw to compare with: then one backward of one batch makes one step, and
 everything that could put a record into a step twice is refused.

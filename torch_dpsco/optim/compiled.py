@@ -1,4 +1,6 @@
-"""Rows of convolutions as products of patches, for compiled rows.
+"""Compiled rows: one record's gradient by `torch.func`, vectorized over records.
+
+Rows of convolutions as products of patches, for compiled rows.
 
 torch vectorizes the gradient of a weight over records by one grouped convolution, with a group for each record and
 channel, at which kernels for CPUs are slow. The same gradient is a product of two small matrices per record,

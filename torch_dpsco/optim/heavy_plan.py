@@ -1,7 +1,4 @@
-"""Public numbers of planned runs on clipped means, and what their planners share.
-
-What the optimizers for heavy-tailed gradients have in common: planning.
-"""
+"""Plans for heavy-tailed gradients: public numbers, and how they are chosen."""
 
 from __future__ import annotations
 

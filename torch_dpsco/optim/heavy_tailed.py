@@ -1,4 +1,6 @@
-"""ClippedSGD: SGD on clipped means, in one pass with the weights of strong convexity, or in many.
+"""ClippedSGD, AcceleratedSGD, ProximalSGD: clipped means for heavy-tailed gradients.
+
+ClippedSGD: SGD on clipped means, in one pass with the weights of strong convexity, or in many.
 
     w <- Proj( w - lr_t mean_t );   the answer is a weighted average of the iterates AFTER their steps, or the last one
 

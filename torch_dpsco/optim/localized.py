@@ -1,4 +1,4 @@
-"""Plans of LocalizedSGD: its phases, by which theorem, with which promises.
+"""LocalizedSGD and its plans: phases on records of their own, around the answer before.
 
 LocalizedSGD: phases of regularized subgradient steps, each on records of its own, around the answer before.
 

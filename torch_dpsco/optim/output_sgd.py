@@ -1,4 +1,6 @@
-"""Output perturbation of SGD for Hoelder-smooth convex losses (Wang, Lei, Ying, Zhang, Algorithm 1).
+"""HolderOutputSGD and BoltOnPSGD: plain SGD, whose answer alone is released.
+
+Output perturbation of SGD for Hoelder-smooth convex losses (Wang, Lei, Ying, Zhang, Algorithm 1).
 
     w_1 = 0,   w_{t+1} = Proj_W( w_t - (eta/b) sum over the batch of g(w_t, z) )
     answer = Proj_W( mean of w_1..w_T + noise )

@@ -1,7 +1,4 @@
-"""What optimizers without clipping make of a problem and of the parameters of one linear layer, before they start.
-
-What plans of optimizers that release their answer alone have in common.
-"""
+"""What optimizers that release their answer alone make of a problem and a layer, and what their plans share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private part of an optimizer's state dict: versioned, and tied to the mechanism by a digest.
+"""Checkpoints of a private optimizer: what they keep, what they are tied to, and how a run goes on.
 
 Going on after a crash: which releases a run may have made, and what becomes of those that its checkpoint misses.
 
@@ -11,8 +11,6 @@ under the charge of the first would be free. They are lost: time, not budget.
 | before the charge of a step is on the disk | no | no | the step is made |
 | after it, before or after the release | yes | yes | the step is lost |
 | after a checkpoint | yes | yes | nothing is lost |
-
-Checkpoints of a private optimizer: what they keep, and how a run goes on from one, by itself or after a crash.
 """
 
 from __future__ import annotations

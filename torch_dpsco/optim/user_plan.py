@@ -1,7 +1,4 @@
-"""What optimizers that protect users, and their plans, have in common.
-
-What plans of the filtered optimizers have in common.
-"""
+"""What plans that protect users have in common, those of filtered means included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means of rows clipped at the gradient bound of a problem, which may follow the public iterate.
+"""Means of rows clipped at the gradient bound of a problem, with a fixed ratio of noise or a fixed noise.
 
 Means of rows clipped at the bound of the public iterate, with noise of a prescribed size.
 

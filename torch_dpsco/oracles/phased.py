@@ -1,4 +1,4 @@
-"""Several oracles one after another: phases with clips, noises and divisors of their own, or a pilot first.
+"""Several oracles one after another: phases, or a pilot that chooses the clip.
 
 A clip threshold from a pilot group: one step that reads norms, draws a quantile, and moves nothing.
 

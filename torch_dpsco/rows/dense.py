@@ -1,4 +1,4 @@
-"""Dense rows: one tensor of per-sample gradients per parameter, as Opacus' grad samplers make them.
+"""Dense rows: one tensor of per-sample gradients per parameter, and Opacus' hooks that make them.
 
 Opacus' hooks for dense rows, where what they would get wrong in silence is right or an error.
 

@@ -1,4 +1,6 @@
-"""Factored rows: a Linear layer's per-sample gradient is the outer product of two vectors, so it is never formed.
+"""Rows of Linear layers that are never formed: outer products of vectors, or of sequences.
+
+Factored rows: a Linear layer's per-sample gradient is the outer product of two vectors, so it is never formed.
 
 For y = W a + c the gradient of sample i is b_i a_i^T for W and b_i for the bias, with a_i the layer's input and b_i the
 gradient of the loss in its output. Norm: |b| sqrt(|a|^2 + 1); weighted sum: (w b)^T a: memory O(B (in + out)).

@@ -1,7 +1,4 @@
-"""Which models can be attached: what is refused here would have no rows, wrong rows, or rows of several records.
-
-Marks that an Opacus DPOptimizer leaves: it must not share parameters with a private optimizer.
-"""
+"""Which models can be attached, and which parameters an Opacus optimizer has taken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gradient descent on private means, and any torch optimizer on them.
-
-Gradient descent with step sizes and averaging weights that were fixed in advance, one per step.
-"""
+"""Gradient descent on private means: constant or scheduled steps, or any torch optimizer."""
 
 from __future__ import annotations
 

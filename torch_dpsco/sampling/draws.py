@@ -1,4 +1,6 @@
-"""A keyed fingerprint of the records of a loader: whether a run that goes on has the data set that it began with.
+"""Which delivered rows a step may use, and whether a run that goes on has the same records.
+
+A keyed fingerprint of the records of a loader: whether a run that goes on has the data set that it began with.
 
 One tag of 128 bits over all records in their order, under a random key of 128 bits (BLAKE2b). Without the key it tells
 nothing; with the key one can try data sets, so that key and tag stay in the private checkpoint. That two data sets

@@ -1,4 +1,6 @@
-"""Failure probabilities in a privacy statement, and a curve summarized as Gaussian differential privacy.
+"""Renyi curves to (epsilon, delta), with failure probabilities, and to Gaussian differential privacy.
+
+Failure probabilities in a privacy statement, and a curve summarized as Gaussian differential privacy.
 
 A mechanism may be as private as its analysis says only up to an event of probability beta. Three kinds are told apart:
 

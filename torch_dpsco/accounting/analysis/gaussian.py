@@ -1,4 +1,6 @@
-"""Exact privacy of the Gaussian mechanism, and its inverses.
+"""Exact privacy of the Gaussian mechanism, its inverses, and its sum over a contracting chain of steps.
+
+Exact privacy of the Gaussian mechanism, and its inverses.
 
 A release with sensitivity Delta and noise std s is dominated by the pair N(0, 1), N(mu, 1) with mu = Delta / s: it is
 mu-GDP. Its smallest delta at epsilon is

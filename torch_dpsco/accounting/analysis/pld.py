@@ -1,4 +1,6 @@
-"""Epsilon and delta of compositions from privacy loss distributions: the tightest figures, always upper bounds.
+"""Epsilon and delta of compositions from privacy loss distributions, and from one Gaussian that dominates them.
+
+Epsilon and delta of compositions from privacy loss distributions: the tightest figures, always upper bounds.
 
 A ledger is a list of loss laws (`pld_loss`) with numbers of releases. Its laws are put on one grid that dominates them
 (`pld_grid`), tilted (`pld_plan`), and composed by Fourier transforms with an error bound (`pld_compose`). Both orders

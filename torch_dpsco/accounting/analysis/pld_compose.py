@@ -1,4 +1,6 @@
-"""Where to compose: the tilt and the window, from a summary of the laws. Nothing here can void a bound.
+"""Where and how grid laws are composed: tilt, window, Fourier transforms, and a bound on every error.
+
+Where to compose: the tilt and the window, from a summary of the laws. Nothing here can void a bound.
 
 The summary joins grid points into blocks that widen with the distance from 0 (each 1/64 of it), so that the cumulant
 

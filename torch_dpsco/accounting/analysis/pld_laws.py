@@ -1,4 +1,6 @@
-"""Privacy loss laws on a grid that dominate the exact laws, rounding included.
+"""Privacy loss laws of single releases, and grids that dominate them.
+
+Privacy loss laws on a grid that dominate the exact laws, rounding included.
 
 For a dominating pair (P, Q) the privacy loss is L = log P/Q under P. A grid law keeps the mass of L on the grid k h and
 at infinity. A bucket (k h, (k+1) h] of P-mass p and Q-mass m is replaced by two dots,

@@ -1,4 +1,6 @@
-"""Pure differential privacy in the other currencies: Renyi curves, zCDP and exact privacy profiles.
+"""Pure differential privacy in other currencies, and the K-norm mechanism.
+
+Pure differential privacy in the other currencies: Renyi curves, zCDP and exact privacy profiles.
 
 Of all epsilon-DP pairs, randomized response
 

@@ -1,4 +1,6 @@
-"""Gaussian mixtures of Poisson-sampled units, and the part of the Renyi integral that all their pairs share.
+"""Renyi curves of Gaussian noise: unsampled, on Poisson batches, on batches of fixed size, for several records.
+
+Gaussian mixtures of Poisson-sampled units, and the part of the Renyi integral that all their pairs share.
 
 A unit of k records, each sampled at rate q, shifts the released sum by j clips with probability Bin(j; k, q). In clip
 units the release is distributed as

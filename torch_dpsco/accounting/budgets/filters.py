@@ -1,4 +1,6 @@
-"""The interface of filters, and the planned modes. See `filter_modes` for adaptive ones and `make_filter`.
+"""Filters: whether an event still fits into a budget, in planned and in adaptive modes.
+
+The interface of filters, and the planned modes. See `filter_modes` for adaptive ones and `make_filter`.
 
 A filter is a pure function of the budget (fixed in advance) and the ledger: it keeps nothing, so that a refusal cannot
 change anything, a cheaper event may still fit, and a resumed run needs the ledger alone. Charging is `Ledger.add`.

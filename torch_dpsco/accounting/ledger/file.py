@@ -1,4 +1,6 @@
-"""The high-water mark of a ledger file: how far it has come, in a small file beside it.
+"""The ledger on disk, and the mark beside it that says how far it has come.
+
+The high-water mark of a ledger file: how far it has come, in a small file beside it.
 
 A ledger file that was cut at the end of a line, or replaced by an older copy, is a valid ledger file. The mark tells it
 from the right one: it names the last run that charged, the number of events, and the number of marked releases.

@@ -1,4 +1,6 @@
-"""Sums of pure epsilons: what answers a question at delta = 0.
+"""The ledger in memory: counts of events per partition and part, their composed cost, and the lock of all ledgers.
+
+Sums of pure epsilons: what answers a question at delta = 0.
 
 Let event t have P_t(S) <= e^(eps_t) Q_t(S) for every set S, whatever was released before it. Then the density ratio of
 the whole run is at most the product of the e^(eps_t) along its path: if their sum stays within a number fixed in

@@ -1,4 +1,6 @@
-"""The tilted mean of losses: F(w) = (1/tau) log((1/n) sum_i exp(tau l_i(w))) + (reg/2) ||w||^2.
+"""Robust linear models: tilted means of losses, and the worst of attacked rows.
+
+The tilted mean of losses: F(w) = (1/tau) log((1/n) sum_i exp(tau l_i(w))) + (reg/2) ||w||^2.
 
 tau > 0 stresses the records with large losses, tau < 0 ignores them, tau = 0 is the mean.
 

@@ -1,4 +1,4 @@
-"""Accelerated gradient descent: the fallback with a worst-case number of steps, and the method for a ball.
+"""Gradient methods: accelerated, variance-reduced, and stochastic subgradients.
 
 Katyusha: variance-reduced, accelerated stochastic gradients.
 

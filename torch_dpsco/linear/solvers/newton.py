@@ -1,4 +1,6 @@
-"""One iterate of a descent method, and the step-size rule that Newton and L-BFGS share.
+"""Newton and L-BFGS, with the step-size rule that they share.
+
+One iterate of a descent method, and the step-size rule that Newton and L-BFGS share.
 
 Near the minimum differences of values drown in rounding while gradients do not: a step is accepted on the value within
 a slack of 1e-13 |F|, or on a smaller gradient norm.

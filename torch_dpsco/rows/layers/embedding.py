@@ -1,10 +1,10 @@
-"""Rows of an Embedding: a record moves the vectors of its own items only, so rows are kept per (record, item).
+"""Embeddings, recorded: rows by record and item, without a tensor of batch times items.
+
+Rows of an Embedding: a record moves the vectors of its own items only, so rows are kept per (record, item).
 
 A row of the weight (V, D) is zero but for the items that the record holds; what is kept is U <= B T vectors, each with
 its record and its item, sorted by both, and never a tensor of B V D numbers. Norms: of vectors, squared and added by
 record. Weighted sums: vectors added by item.
-
-Embeddings, recorded: rows are kept by record and item, without a tensor of batch times items.
 """
 
 from __future__ import annotations

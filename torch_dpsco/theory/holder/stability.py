@@ -1,4 +1,6 @@
-"""How far apart two runs of SGD on neighboring data sets can drift, for Hoelder-smooth convex losses.
+"""How far apart two runs of SGD drift, and how far from 0 they go, for Hoelder-smooth convex losses.
+
+How far apart two runs of SGD on neighboring data sets can drift, for Hoelder-smooth convex losses.
 
 Two runs see the same batches of data sets that differ in one record. Their distance d grows in two ways:
 

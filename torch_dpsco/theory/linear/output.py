@@ -1,4 +1,6 @@
-"""How far one record moves the minimizer of a strongly convex objective.
+"""Output perturbation: constants of losses, and how far one record moves the minimizer.
+
+How far one record moves the minimizer of a strongly convex objective.
 
 Lemma. Let F and F' be mu-strongly convex on a closed convex set, w and w' their minimizers there. Then
 

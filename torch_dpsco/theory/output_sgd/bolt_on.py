@@ -1,4 +1,6 @@
-"""Bolt-on private SGD: how far one record moves the answer of permutation SGD on a smooth convex loss.
+"""Bolt-on private SGD: how far one record moves the answer, and the plan that follows.
+
+Bolt-on private SGD: how far one record moves the answer of permutation SGD on a smooth convex loss.
 
     w_1 = 0,   w_{t+1} = Proj( c_t (w_t - (eta_t/b) sum over the batch of g(w_t, z)) ),   c_t = 1/(1 + eta_t gamma)
 

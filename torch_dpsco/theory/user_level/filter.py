@@ -1,4 +1,6 @@
-"""The plan of a filtered phase: public numbers, and the guarantee that follows from them alone.
+"""The plan of a filtered phase, its guarantee, and what it must beat.
+
+The plan of a filtered phase: public numbers, and the guarantee that follows from them alone.
 
 A plan cannot claim more than it proves: sensitivity, failure and delta are computed from what the mechanism does, and
 the constructor refuses a delta below them. Mechanism, for at most T queries on all n users:
