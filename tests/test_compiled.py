@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.gradbatch.test_rows import MODELS, built, mlp, trained
+from tests.rows.test_rows import MODELS, built, mlp, trained
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.optim import compiled

@@ -83,7 +83,7 @@ def frames(capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the bar at each step, however fast they are."""
-    monkeypatch.setattr("torch_dpsco.fit._SHOW_EVERY", 0.0)
+    monkeypatch.setattr("torch_dpsco.train._SHOW_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("every_step")

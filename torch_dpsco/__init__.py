@@ -32,7 +32,7 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
     UtilityWarning,
 )
-from torch_dpsco.fit import fit
+from torch_dpsco.train import fit
 from torch_dpsco.linear.optimizers import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.make_private import make_private
 from torch_dpsco.optim.compiled import CompiledRows

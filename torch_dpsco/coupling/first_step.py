@@ -1,7 +1,7 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
 It runs on made-up records of the first batch's shape (`mixing`). The model is called without gradients, after its first
-training forward, and put back as it was (`untouched`); outputs of the other records must stay. What the loop computes
+training forward, and put back as it was (`rollback`); outputs of the other records must stay. What the loop computes
 from its outputs is noted, and looked at before the backward (`loss_trace`). It does not see what is done to a batch
 before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
 outside of itself are called and written ten times more.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.gradbatch.test_norms import DTYPES, assert_certified, rows, squares
+from tests.rows.test_norms import DTYPES, assert_certified, rows, squares
 from torch_dpsco.rows import FLOAT64, DenseBlock, FactoredBlock, Summation, plan_summation
 from torch_dpsco.rows.dense import DenseBlocks, joined, piece_norms
 

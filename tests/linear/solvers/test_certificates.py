@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.objectives import reference
+from tests.linear.objectives import reference
 from tests.reference.papers.output import hinge_dual_gap
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, Tilted

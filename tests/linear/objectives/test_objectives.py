@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.objectives import reference
+from tests.linear.objectives import reference
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.objectives.base import PairwiseSum, Records, gamma

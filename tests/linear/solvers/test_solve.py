@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from tests.objectives import reference
+from tests.linear.objectives import reference
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.solvers import SOLVERS, gradient_certificate, solve
