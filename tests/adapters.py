@@ -218,7 +218,7 @@ def strongly_convex_trajectory(
 ) -> dict[str, list[float]]:
     """Returns average and last iterate of ClippedSGD with the schedule of Algorithm 6, noise off."""
     weight, x, target, run = _start(X, y, w0, steps, clip)
-    made = resolve("torch_dpsco.theory.heavy_tailed", "averaging_schedule")(
+    made = resolve("torch_dpsco.theory.heavy_tailed.averaged", "averaging_schedule")(
         strong_convexity=strong_convexity, inverse_lr_cap=smoothness, steps=steps
     )
     rule = resolve("torch_dpsco.rules", "ScheduledSGD")([lr / made.lr[0] for lr in made.lr], made.weights)
@@ -247,11 +247,11 @@ def regularized_phase_trajectory(
     """Returns the last iterate of LocalizedSGD in one phase with a ball around its start, noise off."""
     weight, x, target, _ = _start(X, y, w0, steps, clip)
     n = len(X)
-    phase = resolve("torch_dpsco.theory.heavy_tailed", "LocalizedPhase")(
+    phase = resolve("torch_dpsco.theory.heavy_tailed.phases", "LocalizedPhase")(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
         uncapped_steps=steps,
     )  # fmt: skip
-    schedule = resolve("torch_dpsco.theory.heavy_tailed", "LocalizedSchedule")(phases=(phase,), rho=None)
+    schedule = resolve("torch_dpsco.theory.heavy_tailed.phases", "LocalizedSchedule")(phases=(phase,), rho=None)
     kind = resolve("torch_dpsco", "LocalizedSGD")
     optimizer = kind([weight], kind.plan(phases=schedule, n=n))
     *_, last = _run(optimizer, w0, x, target)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.rows.test_rows import MODELS, built, mlp, trained
 from tests.problems import make_optimizer
+from tests.rows.test_rows import MODELS, built, mlp, trained
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.optim import compiled
 from torch_dpsco.rows import GradBatch, has_rows

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco import fit as train
+from torch_dpsco import train
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.rows import GradBatch, has_rows, micro_batches

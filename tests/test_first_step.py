@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import fit as train
+from torch_dpsco import train
 from torch_dpsco.coupling import first_step, loss_trace, mixing
 from torch_dpsco.coupling import mixing as repeated_loss
 from torch_dpsco.doctor.evidence import Evidence

@@ -32,7 +32,6 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
     UtilityWarning,
 )
-from torch_dpsco.train import fit
 from torch_dpsco.linear.optimizers import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.make_private import make_private
 from torch_dpsco.optim.compiled import CompiledRows
@@ -60,6 +59,7 @@ from torch_dpsco.sampling import (
     ShuffledSampler,
 )
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.train import fit
 
 __version__ = "0.1.0"
 

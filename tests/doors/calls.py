@@ -744,7 +744,7 @@ CALLS["objectives.Adversarial"] = lambda: (
     objectives.Adversarial,
     {"loss": LOSS, "attack_radius": 0.1, "normalizer": 1.0} | rows(),
 )
-CALLS["linear.solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})
+CALLS["solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})
 CALLS["solvers.gradient_certificate"] = lambda: (
     solvers.gradient_certificate,
     {"objective": objective(), "point": torch.zeros(DIM, dtype=torch.float64)},

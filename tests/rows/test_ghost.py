@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.rows.test_rows import MODELS, built, loop, losses, mlp, trained
 from tests.problems import column, make_optimizer
+from tests.rows.test_rows import MODELS, built, loop, losses, mlp, trained
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.rows import FLOAT64, GradBatch, has_rows
 

@@ -385,19 +385,6 @@ def _sized(
     raise InfeasibleError(f"epsilon must be larger: rho must be above {smallest:.2g} for this grid (got {rho:.2g})")
 
 
-__all__ = [
-    "ShuffleParameters",
-    "centered_sum",
-    "coordinate_cost",
-    "coordinate_parameters",
-    "grid_values",
-    "largest_count",
-    "round_randomly",
-    "vector_cost",
-    "vector_parameters",
-]
-
-
 def grid_values(values: Tensor, upper: float, grid: int) -> Tensor:
     """Returns x g / L in [0, g], float64, for values that are clamped to [0, L]; NaN counts as 0."""
     # PRIVACY: a place past g would be a message too long (test_no_value_leaves_the_grid)

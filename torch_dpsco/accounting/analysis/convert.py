@@ -241,8 +241,6 @@ def _weight(epsilon: float, kind: FailureKind) -> float:
     return 1 + math.exp(epsilon) if epsilon < 700 else math.inf
 
 
-__all__ = ["RDPEpsilon", "delta_with_failure", "rdp_delta", "rdp_epsilon", "rdp_epsilon_at_order"]
-
 FloatArray = NDArray[np.float64]
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100

@@ -261,16 +261,6 @@ def _wor_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     return mixture.log_excess_above(order, 0.5, two_sided=True)
 
 
-__all__ = [
-    "Direction",
-    "default_orders",
-    "extended_orders",
-    "rdp_poisson_gaussian",
-    "rdp_poisson_gaussian_group",
-    "rdp_poisson_gaussian_replace_one",
-    "rdp_wor_gaussian",
-]
-
 Direction = Literal["remove", "add"]
 
 

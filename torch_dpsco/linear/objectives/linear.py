@@ -1,7 +1,7 @@
 """Empirical risk of linear models: losses of one score, and softmax regression.
 
-    F(w) = (1/N) sum_i c_i l(<w, x_i>; y_i) + (reg/2) ||w||^2 + <q, w>
-    F(W) = (1/N) sum_i c_i (logsumexp(W x_i) - (W x_i)_{y_i}) + (reg/2) ||W||^2 + <q, W>
+F(w) = (1/N) sum_i c_i l(<w, x_i>; y_i) + (reg/2) ||w||^2 + <q, w>
+F(W) = (1/N) sum_i c_i (logsumexp(W x_i) - (W x_i)_{y_i}) + (reg/2) ||W||^2 + <q, W>
 """
 
 from __future__ import annotations
