@@ -26,7 +26,6 @@ __all__ = [
     "own_step",
     "some_global_hook",
     "some_optimizer_hook",
-    "standard_gamma",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -71,7 +70,6 @@ foreach_add_ = _need(torch, "_foreach_add_", "torch")
 foreach_lerp_ = _need(torch, "_foreach_lerp_", "torch")
 foreach_sub_ = _need(torch, "_foreach_sub_", "torch")
 foreach_zero_ = _need(torch, "_foreach_zero_", "torch")
-standard_gamma = _need(torch, "_standard_gamma", "torch")
 will_run = _need(torch._C, "_will_engine_execute_node", "torch._C")
 _graph_task = _need(torch._C, "_current_graph_task_id", "torch._C")
 without_subclasses = _need(torch._C, "DisableTorchFunctionSubclass", "torch._C")

@@ -18,7 +18,7 @@ from torch_dpsco.oracles import Clipped
 from torch_dpsco.prox import Ball
 from torch_dpsco.rules import SGD
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.smoothing import Shifts, perturbed_backward
+from torch_dpsco.smoothing import Shifts
 
 N, DIM, RADIUS, LR = 6, 3, 0.5, 0.25
 X = torch.arange(1.0, N * DIM + 1, dtype=torch.float64).reshape(N, DIM) / 10
@@ -221,39 +221,3 @@ def test_a_negative_radius_is_refused() -> None:
 
 def test_nothing_to_shift_is_no_error() -> None:
     Shifts(torch.device("cpu")).place([], {}, 1.0)  # type: ignore[arg-type]
-
-
-def test_rows_of_items_shifted_one_by_one_make_a_private_step() -> None:
-    torch.manual_seed(1)
-    model = Point()
-    plan = dp.UserClippedSGD.plan(lr=1.0, clip=1e6, noise_multiplier=0.0, n_users=2, steps=1)
-    optimizer = dp.UserClippedSGD(model.parameters(), plan)
-    users = torch.arange(N) % 2
-    for x, _, ids in optimizer.loader(TensorDataset(X, X), users=users):
-        perturbed_backward(
-            model, lambda out, _: 0.5 * out.square().sum(), x, x, radius=0.0, generator=torch.Generator()
-        )
-        optimizer.step(users=ids)
-    assert torch.equal(weights(model), torch.zeros(DIM, dtype=torch.float64))  # the gradient at 0 is 0
-    model.layer.weight.data.fill_(1.0)
-    optimizer = dp.UserClippedSGD(model.parameters(), plan)
-    for x, _, ids in optimizer.loader(TensorDataset(X, X), users=users):
-        perturbed_backward(
-            model, lambda out, _: 0.5 * out.square().sum(), x, x, radius=0.0, generator=torch.Generator()
-        )
-        optimizer.step(users=ids)
-    expected = 1.0 - (X * X.sum(1, keepdim=True)).mean(0)
-    assert torch.allclose(weights(model), expected, rtol=1e-12)
-
-
-def test_rows_that_no_step_has_used_are_not_overwritten() -> None:
-    model = Point()
-
-    def backward() -> None:
-        perturbed_backward(
-            model, nn.functional.mse_loss, X, X[:, :1], radius=0.1, generator=torch.Generator(), chunk_size=4
-        )
-
-    backward()
-    with pytest.raises(ValueError, match="no rows that no step has used"):
-        backward()
