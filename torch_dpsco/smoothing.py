@@ -1,8 +1,8 @@
-"""Randomized smoothing: gradients at w + y, y uniform in a ball and drawn anew in each step, so that kinks are smoothed.
+"""Randomized smoothing: gradients at w + y, y uniform in a ball and drawn anew in each step, for losses with kinks.
 
 The joint vector of all parameters is shifted by y = r U^(1/d) g/|g|, g standard normal, U uniform: the uniform law on
-the ball of radius r of R^d. y depends on nothing else, so that the gradient at w + y is just another query: the event of
-a step is what it is without, and y may even be published. What the shift costs and buys: `theory.smoothing`.
+the ball of radius r of R^d. y depends on nothing else, so that the gradient at w + y is just another query: the event
+of a step is what it is without, and y may even be published. What the shift costs and buys: `theory.smoothing`.
 
 Private optimizers do it in phases that have `Phase(smoothing=)`, as `UserFilteredSGD` with `smoothing=`; `shifted` does
 it in a loop of your own. In a private run the parameters hold w + y between steps, not the iterate w, which is kept in
