@@ -233,7 +233,6 @@ for _name, _more in {
     "ElasticNet": {"l1": 1.0, "l2": 1.0},
     "L2": {},
     "L1": {},
-    "Nuclear": {},
     "Simplex": {},
     "Identity": {},
 }.items():

@@ -15,7 +15,7 @@ from tests.problems import released
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.oracles import clipped
-from torch_dpsco.oracles.auto import AutoClip, auto_weights
+from torch_dpsco.oracles.adaptive import AutoClip, auto_weights
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 
 BOUND = 2.0

@@ -189,7 +189,7 @@ class ProximalSGD(HeavyTailed):
         params: parameters or groups; all of them count as one vector.
         plan: from `ProximalSGD.plan`; the theorem has lr 1/(2 smoothness).
         rule: another update rule, which the theorem does not cover.
-        prox: f1: L1, ElasticNet, L2, Nuclear, Box, Ball, Simplex; it must not be chosen by looking at the data.
+        prox: f1: L1, ElasticNet, L2, Box, Ball, Simplex; it must not be chosen by looking at the data.
         reg: lambda of (lambda/2)|w|^2.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own (warns).

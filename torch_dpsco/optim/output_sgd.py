@@ -484,6 +484,3 @@ class _Ridge(Prox):
         for tensor, step in zip(tensors, steps, strict=True):
             tensor.div_(1 + step * self.strength)
         self.inner.apply_(tensors, steps)
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return self.strength / 2 * float(tensor.square().sum())

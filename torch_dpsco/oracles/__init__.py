@@ -1,7 +1,6 @@
 """Mean oracles: from per-sample gradients to a private mean."""
 
-from torch_dpsco.oracles.adaptive import AdaptiveClipped
-from torch_dpsco.oracles.auto import AutoClip
+from torch_dpsco.oracles.adaptive import AdaptiveClipped, AutoClip
 from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, joint_norm
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, median_of_means

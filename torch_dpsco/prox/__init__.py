@@ -1,7 +1,7 @@
 """Projections and proximal maps, applied in place to all parameters as one vector; see `Prox`."""
 
 from torch_dpsco.prox.base import Identity, Prox
-from torch_dpsco.prox.penalties import L1, L2, ElasticNet, Nuclear
+from torch_dpsco.prox.penalties import L1, L2, ElasticNet
 from torch_dpsco.prox.sets import Ball, Box, Simplex, project_on_two_balls_
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "L2",
     "Identity",
     "L1",
-    "Nuclear",
     "Prox",
     "Simplex",
     "project_on_two_balls_",

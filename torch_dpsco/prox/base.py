@@ -58,21 +58,9 @@ class Prox(ABC):
         self.apply_([origin], [0.0])
         return not origin.any()
 
-    def penalty(self, tensors: Sequence[Tensor]) -> float:
-        """Value of the penalty at a feasible point: 0 for projections. Computed in float64.
-
-        Args:
-            tensors: the parameters.
-        """
-        return math.fsum(self._penalty(tensor.detach().double()) for tensor in tensors)
-
     @abstractmethod
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         """The map itself, in place."""
-
-    @abstractmethod
-    def _penalty(self, tensor: Tensor) -> float:
-        """The share of one float64 tensor in the penalty."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +76,3 @@ class Identity(Prox):
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         return
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return 0.0

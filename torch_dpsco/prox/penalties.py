@@ -40,9 +40,6 @@ class L1(Prox):
         for tensor, step in zip(tensors, steps, strict=True):
             _soft_threshold_(tensor, step * self.strength)
 
-    def _penalty(self, tensor: Tensor) -> float:
-        return self.strength * float(tensor.abs().sum())
-
 
 @dataclass(frozen=True)
 class ElasticNet(Prox):
@@ -74,9 +71,6 @@ class ElasticNet(Prox):
         for tensor, step in zip(tensors, steps, strict=True):
             _soft_threshold_(tensor, step * self.l1)
             tensor.div_(1 + step * self.l2)
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return self.l1 * float(tensor.abs().sum()) + self.l2 / 2 * float(tensor.square().sum())
 
 
 _GROUPS = ("global", "per_tensor", "per_row")
@@ -127,53 +121,6 @@ class L2(Prox):
         for tensor, norm, step in zip(tensors, self._norms(tensors), steps, strict=True):
             shrink = (1 - step * self.strength / norm).clamp(min=0).nan_to_num(nan=0.0, neginf=0.0)
             tensor.copy_(tensor.double() * shrink)
-
-    def penalty(self, tensors: Sequence[Tensor]) -> float:
-        """Value of the penalty, in float64."""
-        norms = self._norms([t.detach() for t in tensors])
-        if self.groups == "global":
-            return self.strength * float(norms[0])
-        return self.strength * math.fsum(float(norm.sum()) for norm in norms)
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return self.penalty([tensor])
-
-
-@dataclass(frozen=True)
-class Nuclear(Prox):
-    """Soft threshold of the singular values of matrices, the map of strength * (their sum); other tensors stay.
-
-    Args:
-        strength: >= 0.
-
-    Source:
-        docs/proofs/heavy_tailed.md#proximal-maps.
-
-    Example:
-        >>> w = torch.diag(torch.tensor([3.0, 0.5]))
-        >>> Nuclear(1.0).apply_([w], [1.0])
-        >>> [[round(x, 3) for x in row] for row in w.tolist()]
-        [[2.0, 0.0], [0.0, 0.0]]
-    """
-
-    strength: float = 1.0
-    radius: float = field(init=False, repr=False, default=math.inf)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "strength", nonnegative(strength=self.strength))
-
-    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        for tensor, step in zip(tensors, steps, strict=True):
-            if tensor.dim() == 2:
-                if not bool(tensor.isfinite().all()):
-                    raise ValueError(
-                        "parameters must be finite (got inf or nan): they diverged; lower the learning rate lr"
-                    )
-                left, values, right = torch.linalg.svd(tensor.double(), full_matrices=False)
-                tensor.copy_((left * (values - step * self.strength).clamp(min=0)) @ right)
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return self.strength * float(torch.linalg.svdvals(tensor).sum()) if tensor.dim() == 2 else 0.0
 
 
 def _soft_threshold_(tensor: Tensor, threshold: float) -> None:

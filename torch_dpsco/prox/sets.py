@@ -59,9 +59,6 @@ class Ball(Prox):
                 tensor.copy_(point * (shrink * max(0.0, 1 - slack)))
             norm, slack = _joint_norm(tensors), max(2 * slack, least)
 
-    def _penalty(self, tensor: Tensor) -> float:
-        return 0.0
-
 
 @dataclass(frozen=True)
 class Box(Prox):
@@ -101,9 +98,6 @@ class Box(Prox):
             raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
         for tensor in tensors:
             tensor.clamp_(self.low, self.high)
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -149,9 +143,6 @@ class Simplex(Prox):
         point = (point - excess[support - 1]).clamp_(min=0.0)
         for tensor, part in zip(tensors, point.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-    def _penalty(self, tensor: Tensor) -> float:
-        return 0.0
 
 
 def project_on_two_balls_(

@@ -71,13 +71,6 @@ class Accelerated(UpdateRule):
         """Returns the name."""
         return {"rule": "Accelerated"}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the iterates live in the optimizer's state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
-        """Accepts the empty state."""
-
 
 def _kept(state: State, p: Tensor) -> dict[str, Tensor]:
     """Returns the iterates of a parameter; they start where it is now (it may have been unfrozen since)."""

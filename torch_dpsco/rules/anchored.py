@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch_dpsco import compat
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.rules.base import Groups, State, UpdateRule, means, trained
-from torch_dpsco.rules.selection import select_central
 from torch_dpsco.schedule import Phase
 
 
@@ -99,9 +99,40 @@ class Anchored(UpdateRule):
         """Returns the name; the phases are in the schedule."""
         return {"rule": "Anchored"}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: anchors and candidates live in the optimizer's state."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
-        """Accepts the empty state."""
+@dataclass(frozen=True)
+class Selected:
+    """Index of the chosen candidate, and the radii of all."""
+
+    index: int
+    radii: list[float]
+
+
+def select_central(candidates: Tensor | Sequence[Any]) -> Selected:
+    """Returns the candidate that has more than half of all candidates nearest to it.
+
+    The radius of candidate j is the (floor(J/2) + 1)-th smallest distance to a candidate, itself included; the least
+    radius wins, the first one of equals. If more than half of the candidates are within q of a point, the chosen one
+    is within 3 q of it.
+
+    Args:
+        candidates: (J, dim), J >= 1.
+
+    Source: docs/proofs/heavy_tailed.md#central-candidate.
+
+    Example:
+        >>> select_central([[0.0], [5.0], [0.1]]).index
+        0
+    """
+    if not isinstance(candidates, Tensor):
+        try:
+            candidates = torch.tensor(candidates, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"candidates must be rows of numbers (got {type(candidates).__name__})") from error
+    points = torch.as_tensor(candidates, dtype=torch.float64)
+    if points.dim() != 2 or not len(points):
+        raise ValueError(f"candidates must be of shape (J, dim), J >= 1 (got {tuple(points.shape)})")
+    # exact differences: the matrix product form of cdist loses half of the digits
+    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").nan_to_num_(nan=torch.inf)
+    radii = distances.sort(dim=1).values[:, len(points) // 2]
+    return Selected(int(radii.argmin()), radii.tolist())

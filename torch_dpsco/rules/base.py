@@ -71,12 +71,11 @@ class UpdateRule(ABC):
     def settings(self) -> dict[str, Any]:
         """Returns public constants that a checkpoint must agree with."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the rule keeps outside of the optimizer's state."""
+        """Returns what the rule keeps outside of the optimizer's state, nothing for most rules."""
+        return {}
 
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
+    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:  # noqa: B027
         """Restores what `state_dict` returned; `groups` are the loaded ones of the private optimizer."""
 
 

@@ -39,13 +39,6 @@ class SGD(UpdateRule):
         """Returns name and average."""
         return {"rule": "SGD", "average": self.average}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: averages live in the optimizer's state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
-        """Accepts the empty state."""
-
 
 class TorchRule(UpdateRule):
     """Any torch optimizer on the private mean: momentum, Adam and their kin are post-processing.
@@ -171,10 +164,3 @@ class ScheduledSGD(UpdateRule):
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
         return {"rule": "ScheduledSGD", "factors": list(self.factors), "weights": list(self.weights)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: averages live in the optimizer's state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], groups: Groups) -> None:
-        """Accepts the empty state."""
