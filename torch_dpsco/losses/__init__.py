@@ -21,7 +21,7 @@
 with margin m = y s, residual r = y - s and score s = w.x. A bias is a column of ones, which changes the bound B on the
 features to sqrt(B^2 + 1). Bounds are public numbers chosen in advance: never derive them from the data.
 
-Your own loss: subclass `Loss`, promise its constants in a `Problem`, and try to refute them with `check_holder`.
+Your own loss: see docs/your_own.md; `check_holder` tries to refute the constants that it promises.
 """
 
 from __future__ import annotations

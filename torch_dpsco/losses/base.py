@@ -16,6 +16,9 @@ from torch_dpsco.coupling.loss_trace import Traced, apply_as_one
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem, round_up
 
+_RENAMED = {f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")}  # hooks, by their old names
+_RENAMED |= {f"_{name}": name for name in ("curve", "slope", "bend", "corner")} | {"_exponent": "holder_exponent"}
+
 
 class Loss(ABC):
     """A loss phi(s; y), convex in the score s of one record, with one fixed subgradient.
@@ -155,13 +158,22 @@ class _Slope(torch.autograd.Function):
 class TableLoss(Loss):
     """A loss with a row in the table of constants (docs/proofs/holder.md#constants-of-the-losses).
 
-    Rows hold for records with ||x|| <= bound_x and |y| <= bound_y (`enforce_bounds`), and on the whole of R^d.
+    Rows hold for records with ||x|| <= bound_x and |y| <= bound_y (`enforce_bounds`), and on the whole of R^d. A loss
+    of your own gives `value` and `derivative`, or `curve` and `slope` if it is a `ResidualLoss` or `MarginLoss`, and
+    the four numbers of its row (docs/your_own.md).
 
     Attributes:
         interpolates: whether the row holds for every exponent in [0, 1], not only for its own.
     """
 
     interpolates: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.__dict__.keys() & _RENAMED.keys():
+            if hasattr(cls, _RENAMED[name]):
+                # PRIVACY: constants of a base would hold (test_hooks_of_losses_under_their_old_names_are_refused)
+                raise TypeError(f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public")
 
     def problem(
         self,
@@ -203,13 +215,13 @@ class TableLoss(Loss):
         """
         bound_x, bound_y = record_bounds(bound_x, bound_y)
         exponent = self._choose(holder_exponent)
-        constant = self._holder_constant(exponent, bound_x)
-        lipschitz = self._grad_bound(math.inf, bound_x, bound_y)
+        constant = self.holder_constant(exponent, bound_x)
+        lipschitz = self.grad_bound(math.inf, bound_x, bound_y)
         return Problem(
             holder_exponent=exponent,
             holder_constant=constant,
-            grad_at_zero=self._grad_bound(0.0, bound_x, bound_y),
-            loss_at_zero=self._loss_at_zero(bound_y),
+            grad_at_zero=self.grad_bound(0.0, bound_x, bound_y),
+            loss_at_zero=self.loss_at_zero(bound_y),
             lipschitz=lipschitz if math.isfinite(lipschitz) else None,
             smoothness=constant if exponent == 1 else None,
             radius=radius,
@@ -221,7 +233,7 @@ class TableLoss(Loss):
         )
 
     def _choose(self, holder_exponent: float | None) -> float:
-        own = self._exponent()
+        own = self.holder_exponent()
         if holder_exponent is None:
             return own
         exponent = between(0.0, 1.0, holder_exponent=holder_exponent)
@@ -232,19 +244,19 @@ class TableLoss(Loss):
         return exponent
 
     @abstractmethod
-    def _exponent(self) -> float:
-        """The row's own exponent alpha."""
+    def holder_exponent(self) -> float:
+        """The row's own exponent alpha, in [0, 1]."""
 
     @abstractmethod
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
-        """L of the row, an upper bound also in floating point."""
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
+        """L of the row, for its own exponent unless it `interpolates`; an upper bound also in floating point."""
 
     @abstractmethod
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         """M0 of the row, an upper bound also in floating point."""
 
     @abstractmethod
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         """G(radius) of the row; an upper bound also in floating point at radius 0 (M) and inf (Lipschitz constant)."""
 
 
@@ -258,7 +270,7 @@ class TableGradBound:
 
     def __call__(self, radius: float) -> float:
         """G(radius), nearest or above; `Problem.grad_bound` rounds it up."""
-        return self.loss._grad_bound(radius, self.bound_x, self.bound_y)
+        return self.loss.grad_bound(radius, self.bound_x, self.bound_y)
 
 
 def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:

@@ -30,30 +30,30 @@ class MarginLoss(TableLoss):
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi(y s); score and target of one shape."""
-        return self._curve(target * score)
+        return self.curve(target * score)
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative y phi'(y s); score and target of one shape."""
-        return target * self._slope(target * score)
+        return target * self.slope(target * score)
 
     def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Second derivative y^2 phi''(y s); score and target of one shape."""
-        return target * target * self._bend(target * score)
+        return target * target * self.bend(target * score)
 
-    def _bend(self, margin: Tensor) -> Tensor:
+    def bend(self, margin: Tensor) -> Tensor:
         """phi''(m), one-sided where phi' has a kink."""
         raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge has one")
 
-    def _corner(self, limit: Tensor) -> Tensor:
+    def corner(self, limit: Tensor) -> Tensor:
         """The margin at which -phi' reaches the limit > 0; -inf where it never does."""
         raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic or SmoothedHinge")
 
     @abstractmethod
-    def _curve(self, margin: Tensor) -> Tensor:
+    def curve(self, margin: Tensor) -> Tensor:
         """phi(m)."""
 
     @abstractmethod
-    def _slope(self, margin: Tensor) -> Tensor:
+    def slope(self, margin: Tensor) -> Tensor:
         """The selected subgradient of phi at m, in (-inf, 0]."""
 
 
@@ -80,30 +80,30 @@ class Hinge(MarginLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
 
-    def _curve(self, margin: Tensor) -> Tensor:
+    def curve(self, margin: Tensor) -> Tensor:
         return (1 - margin).clamp(min=0) ** self.power
 
-    def _slope(self, margin: Tensor) -> Tensor:
+    def slope(self, margin: Tensor) -> Tensor:
         gap = (1 - margin).clamp(min=0)
         # sign(gap) makes 0^0 come out as 0: the selection at m = 1 for q = 1.
         return -self.power * gap.sign() * gap ** (self.power - 1)
 
-    def _bend(self, margin: Tensor) -> Tensor:
-        return 2.0 * (margin < 1).to(margin.dtype) if self.power == 2 else super()._bend(margin)
+    def bend(self, margin: Tensor) -> Tensor:
+        return 2.0 * (margin < 1).to(margin.dtype) if self.power == 2 else super().bend(margin)
 
-    def _corner(self, limit: Tensor) -> Tensor:
-        return 1 - limit / 2 if self.power == 2 else super()._corner(limit)
+    def corner(self, limit: Tensor) -> Tensor:
+        return 1 - limit / 2 if self.power == 2 else super().corner(limit)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return self.power - 1
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(self.power, bound_x, power_up(bound_x, exponent))
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return 1.0
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return upper(self.power, bound_x, power_up(1 + bound_x * radius, self.power - 1))
 
 
@@ -124,29 +124,29 @@ class Logistic(MarginLoss):
 
     interpolates: ClassVar[bool] = True
 
-    def _curve(self, margin: Tensor) -> Tensor:
+    def curve(self, margin: Tensor) -> Tensor:
         return (-margin).clamp(min=0) + torch.log1p(torch.exp(-margin.abs()))
 
-    def _slope(self, margin: Tensor) -> Tensor:
+    def slope(self, margin: Tensor) -> Tensor:
         return -torch.sigmoid(-margin)
 
-    def _bend(self, margin: Tensor) -> Tensor:
+    def bend(self, margin: Tensor) -> Tensor:
         return torch.sigmoid(margin) * torch.sigmoid(-margin)
 
-    def _corner(self, limit: Tensor) -> Tensor:
+    def corner(self, limit: Tensor) -> Tensor:
         # sigmoid(-m) = c at m = log((1 - c)/c); the slope stays below 1
         return torch.where(limit < 1, torch.log1p(-limit) - torch.log(limit), -math.inf)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 1.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(bound_x, power_up(bound_x / 4, exponent))
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return math.nextafter(math.log(2.0), 1.0)
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return bound_x / (1.0 + math.exp(-bound_x * radius))  # exact at 0 and at infinity
 
 
@@ -175,31 +175,31 @@ class SmoothedHinge(MarginLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "width", positive(width=self.width))
 
-    def _curve(self, margin: Tensor) -> Tensor:
+    def curve(self, margin: Tensor) -> Tensor:
         gap = (1 - margin).clamp(min=0)
         curved = gap.clamp(max=self.width)
         return curved * (gap - curved / 2) / self.width
 
-    def _slope(self, margin: Tensor) -> Tensor:
+    def slope(self, margin: Tensor) -> Tensor:
         return -((1 - margin) / self.width).clamp(0, 1)
 
-    def _bend(self, margin: Tensor) -> Tensor:
+    def bend(self, margin: Tensor) -> Tensor:
         return ((margin < 1) & (margin >= 1 - self.width)).to(margin.dtype) / self.width
 
-    def _corner(self, limit: Tensor) -> Tensor:
+    def corner(self, limit: Tensor) -> Tensor:
         return torch.where(limit < 1, 1 - limit * self.width, -math.inf)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 1.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         width = Fraction(self.width)
         return upper(1 - width / 2 if width <= 1 else 1 / (2 * width))
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         reach = 1 + bound_x * radius
         return bound_x if reach >= self.width else upper(bound_x, Fraction(reach) / Fraction(self.width))
 
@@ -254,17 +254,17 @@ class SoftmaxCrossEntropy(TableLoss):
         known = (target >= 0) & (target < self.num_classes)
         return known, torch.where(known, target, 0)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 1.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(bound_x, bound_x, 0.5)
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return math.nextafter(math.log(self.num_classes), math.inf)
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         # The float sqrt(2.0) lies above the root; nextafter covers the two roundings of the other one.
         root = math.nextafter(math.sqrt((self.num_classes - 1) / self.num_classes), 1.0)
         at_zero = upper(bound_x, root)
-        return min(upper(bound_x, math.sqrt(2.0)), at_zero + self._holder_constant(1.0, bound_x) * radius)
+        return min(upper(bound_x, math.sqrt(2.0)), at_zero + self.holder_constant(1.0, bound_x) * radius)

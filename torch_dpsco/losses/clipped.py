@@ -141,7 +141,7 @@ class ClippedRows:
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi before the corner, its tangent beyond; shapes (B,)."""
-        corner = self.loss._corner(self.limits)
+        corner = self.loss.corner(self.limits)
         if isinstance(self.loss, MarginLoss):
             margin = target * score
             kept = torch.maximum(margin, corner)
@@ -150,7 +150,7 @@ class ClippedRows:
             kept = torch.clamp(margin, -corner, corner)
         # 0 where nothing is clipped: inf * 0 would be NaN
         beyond = torch.where(kept == margin, 0.0, self.limits * (kept - margin).abs())
-        return self.loss._curve(kept) + beyond
+        return self.loss.curve(kept) + beyond
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Slope phi' clipped, shape (B,); at most the limit for targets |y| <= 1 of a margin loss."""
@@ -193,7 +193,7 @@ class ResidualClipped:
         object.__setattr__(self, "clip", positive(clip=self.clip))
         if not isinstance(self.loss, (MarginLoss, ResidualLoss)):
             raise ConditionError(f"loss must have one score (got {self.loss!r})")
-        self.loss._corner(torch.ones(1))  # refuses losses without a corner
+        self.loss.corner(torch.ones(1))  # refuses losses without a corner
 
     @property
     def target_kind(self) -> str:

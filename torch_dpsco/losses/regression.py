@@ -24,30 +24,30 @@ class ResidualLoss(TableLoss):
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi(y - s); score and target of one shape."""
-        return self._curve(target - score)
+        return self.curve(target - score)
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative -phi'(y - s); score and target of one shape."""
-        return -self._slope(target - score)
+        return -self.slope(target - score)
 
     def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Second derivative phi''(y - s); score and target of one shape."""
-        return self._bend(target - score)
+        return self.bend(target - score)
 
-    def _bend(self, residual: Tensor) -> Tensor:
+    def bend(self, residual: Tensor) -> Tensor:
         """phi''(r), one-sided where phi' has a kink."""
         raise ConditionError(f"{self!r} has no second derivative; Huber and Squared have one")
 
-    def _corner(self, limit: Tensor) -> Tensor:
+    def corner(self, limit: Tensor) -> Tensor:
         """The residual r > 0 at which phi' reaches the limit > 0; inf where it never does. Needs an even phi."""
         raise ConditionError(f"the slope of {self!r} cannot be clipped; take Squared or Huber")
 
     @abstractmethod
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         """phi(r)."""
 
     @abstractmethod
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         """The selected subgradient of phi at r."""
 
 
@@ -74,28 +74,28 @@ class PowerLoss(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
 
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         return residual.abs() ** self.power
 
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         return self.power * residual.sign() * residual.abs() ** (self.power - 1)
 
-    def _bend(self, residual: Tensor) -> Tensor:
-        return torch.full_like(residual, 2.0) if self.power == 2 else super()._bend(residual)
+    def bend(self, residual: Tensor) -> Tensor:
+        return torch.full_like(residual, 2.0) if self.power == 2 else super().bend(residual)
 
-    def _corner(self, limit: Tensor) -> Tensor:
-        return limit / 2 if self.power == 2 else super()._corner(limit)
+    def corner(self, limit: Tensor) -> Tensor:
+        return limit / 2 if self.power == 2 else super().corner(limit)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return self.power - 1
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(self.power, power_up(2.0, 2 - self.power), bound_x, power_up(bound_x, exponent))
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return upper(bound_y, power_up(bound_y, self.power - 1))
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return upper(self.power, bound_x, power_up(bound_y + bound_x * radius, self.power - 1))
 
 
@@ -113,22 +113,22 @@ class Absolute(ResidualLoss):
         1.0
     """
 
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         return residual.abs()
 
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         return residual.sign()
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 0.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return 2 * bound_x
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return bound_y
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return bound_x
 
 
@@ -146,28 +146,28 @@ class Squared(ResidualLoss):
         4.0
     """
 
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         return residual * residual / 2
 
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         return residual
 
-    def _bend(self, residual: Tensor) -> Tensor:
+    def bend(self, residual: Tensor) -> Tensor:
         return torch.ones_like(residual)
 
-    def _corner(self, limit: Tensor) -> Tensor:
+    def corner(self, limit: Tensor) -> Tensor:
         return limit
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 1.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(bound_x, bound_x)
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return upper(bound_y, bound_y, 0.5)
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return upper(bound_x, bound_y + bound_x * radius)
 
 
@@ -196,31 +196,31 @@ class Huber(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", positive(threshold=self.threshold))
 
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         size = residual.abs()
         curved = size.clamp(max=self.threshold)
         return curved * (size - curved / 2)
 
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         return residual.clamp(-self.threshold, self.threshold)
 
-    def _bend(self, residual: Tensor) -> Tensor:
+    def bend(self, residual: Tensor) -> Tensor:
         return (residual.abs() <= self.threshold).to(residual.dtype)
 
-    def _corner(self, limit: Tensor) -> Tensor:
+    def corner(self, limit: Tensor) -> Tensor:
         return torch.where(limit < self.threshold, limit, math.inf)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 1.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return upper(power_up(2 * self.threshold, 1 - exponent), bound_x, power_up(bound_x, exponent))
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         curved = min(Fraction(bound_y), Fraction(self.threshold))
         return upper(curved, Fraction(bound_y) - curved / 2)
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return upper(bound_x, min(self.threshold, bound_y + bound_x * radius))
 
 
@@ -246,26 +246,26 @@ class Pinball(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
 
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         return torch.maximum(self.quantile * residual, (self.quantile - 1) * residual)
 
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         above, below = residual.clamp(min=0).sign(), residual.clamp(max=0).sign()
         return self.quantile * above + (1 - self.quantile) * below
 
     def _steepest(self) -> Fraction:
         return max(Fraction(self.quantile), 1 - Fraction(self.quantile))
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 0.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return bound_x
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return upper(bound_y, self._steepest())
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return upper(bound_x, self._steepest())
 
 
@@ -291,22 +291,22 @@ class EpsilonInsensitive(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "width", nonnegative(width=self.width))
 
-    def _curve(self, residual: Tensor) -> Tensor:
+    def curve(self, residual: Tensor) -> Tensor:
         return (residual.abs() - self.width).clamp(min=0)
 
-    def _slope(self, residual: Tensor) -> Tensor:
+    def slope(self, residual: Tensor) -> Tensor:
         return residual.sign() * (residual.abs() > self.width)
 
-    def _exponent(self) -> float:
+    def holder_exponent(self) -> float:
         return 0.0
 
-    def _holder_constant(self, exponent: float, bound_x: float) -> float:
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
         return 2 * bound_x
 
-    def _loss_at_zero(self, bound_y: float) -> float:
+    def loss_at_zero(self, bound_y: float) -> float:
         return upper(max(Fraction(bound_y) - Fraction(self.width), Fraction(0)))
 
-    def _grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         # A rounded sum must not miss a residual that leaves the tube.
         reach = bound_y if radius == 0 else round_up(bound_y + bound_x * radius)
         return bound_x if reach > self.width else 0.0

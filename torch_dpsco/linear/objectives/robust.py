@@ -256,8 +256,8 @@ class Adversarial(Objective):
         slope = self._slope_of_norm(point)
         scores, targets = self.records.scores(point), self.records.targets
         margins = targets * scores - self.attack_radius * self._norm(point)
-        bends = self.records.weights * self.loss._bend(margins) / self.normalizer
-        pull = -self.attack_radius * self.records.total(self.records.weights * self.loss._slope(margins))
+        bends = self.records.weights * self.loss.bend(margins) / self.normalizer
+        pull = -self.attack_radius * self.records.total(self.records.weights * self.loss.slope(margins))
         cross = torch.outer(self.records.combine(bends * targets), self.attack_radius * slope)
         total = self.records.gram(bends * targets * targets) - cross - cross.T
         total += self.attack_radius**2 * self.records.total(bends) * torch.outer(slope, slope)
@@ -312,9 +312,9 @@ class Adversarial(Objective):
         def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             targets, weights = self.records.targets[rows], self.records.weights[rows]
             margins = targets * scores - shift
-            slopes = weights * self.loss._slope(margins)
+            slopes = weights * self.loss.slope(margins)
             pulls.add(slopes.sum())
-            return weights * self.loss._curve(margins), targets * slopes
+            return weights * self.loss.curve(margins), targets * slopes
 
         losses, gradient = self.records.fold(point, terms)
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
