@@ -33,8 +33,7 @@ from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
-from torch_dpsco.theory.linear.objective import softmax_log_det
-from torch_dpsco.theory.linear.objective_general import amp_delta_general, log_det
+from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
 N, DIM = 60, 3

@@ -18,7 +18,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Gaussian, Parallel, PoissonGaussian, Repeat, Sequential
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.planning import Plan
+from torch_dpsco.accounting.planning import PlannedEvents
 from torch_dpsco.accounting.stated import ApproxDP, Pure
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
@@ -219,7 +219,7 @@ def test_partitions_of_two_plans_are_not_taken_for_one():
     """A record may be in part 1 of one partition and in part 0 of the other: both largest parts are reserved."""
     loud, quiet = gaussian(0.2), gaussian(0.05)
     runs = parts("planned", loud, quiet), parts("planned", quiet, loud)
-    plan = Plan.closing([(run, 1) for run in runs], runs[0], 1)
+    plan = PlannedEvents.closing([(run, 1) for run in runs], runs[0], 1)
     reserved = plan.reserved(Ledger(), runs[0], 1)
     twice = Ledger([Repeat(loud, 2)]).epsilon(DELTA, REPLACE_ONE)
     assert Ledger([reserved]).epsilon(DELTA, REPLACE_ONE) == pytest.approx(twice)
@@ -230,7 +230,7 @@ def test_phases_on_parts_of_their_own_are_one_plan_under_any_name():
     """What `ahead` names "planned" is charged under the name of the cut, part by part, batches within parts too."""
     loud, quiet = gaussian(0.2), gaussian(0.05)
     sampled = PoissonGaussian(4.0, 0.01)
-    plan = Plan.closing([(parts("planned", loud, quiet), 1), (sampled, 7)], sampled, 1)
+    plan = PlannedEvents.closing([(parts("planned", loud, quiet), 1), (sampled, 7)], sampled, 1)
     ledger = Ledger()
     for name, event in (("0/0", loud), ("0/1", loud), ("1", quiet)):
         charge = Parallel({name: (event,)}, "positions/abc")
@@ -403,5 +403,5 @@ def test_a_ledger_without_a_plan_goes_on_with_its_only_event_or_not_at_all():
 
 
 def test_a_plan_is_the_same_after_a_round_trip():
-    plan = Plan.closing([(parts("planned", gaussian(0.1), gaussian(math.pi / 9)), 2), (STEP, None)], STEP, 1)
-    assert Plan.from_row(plan.to_row()) == plan
+    plan = PlannedEvents.closing([(parts("planned", gaussian(0.1), gaussian(math.pi / 9)), 2), (STEP, None)], STEP, 1)
+    assert PlannedEvents.from_row(plan.to_row()) == plan

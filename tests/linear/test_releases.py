@@ -21,8 +21,7 @@ from torch_dpsco.linear.solvers import solve
 from torch_dpsco.linear.solvers.certificates import Certificate
 from torch_dpsco.linear.solvers.solve import Solution
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.theory.linear.objective import AMP_MU_OUT, softmax_log_det
-from torch_dpsco.theory.linear.objective_general import amp_sigma_general, log_det
+from torch_dpsco.theory.linear.objective import AMP_MU_OUT, amp_sigma_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_sigma_monotone
 
 FALSE_ALARM = 1e-6

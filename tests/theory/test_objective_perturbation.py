@@ -24,7 +24,7 @@ from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.linear import objective as op
 from torch_dpsco.theory.linear import objective_monotone as monotone
 from torch_dpsco.theory.linear.integrals import profile
-from torch_dpsco.theory.linear.objective_general import amp_delta_general, objpert_delta_general
+from torch_dpsco.theory.linear.objective import amp_delta_general, objpert_delta_general
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, objpert_delta_monotone
 
 mp.mp.dps = 35
@@ -133,7 +133,7 @@ def test_the_dominating_curve_is_not_below_its_high_precision_value(order, sigma
     ahead = gauss * mp.ncdf(-far) + atom + mp.exp(k * c) * gauss * mp.ncdf(far - z)
     back = gauss * mp.ncdf(far) + atom + mp.exp(-(k + 1) * c) * gauss * mp.ncdf(-far - z)
     exact = mp.log(max(ahead, back)) / k
-    ours = op.objpert_rdp_dominating(order, sigma, reg, 1.0, 0.25)
+    ours = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, 0.25)
     assert exact <= ours <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2e-13") / k
     assert ours <= objpert_rdp_monotone(order, sigma, reg, 1.0, 0.25) * (1 + 1e-12) + 1e-12
 
@@ -156,7 +156,7 @@ def test_the_curve_of_a_replaced_record_is_the_integral_of_its_profile(order, si
         [0, c, c + s, c + 4 * s, c + 12 * s, c + 40 * s],
     )
     exact = mp.log(1 + k * (k + 1) * integral) / k
-    ours = op.objpert_rdp_dominating(order, sigma, 1.0, 1.0, 0.25, "replace_one")
+    ours = monotone.objpert_rdp_dominating(order, sigma, 1.0, 1.0, 0.25, "replace_one")
     assert exact * (1 - mp.mpf("1e-14")) <= ours <= exact * (1 + mp.mpf("1e-9"))
 
 
@@ -267,7 +267,7 @@ def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):
     for sigma, delta_of in cases:
         assert delta_of(sigma) <= delta < delta_of(sigma * (1 - 1e-6))
     mu_out = 0.01 * epsilon
-    sigma = op.amp_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, mu_out)
+    sigma = monotone.amp_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, mu_out)
     assert amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out) <= delta
 
 
@@ -361,7 +361,7 @@ def test_no_renyi_divergence_of_a_line_passes_the_dominating_curve():
         weight = theta[1] - theta[0]
         log_p, log_q = line.log_density([*records, extra], theta), line.log_density(records, theta)
         for order in (1.2, 2.0, 6.0):
-            bound = op.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness())
+            bound = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness())
             for one, other in ((log_p, log_q), (log_q, log_p)):
                 moment = np.exp(order * one + (1 - order) * other)
                 assert math.log(moment.sum() * weight) / (order - 1) <= bound + 1e-5
@@ -403,7 +403,7 @@ def test_no_replaced_record_of_a_line_passes_the_bound():
             general = objpert_delta_general(epsilon, sigma, c, 2.0, 2)
             assert max(divergences(log_p, log_q, weight, epsilon)) <= min(bound, general) + 1e-6
         for order in (1.3, 4.0):
-            curve = op.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness(), "replace_one")
+            curve = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness(), "replace_one")
             for one, other in ((log_p, log_q), (log_q, log_p)):
                 moment = np.exp(order * one + (1 - order) * other)
                 assert math.log(moment.sum() * weight) / (order - 1) <= curve + 1e-5
@@ -546,7 +546,7 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
     for call in (
         lambda reg: objpert_sigma(0.1, 1e-6, reg, 1.0, 0.25),
         lambda reg: objpert_sigma_monotone(0.1, 1e-6, reg, 1.0, 0.25),
-        lambda reg: op.amp_sigma_monotone(0.1, 1e-6, reg, 1.0, 0.25, 1e-3),
+        lambda reg: monotone.amp_sigma_monotone(0.1, 1e-6, reg, 1.0, 0.25, 1e-3),
         lambda reg: op.objpert_pure_rate(0.1, reg, 1.0, 0.25),
     ):
         with pytest.raises(InfeasibleError, match=rf"reg must be > {least:g}"):
@@ -555,7 +555,7 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
     with pytest.raises(InfeasibleError, match="log_det"):
         objpert_sigma_general(0.1, 1e-6, 0.1, 1.0, 2)
     with pytest.raises(InfeasibleError, match="mu_out"):
-        op.amp_sigma_monotone(0.1, 1e-6, 100.0, 1.0, 0.25, 1.0)
+        monotone.amp_sigma_monotone(0.1, 1e-6, 100.0, 1.0, 0.25, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -572,7 +572,7 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
         (lambda: objpert_delta_general(1.0, 1.0, 0.1, 1.0, 0), "subspace_dim must be an integer >= 1"),
         (lambda: amp_delta(1.0, 1.0, 1.0, 1.0, 0.25, -1.0), "mu_out must be >= 0"),
         (lambda: op.objpert_rdp(1.0, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
-        (lambda: op.objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
+        (lambda: monotone.objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
         (lambda: objpert_sigma(0.0, 1e-6, 1.0, 1.0, 0.25), "epsilon must be > 0"),
         (lambda: objpert_sigma(1.0, 0.0, 1.0, 1.0, 0.25), "delta must be in"),
         (lambda: objpert_sigma_monotone(1.0, 1.0, 1.0, 1.0, 0.25), "delta must be in"),
@@ -589,7 +589,7 @@ def test_arguments_out_of_range_are_named(call, message):
 def test_a_determinant_without_weight_leaves_the_gaussian_mechanism():
     """beta = 0: linear losses, where the whole mechanism is Gaussian noise on the sum of gradients."""
     for order in (1.5, 20.0):
-        assert op.objpert_rdp_dominating(order, 3.0, 1.0, 1.0, 0.0) == pytest.approx(order / 18, rel=1e-10)
+        assert monotone.objpert_rdp_dominating(order, 3.0, 1.0, 1.0, 0.0) == pytest.approx(order / 18, rel=1e-10)
     assert monotone.objpert_delta_monotone(0.5, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
         gaussian_delta(1 / 3, 0.5), rel=1e-9
     )

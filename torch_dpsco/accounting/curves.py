@@ -48,7 +48,8 @@ from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
 from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.theory.linear import objective as formulas
+from torch_dpsco.theory.linear.objective import log_det, objpert_rdp, objpert_rdp_general
+from torch_dpsco.theory.linear.objective_monotone import objpert_rdp_dominating
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
@@ -436,15 +437,15 @@ def objective_curve(
         (('add_remove', 'zero_out'), True)
     """
     adjacency, mu_out = check_adjacency(adjacency), check.nonnegative(mu_out=mu_out)
-    determinant = formulas.log_det(reg, smoothness)
+    determinant = log_det(reg, smoothness)
 
     def divergence(order: float) -> float:
         if monotone:
-            value = formulas.objpert_rdp_dominating(order, noise_std, reg, lipschitz, smoothness, adjacency)
+            value = objpert_rdp_dominating(order, noise_std, reg, lipschitz, smoothness, adjacency)
         elif adjacency == REPLACE_ONE:
-            value = formulas.objpert_rdp_general(order, noise_std, determinant, 2 * lipschitz, 2)
+            value = objpert_rdp_general(order, noise_std, determinant, 2 * lipschitz, 2)
         else:
-            value = formulas.objpert_rdp(order, noise_std, reg, lipschitz, smoothness)
+            value = objpert_rdp(order, noise_std, reg, lipschitz, smoothness)
         return (value + order * mu_out * mu_out / 2) * (1 + 1e-15)
 
     orders = tuple(float(order) for order in orders_at(_LEVEL))

@@ -1,11 +1,8 @@
 """Planned budgets: what a run will charge, said before its first release and kept.
 
-Plans: what a run under a planned budget will charge, said before its first release.
-
-Composition theorems for fixed parameters hold for events that no output has chosen. A plan therefore closes with the
-first charge. It is a multiset of events, and at most one event more that may be repeated as often as the budget admits.
-
-Source: docs/proofs/accounting.md#planned-budgets.
+Composition theorems for fixed parameters hold for events that no output has chosen. `Planning`, the part of the
+accountant that keeps what was planned, therefore closes with the first charge. What is planned is a multiset of events,
+and at most one event more that may be repeated as often as the budget admits.
 
 Guarantee: let M be the fixed events with k repetitions of the open one, k the largest number for which M is within
 (epsilon, delta). Every run charges a part of M, in an order and up to a stop that may depend on what was released. By
@@ -13,8 +10,6 @@ the induction of `filters.ScheduledFilter` its divergence is at most that of all
 parts, fix the pair, and with it the part of each partition in which the two data sets differ. A partition is matched to
 a planned one by its first event, once and for all, and its parts by their names, so that no output chooses which part
 of M the record meets. A partition that is not planned counts as its largest part, event by event, for all records.
-
-Planning: the part of the accountant that keeps what was planned, so that no output chooses under a planned budget.
 
 Source: docs/proofs/accounting.md#planned-budgets.
 """
@@ -50,7 +45,7 @@ _Parts: TypeAlias = dict[str, _Counts]  # what the parts of a partition hold
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedEvents:
     """What may be charged.
 
     Args:
@@ -62,7 +57,7 @@ class Plan:
     open: Event | None = None
 
     @classmethod
-    def closing(cls, declared: Iterable[tuple[Event, int | None]], first: Event, count: int) -> Plan:
+    def closing(cls, declared: Iterable[tuple[Event, int | None]], first: Event, count: int) -> PlannedEvents:
         """Returns the plan of a run that was declared, as (event, steps or None), and begins with an event."""
         finite = [Repeat(event, steps) for event, steps in declared if steps is not None]
         repeated = list(dict.fromkeys(unit_of(event) for event, steps in declared if steps is None))
@@ -80,7 +75,7 @@ class Plan:
         return cls(tuple(_renamed(event, f"plan {k}") for k, event in enumerate(plan.fixed)), plan.open)
 
     @classmethod
-    def of(cls, ledger: Ledger) -> Plan:
+    def of(cls, ledger: Ledger) -> PlannedEvents:
         """Returns the plan of a ledger that came without one: more of its only event, or nothing more."""
         if len(ledger.distinct) == 1:
             return cls(open=next(iter(ledger.distinct)))
@@ -136,7 +131,7 @@ class Plan:
         }
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Plan:
+    def from_row(cls, row: Mapping[str, Any]) -> PlannedEvents:
         """Builds a plan from primitives."""
         once = row["open"]
         return cls(tuple(map(event_from_json, row["fixed"])), None if once is None else event_from_json(once))
@@ -225,7 +220,7 @@ class Planning:
 
     def _reread(self) -> None:
         """Follows a new budget or book."""
-        self._closed: Plan | None = None  # the plan, as far as it is known
+        self._closed: PlannedEvents | None = None  # the plan, as far as it is known
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
         rule = self._budget
@@ -301,11 +296,11 @@ class Planning:
         rule = self._rule
         return rule is not None and rule.mode == "planned" and rule.schedule is None and rule.delta > 0
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PlannedEvents:
         """Returns the plan that the first charge closed."""
         if self._closed is None:
             row = self._config.get("plan")
-            self._closed = Plan.of(self.ledger) if row is None else Plan.from_row(row)
+            self._closed = PlannedEvents.of(self.ledger) if row is None else PlannedEvents.from_row(row)
         return self._closed
 
     def _is_planned(self, event: Event, count: int) -> bool:
@@ -339,11 +334,11 @@ class Planning:
             if refuse:
                 self._adapt(event, count)
             elif (plan := self._plan()).reserved(self.ledger, event, count) is None:
-                self._close(Plan((*plan.fixed, Repeat(event, count)), plan.open))
+                self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
             yield
             return
         try:
-            plan = Plan.closing(self._declared, event, max(count, planned))
+            plan = PlannedEvents.closing(self._declared, event, max(count, planned))
             if refuse:
                 self._require_room_for(plan)
             self._close(plan)
@@ -353,7 +348,7 @@ class Planning:
                 self._config.pop("plan", None)
                 self._closed = None
 
-    def _require_room_for(self, plan: Plan) -> None:
+    def _require_room_for(self, plan: PlannedEvents) -> None:
         assert self._rule is not None
         several = list(dict.fromkeys(unit_of(event) for event, steps in self._declared if steps is None))
         if len(several) > 1:
@@ -368,7 +363,7 @@ class Planning:
                 f"accountant if some of them are not wanted"
             )
 
-    def _close(self, plan: Plan) -> None:
+    def _close(self, plan: PlannedEvents) -> None:
         self._closed = plan
         if not plan.is_plain:  # else the ledger tells it
             self._config["plan"] = plan.to_row()

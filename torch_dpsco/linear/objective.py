@@ -38,12 +38,14 @@ from torch_dpsco.theory.exact_noise import require_gaussian
 from torch_dpsco.theory.linear.objective import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
+    amp_delta_general,
     amp_noise_std,
+    amp_sigma_general,
+    log_det,
     objpert_pure_rate,
     objpert_reg,
     softmax_log_det,
 )
-from torch_dpsco.theory.linear.objective_general import amp_delta_general, amp_sigma_general, log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
 from torch_dpsco.theory.linear.solvers import amp_tolerance, gradient_rounding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.theory.linear.integrals import least_noise, log_normal_cdf
-from torch_dpsco.theory.linear.objective_general import (
+from torch_dpsco.theory.linear.objective import (
     _folded,
     amp_delta_general,
     amp_sigma_general,

@@ -96,16 +96,7 @@ def accelerated_plan(
         >>> plan.steps, round(plan.bound, 4)
         (41, 0.0885)
     """
-    data = OnePass(
-        n=n,
-        dim=dim,
-        rho=rho,
-        moment=moment,
-        moment_order=moment_order,
-        second_moment=second_moment,
-        adjacency=adjacency,
-        allow_infinite_variance=allow_infinite_variance,
-    )
+    data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     check.nonnegative(smoothness=smoothness)
     check.positive(diameter=diameter)
     if clip is not None:

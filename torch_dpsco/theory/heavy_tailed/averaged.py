@@ -187,16 +187,7 @@ def strongly_convex_plan(
         >>> plan.steps, round(plan.bound, 4)
         (18, 0.0032)
     """
-    data = OnePass(
-        n=n,
-        dim=dim,
-        rho=rho,
-        moment=moment,
-        moment_order=moment_order,
-        second_moment=second_moment,
-        adjacency=adjacency,
-        allow_infinite_variance=allow_infinite_variance,
-    )
+    data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
     # |w_0 - w*| <= |grad F(w_0)|/mu <= r_1/mu, and r_1 <= r_2 <= r_k
     distance = min(check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu)

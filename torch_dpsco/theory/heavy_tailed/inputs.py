@@ -85,7 +85,7 @@ class OnePassPlan:
         return self.noise_std * self.batch_size / self.clip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OnePass:
     """Checked public inputs of a one-pass plan.
 

@@ -122,16 +122,7 @@ def proximal_pl_plan(
         >>> plan.steps, round(plan.bound, 4)
         (49, 0.0218)
     """
-    data = OnePass(
-        n=n,
-        dim=dim,
-        rho=rho,
-        moment=moment,
-        moment_order=moment_order,
-        second_moment=second_moment,
-        adjacency=adjacency,
-        allow_infinite_variance=allow_infinite_variance,
-    )
+    data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     check.positive(initial_gap=initial_gap)
     if clip is not None:
         check.positive(clip=clip)

@@ -1,51 +1,243 @@
-"""Objective perturbation: the names that optimizers and tests import, constants and the pure mechanism.
+"""Objective perturbation: the general bounds, constants and the pure mechanism; `objective_monotone` has more.
 
-* losses whose derivative keeps its sign (logistic, smoothed hinge): `objective_monotone`, the default for them;
-* all others (Huber, softmax): `objective_general`.
-
-Both hold for smooth losses of linear scores, whose constants are suprema over ALL of R^d: the minimizer is unbounded.
+Losses whose derivative keeps its sign (logistic, smoothed hinge) have better bounds there. These hold for all smooth
+losses of linear scores (Huber, softmax), whose constants are suprema over ALL of R^d: the minimizer is unbounded.
 Squared, non-smooth and tilted losses are not covered.
 
-Source: docs/proofs/objective.md
+theta minimizes sum_i l(theta; z_i) + (lam/2) |theta|^2 + b.theta, b ~ N(0, sigma^2 I). The map from b to theta is a
+bijection for each data set, b = -(sum of gradients + lam theta), so that the density of theta is that of b times the
+determinant of the Hessian. One record z more: the determinants have the ratio 1 + phi'' x' H^-1 x in [1, 1 + beta/lam],
+and b moves by h = phi' x, |h| <= L. Under the data set that theta is drawn from, the log ratio of the densities of b is
+at most |h|^2 / (2 sigma^2) + |h| |N| / sigma, N the part of b / sigma along x, a standard normal. In both directions
+
+    privacy loss <= c + s^2 / 2 + s |N|,      c = log(1 + beta / lam),   s = L / sigma.
+
+In general c bounds the log ratio of determinants, h lies in a subspace of k dimensions that is fixed by the two records
+and has |h| <= D; then |N| is the length of a standard normal vector of R^k. No condition lam > beta is needed.
+
+AMP: a point with a gradient of norm <= tau is within tau / lam of theta on each data set. It is released with noise of
+std sigma_out: given theta, a Gaussian release with mu_out = 2 tau / (lam sigma_out).
+
+Differs from the literature in: c is log(1 + beta/lam), not -log(1 - beta/lam); the output noise has twice the
+sensitivity; integrals are rounded up.
+
+Source: docs/proofs/objective.md#density-of-the-answer, docs/proofs/objective.md#several-dimensions; Redberg, Koskela
+and Wang 2023; Iyengar et al. 2019.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.linear.objective_general import (
-    amp_delta_general,
-    amp_sigma_general,
-    log_det,
-    objpert_rdp,
-    objpert_rdp_general,
-    spare_epsilon,
+from torch_dpsco.theory.linear.integrals import (
+    least_noise,
+    log_chi_density,
+    log_concave_integral,
+    log_normal_cdf,
+    profile,
+    shifted_profile,
 )
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone, objpert_rdp_dominating
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.rounding import scaled_up
 
-__all__ = [
-    "AMP_MU_OUT",
-    "AMP_PURE_SHARE",
-    "amp_delta_general",
-    "amp_delta_monotone",
-    "amp_noise_std",
-    "amp_sigma_general",
-    "amp_sigma_monotone",
-    "log_det",
-    "objpert_pure_rate",
-    "objpert_rdp",
-    "objpert_rdp_dominating",
-    "objpert_rdp_general",
-    "objpert_reg",
-    "softmax_log_det",
-]
-
 AMP_MU_OUT = 0.01  # default level of the noise on the output
 AMP_PURE_SHARE = 0.01  # share of a pure epsilon for the noise on the output
+_ROUNDING = 1e-13  # relative to the terms of a Renyi divergence
+
+
+def log_det(reg: float, smoothness: float) -> float:
+    """Returns c = log(1 + beta / lam), rounded up: how much one record of rank one can change the determinant.
+
+    Args:
+        reg: lam > 0, in sum form.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta.
+
+    Source: docs/proofs/objective.md#one-record-and-the-determinant
+
+    Example:
+        >>> round(log_det(reg=5.0, smoothness=0.25), 9)
+        0.048790164
+    """
+    ratio = check.nonnegative(smoothness=smoothness) / check.positive(reg=reg)
+    return scaled_up(math.log1p(scaled_up(ratio, 1)), 4) if smoothness else 0.0
+
+
+def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
+    """Returns epsilon - c; raises InfeasibleError unless it is positive: no noise makes up for the determinant.
+
+    Example:
+        >>> round(spare_epsilon(1.0, reg=1.0, smoothness=0.25), 9)
+        0.776856449
+    """
+    left = check.positive(epsilon=epsilon) - log_det(reg, smoothness)
+    if left <= 0:
+        # expm1 overflows from 709 on, where c < epsilon for every reg that is not subnormal
+        least = smoothness / math.expm1(min(epsilon, 700.0))
+        raise InfeasibleError(f"reg must be > {least:g} for epsilon = {epsilon:g} (got {reg:g})")
+    return left
+
+
+def _folded(epsilon: float, determinant: float, level: float) -> float:
+    left = check.nonnegative(epsilon=epsilon) - determinant
+    if left >= level * level / 2:
+        return min(1.0, 2 * profile(left, level))
+    return min(1.0, max(0.0, 1 - 2 * math.exp(left + log_normal_cdf(-level)) + 1e-14))
+
+
+def objpert_delta_general(
+    epsilon: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
+) -> float:
+    """Returns E[(1 - e^(epsilon - c - s^2/2 - s chi_k))_+], s = D / sigma: any two neighboring data sets.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0.
+        log_det: c >= 0, bound on the log ratio of the determinants of the two Hessians.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: the adjacency of its constants. Scalar losses, replace_one: c = log(1 + beta/lam), D = 2 L, k = 2.
+        Softmax: c = `softmax_log_det`, D = sqrt(2) B and k = K - 1 (add_remove), twice both (replace_one).
+
+    Source: docs/proofs/objective.md#several-dimensions
+
+    Example:
+        >>> round(objpert_delta_general(0.5, 3.0, log_det=0.1178, diameter=1.0, subspace_dim=1), 6)
+        0.050002
+    """
+    level, k = noise_level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
+    determinant = check.nonnegative(log_det=log_det)
+    if k == 1:
+        return _folded(epsilon, determinant, level)
+    left = check.nonnegative(epsilon=epsilon) - determinant - level * level / 2
+    return shifted_profile(left, level, k, 0.0)
+
+
+def objpert_rdp(order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:
+    """Returns c + s^2/2 + (t^2/2 + log(2 Phi(t))) / (a - 1), t = (a - 1) s: a Renyi divergence, of both directions.
+
+    Args:
+        order: a > 1.
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+
+    Guarantee: add_remove and zero_out, for losses phi(theta.x; y) with phi convex and twice differentiable (almost
+        everywhere, with a Lipschitz derivative), an exact minimizer, and b drawn once.
+
+    Source: docs/proofs/objective.md#losses-of-any-sign
+
+    Example:
+        >>> round(objpert_rdp(2, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 9)
+        0.135432335
+    """
+    return objpert_rdp_general(order, noise_std, log_det(reg, smoothness), lipschitz, 1)
+
+
+def objpert_rdp_general(order: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int) -> float:
+    """Returns c + s^2/2 + log(E e^(t chi_k)) / (a - 1), t = (a - 1) s, s = D / sigma.
+
+    Args:
+        order: a > 1.
+        noise_std: sigma > 0, of b.
+        log_det: c >= 0, bound on the log ratio of the determinants.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+
+    Source: docs/proofs/objective.md#several-dimensions
+
+    Example:
+        >>> round(objpert_rdp_general(2, 10.0, log_det=0.05, diameter=1.0, subspace_dim=1), 6)
+        0.136642
+    """
+    excess, level = check.order(order=order) - 1, noise_level(diameter, noise_std)
+    k, tilt = check.positive_count(subspace_dim=subspace_dim), excess * level
+    if k == 1:
+        log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
+        log_moment += 1e-15 + _ROUNDING * tilt * tilt
+    else:
+        high = tilt + math.sqrt(k - 1) + 45.0
+        log_moment = log_concave_integral(lambda r: log_chi_density(r, k) + tilt * np.asarray(r), 0.0, high)
+    value = check.nonnegative(log_det=log_det) + level * level / 2 + log_moment / excess
+    return value * (1 + _ROUNDING)
+
+
+def amp_delta_general(
+    epsilon: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int, mu_out: float
+) -> float:
+    """Returns E[delta(epsilon - c - s^2/2 - s chi_k, mu_out)], s = D / sigma.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0, of b.
+        log_det: c >= 0, bound on the log ratio of the determinants.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_delta_general(0.5, 3.0, 0.1178, diameter=1.0, subspace_dim=1, mu_out=0.05), 6)
+        0.051856
+    """
+    if check.nonnegative(mu_out=mu_out) == 0:
+        return objpert_delta_general(epsilon, noise_std, log_det, diameter, subspace_dim)
+    level, k = noise_level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
+    left = check.nonnegative(epsilon=epsilon) - check.nonnegative(log_det=log_det) - level * level / 2
+    return shifted_profile(left, level, k, mu_out)
+
+
+def amp_sigma_general(
+    epsilon: float, delta: float, log_det: float, diameter: float, subspace_dim: int, mu_out: float
+) -> float:
+    """Returns the least sigma with `amp_delta_general` <= delta, rounded up.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1).
+        log_det: c >= 0, bound on the log ratio of the determinants.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_sigma_general(1.0, 1e-6, 0.1, diameter=1.0, subspace_dim=1, mu_out=0.01), 3)
+        4.821
+    """
+    left = check.positive(epsilon=epsilon) - check.nonnegative(log_det=log_det)
+    if left <= 0:
+        raise InfeasibleError(f"epsilon must be > log_det = {log_det:g} (got {epsilon:g}): use a larger reg")
+    start = check.positive(diameter=diameter) / gaussian_mu(left, delta)
+    why_not = f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon - log_det = {left:g}: use a smaller one"
+    return least_noise(
+        lambda sigma: amp_delta_general(epsilon, sigma, log_det, diameter, subspace_dim, mu_out), delta, start, why_not
+    )
+
+
+def noise_level(lipschitz: float, noise_std: float) -> float:
+    """Returns s = L / sigma, rounded up."""
+    level = check.positive(lipschitz=lipschitz) / check.positive(noise_std=noise_std)
+    return math.nextafter(level, math.inf)
 
 
 def objpert_reg(epsilon: float, smoothness: float) -> float:

@@ -1,6 +1,6 @@
 """Objective perturbation for losses whose derivative keeps its sign: as private as a Gaussian mechanism, but for c.
 
-For logistic, smoothed hinge and all other nonincreasing losses of a margin, h = phi' x of `objective_general` has a
+For logistic, smoothed hinge and all other nonincreasing losses of a margin, h = phi' x of `objective` has a
 known direction: h = -t u, t in [0, L], u fixed by the record. Under the data set that theta is drawn from, the log
 ratio of the densities of b is (t^2 + 2 t sigma N) / (2 sigma^2), N standard normal. It is convex in t, so that,
 whatever t is (it depends on theta), it is at most its larger value at the ends, max(0, G), G = s^2/2 + s N: the
@@ -40,7 +40,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.linear.integrals import least_noise, log_normal_cdf, profile, shifted_profile
-from torch_dpsco.theory.linear.objective_general import log_det, noise_level, spare_epsilon
+from torch_dpsco.theory.linear.objective import log_det, noise_level, spare_epsilon
 
 _ROUNDING = 1e-13  # relative to the terms of a sum
 
