@@ -24,7 +24,7 @@ from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.theory.linear.output import expected_suboptimal_sensitivity
 
-SOLVE = importlib.import_module("torch_dpsco.linear.solvers.solve")
+SOLVE = importlib.import_module("torch_dpsco.linear.solvers")
 
 
 def task(delta: float = 1e-6, **settings: object) -> LinearTask:
@@ -74,7 +74,7 @@ def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.Mon
     plan = plan_output(given)
     records = make_records(given, *data(1.0))
     exact = solve(build_objective(given, plan.reg, records), plan.distance / 10).w
-    continuation = importlib.import_module("torch_dpsco.linear.solvers.continuation")
+    continuation = importlib.import_module("torch_dpsco.linear.solvers.newton")
     for error in (0.1, 1e9, math.nan):
         monkeypatch.setattr(continuation, "newton", lambda smooth, start, distance, error=error: start + error)
         assert float((plan.solve(records) - exact).abs()) <= plan.distance * 1.1

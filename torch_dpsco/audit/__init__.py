@@ -16,7 +16,6 @@ intervals).
 """
 
 from torch_dpsco.audit.bound import Audit
-from torch_dpsco.audit.mechanism import audit, audit_outputs
-from torch_dpsco.audit.training import audit_training
+from torch_dpsco.audit.experiments import audit, audit_outputs, audit_training
 
 __all__ = ["Audit", "audit", "audit_outputs", "audit_training"]

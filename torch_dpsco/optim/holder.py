@@ -43,7 +43,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules.base import AVERAGES
 from torch_dpsco.theory.holder.paper import search_split_paper
-from torch_dpsco.theory.holder.plan import average_risk_bound, balanced_lr
+from torch_dpsco.theory.holder.schedules import average_risk_bound, balanced_lr
 
 _DEFAULT_BATCH, _DEFAULT_EPOCHS = 512, 10
 
@@ -164,7 +164,7 @@ class HolderSGD(PlannedOptimizer):
             epochs: passes over the data on average; default 10 where the noise is chosen, 1 for "assigned".
             batch_size: expected batch size, the public divisor; default 512 (at most n) for smooth losses, else a power
                 of 2 that makes the noise per record pair, noise_multiplier/2, closest to 2.
-            lr: step size; default 1/smoothness, or `theory.holder.plan.balanced_lr`.
+            lr: step size; default 1/smoothness, or `theory.holder.schedules.balanced_lr`.
             sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass) or
                 "full"; or a design such as dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or

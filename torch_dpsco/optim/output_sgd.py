@@ -194,7 +194,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled", mode "tight").
             steps: number of steps, in place of epochs: a multiple of those of one pass.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
-                `theory.holder.plan.plan_output`).
+                `theory.output_sgd.plan.plan_output`).
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
             sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).

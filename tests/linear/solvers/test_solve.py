@@ -14,12 +14,11 @@ from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.solvers import SOLVERS, gradient_certificate, solve
 from torch_dpsco.linear.solvers.certificates import gap_certificate
-from torch_dpsco.linear.solvers.continuation import SmoothedBox, continuation, dual_ascent
 from torch_dpsco.linear.solvers.gradient import accelerated_steps, certified_descent, katyusha, stochastic_subgradient
-from torch_dpsco.linear.solvers.newton import lbfgs, newton
+from torch_dpsco.linear.solvers.newton import SmoothedBox, continuation, dual_ascent, lbfgs, newton
 from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, ResidualClipped, SmoothedHinge, Squared
 
-solving = importlib.import_module("torch_dpsco.linear.solvers.solve")  # the package exports a function of this name
+solving = importlib.import_module("torch_dpsco.linear.solvers")  # the package exports a function of this name
 
 
 def rows(seed, n, dim, kind="plain"):
@@ -114,7 +113,7 @@ def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind
     def bad(objective, start, distance, steps=0):
         return {"nan": start * math.nan, "stuck": start, "wrong": start + 1e3}[broken]
 
-    continuing = importlib.import_module("torch_dpsco.linear.solvers.continuation")
+    continuing = importlib.import_module("torch_dpsco.linear.solvers.newton")
     for module in (solving, continuing):
         monkeypatch.setattr(module, "newton", bad)
         monkeypatch.setattr(module, "lbfgs", bad)
@@ -178,7 +177,7 @@ def test_worst_case_counts_of_accelerated_descent_hold_alone():
 
 def test_the_dual_ascent_ends_within_its_worst_case_count(monkeypatch):
     """B/(reg r) steps, plus the steps between two certificates: by counting the dual points."""
-    continuing = importlib.import_module("torch_dpsco.linear.solvers.continuation")
+    continuing = importlib.import_module("torch_dpsco.linear.solvers.newton")
     X, y = rows(6, 30, 3)
     X = X / X.norm(dim=1, keepdim=True)
     counted = []

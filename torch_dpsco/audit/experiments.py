@@ -1,26 +1,175 @@
-"""Audits of whole training runs, by a canary: one record with a gradient like no other's."""
+"""Audits of a function, of outputs that are there already, and of whole training runs by a canary.
+
+A canary is one record with a gradient like no other's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT, Adjacency
-from torch_dpsco.audit.bound import Audit, require_arguments
-from torch_dpsco.audit.mechanism import audit, flat
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT, Adjacency, check_adjacency
+from torch_dpsco.audit.bound import Array, Audit, fitted_scores, judge, require_arguments
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rows.attach import attach, first_step_of, is_attached
 from torch_dpsco.sampling.loader import to_device
+
+_Input = TypeVar("_Input")
+
+
+@typed
+def audit(
+    mechanism: Callable[[_Input], Any],
+    pair: Sequence[_Input],
+    *,
+    delta: float,
+    trials: int,
+    confidence: float = 0.95,
+    score: Callable[[Any], float] | None = None,
+    adjacency: Adjacency | None = None,
+    seed: int | None = None,
+) -> Audit:
+    """Bounds the epsilon of a mechanism from below by running it on two neighboring inputs.
+
+    The runs on both inputs are made, and scored, in one random order, so that neither a state that drifts from run to
+    run nor a score that counts its calls looks like a difference between the inputs.
+
+    Args:
+        mechanism: mechanism(input) -> output: a number, an array, a tensor, or a module (its parameters). Draws fresh
+            noise in every call, independent of the calls before, and leaves its input as it is.
+        pair: two neighboring inputs. Which adjacency they are neighbors of is the caller's to know: the bound is about
+            that one, and is compared with an epsilon under that one only.
+        delta: in [0, 1).
+        trials: runs on each of the two, >= 8.
+        confidence: in (0, 1). In continuous integration choose it so that a false alarm in any of all the runs to come
+            is unlikely, e.g. 1 - 1e-6.
+        score: score(output) -> float, larger for one of the sides, e.g. a log likelihood ratio (may be infinite); any
+            score is valid, a better one shows more. Default: the better of two fitted to a quarter of the outputs, a
+            linear discriminant and the log likelihood ratio of Gaussians with different variances.
+        adjacency: named in the result, if given.
+        seed: of the order of the runs; not of the mechanism's noise.
+
+    Raises:
+        ValueError: an argument is out of range, outputs differ in size or are not finite, a score is NaN.
+
+    Guarantee:
+        With probability >= confidence (over the mechanism's noise), `epsilon_lower` is at most the true epsilon at
+        `delta` of the mechanism for that pair, in the worse of both directions, whatever the score. Assumes independent
+        runs. The result itself is NOT private: use made-up data, or keep it to yourself.
+        Proof. Given the outputs that chose the test, S = {score > threshold} is a fixed event, so that the counts of
+        the others are binomial with P(S) and Q(S). Two one-sided Clopper-Pearson bounds, each wrong with probability
+        <= (1 - confidence)/2, give P(S) >= t and Q(S) <= f with the stated confidence. (epsilon, delta)-DP of S and of
+        its complement demands P(S) <= e^epsilon Q(S) + delta and 1 - Q(S) <= e^epsilon (1 - P(S)) + delta, hence
+        epsilon >= log((t - delta)/f) and epsilon >= log((1 - f - delta)/(1 - t)); no further correction is due, because
+        both follow from the same two bounds.
+
+    Example:
+        >>> import numpy as np
+        >>> noise = np.random.default_rng(1)
+        >>> found = audit(lambda total: total + noise.normal(), (0.0, 1.0), delta=1e-5, trials=2000, seed=1)
+        >>> found.contradicts(4.38), found.contradicts(0.5)  # the truth is 4.377; a sum with less noise would show more
+        (False, True)
+    """
+    require_arguments(delta, trials, confidence)
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed must be >= 0 (got {seed})")
+    if len(pair) != 2:
+        raise ValueError(f"pair must hold two inputs (got {len(pair)})")
+    if adjacency is not None:
+        check_adjacency(adjacency)
+    found: tuple[list[Any], list[Any]] = [], []
+    for side in np.random.default_rng(seed).permutation(np.repeat([0, 1], trials)):
+        output = mechanism(pair[side])
+        found[side].append(_vector(output) if score is None else _number(score(output)))
+    if score is None:
+        result = audit_outputs(*found, delta=delta, confidence=confidence)
+    else:
+        result = judge([(np.array(found[0]), np.array(found[1]))], 0, delta, confidence)
+    return replace(result, adjacency=adjacency)
+
+
+@typed
+def audit_outputs(first: Any, second: Any, *, delta: float, confidence: float = 0.95) -> Audit:
+    """Bounds epsilon from below by outputs on two neighboring inputs that have been drawn already; see `audit`.
+
+    Args:
+        first: (trials,) or (trials, ...) independent outputs on one input, or a likelihood ratio (or another score) of
+            each.
+        second: the same for the other; as many.
+        delta: in [0, 1).
+        confidence: in (0, 1).
+
+    Guarantee:
+        That of `audit`, if each score is a function of its own output alone.
+
+    Example:
+        >>> noise = np.random.default_rng(1).normal(size=(2, 20000))
+        >>> print(audit_outputs(noise[0], noise[1] + 1.0, delta=1e-5))  # doctest: +ELLIPSIS
+        With 95 % confidence epsilon is at least 2... at delta=1e-05 for this pair: ...
+    """
+    sides = _matrix("first", first), _matrix("second", second)
+    if sides[0].shape != sides[1].shape:
+        raise ValueError(f"first and second must agree in number and size (got {sides[0].shape} and {sides[1].shape})")
+    trials = len(sides[0])
+    require_arguments(delta, trials, confidence)
+    quarter = trials // 4
+    return judge(fitted_scores(sides[0], sides[1], quarter), quarter, delta, confidence)
+
+
+def _matrix(name: str, outputs: Any) -> Array:
+    """Returns outputs as (trials, size); raises ValueError unless they are finite numbers of one size."""
+    if isinstance(outputs, Tensor):
+        outputs = outputs.detach().cpu().double()
+    try:
+        matrix = np.asarray(outputs, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must hold numbers of one size (got {check.shown(outputs)})") from error
+    if matrix.ndim == 0:
+        raise ValueError(f"{name} must hold one output for each trial (got a single number)")
+    if not np.isfinite(matrix).all():
+        raise ValueError("outputs must be finite; give audit a score= that says what the others are worth")
+    return matrix.reshape(len(matrix), math.prod(matrix.shape[1:]))
+
+
+def _vector(output: Any) -> Array:
+    if isinstance(output, nn.Module):
+        output = flat(output.parameters())
+    if isinstance(output, Tensor):
+        output = flat([output])
+    try:
+        return np.asarray(output, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"outputs must be numbers, arrays, tensors or modules (got {type(output).__name__}); or give audit a score="
+        ) from error
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns a float64 copy of all entries as one vector on the CPU."""
+    return parameters_to_vector(tensor.detach().cpu().double() for tensor in tensors)
+
+
+def _number(score: Any) -> float:
+    try:
+        number = float(score)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"score must be a number (got {score!r})") from error
+    if math.isnan(number):
+        raise ValueError("score must not be NaN")
+    return number
 
 
 @typed
