@@ -327,6 +327,12 @@ def auto_clip_rows(rows: Sequence[Sequence[float]], bound: float, offset: float)
     return (weights.unsqueeze(1) * tensor).tolist()
 
 
+def central_candidate(candidates: Sequence[Sequence[float]]) -> Any:
+    """Returns the most central of the candidates."""
+    select_central = resolve("torch_dpsco.rules.anchored", "select_central")
+    return select_central(torch.tensor(candidates, dtype=torch.float64))
+
+
 def tilted_logistic(
     X: Sequence[Sequence[float]], y: Sequence[float], w: Sequence[float], tilt: float, reg: float
 ) -> dict[str, Any]:

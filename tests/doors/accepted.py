@@ -133,7 +133,6 @@ FINE = {
     "dp.losses.EpsilonInsensitive.width": NONNEGATIVE,
     "dp.oracles.AdaptiveClipped.count_noise": "zero part",
     "dp.oracles.HolderAbsolute.noise_std": "zero part huge tuple list",
-    "dp.oracles.median_of_means.rows": "DataSet Tensor",
     "attack_norm": "inf",
     "clip0": POSITIVE,
     "dp.oracles.Centered.clipping": "Oracle",

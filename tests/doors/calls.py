@@ -242,7 +242,6 @@ simple("dp.rules.Accelerated", dp.rules.Accelerated)
 simple("dp.rules.Anchored", dp.rules.Anchored)
 simple("dp.rules.ScheduledSGD", dp.rules.ScheduledSGD, factors=(1.0, 0.5), weights=(1.0, 1.0))
 simple("dp.rules.TorchRule", dp.rules.TorchRule, optimizer=lambda: torch.optim.SGD(model().parameters(), lr=0.1))
-simple("dp.rules.select_central", dp.rules.select_central, candidates=lambda: torch.ones(3, 2))
 simple("dp.Phase", dp.Phase, steps=2, lr=0.1)
 simple("dp.Schedule", dp.Schedule, phases=lambda: (dp.Phase(2),))
 CALLS["dp.Schedule.locate"] = lambda: (dp.Schedule((dp.Phase(2),)).locate, {"step": 1})
@@ -297,7 +296,6 @@ simple(
     batch_size=200,
     dim=3,
 )
-simple("dp.oracles.median_of_means", dp.oracles.median_of_means, rows=lambda: torch.ones(6, 2), groups=3, clip=1.0)
 
 # -- optimizers ----------
 

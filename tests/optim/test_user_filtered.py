@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.reference import user_level_literal as literal
+from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.stated import Failure
-from torch_dpsco.oracles.users.filtered import filtered_mean
 from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 # Seeds warn in every test here.

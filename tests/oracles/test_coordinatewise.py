@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import released
+from tests.reference.papers.heavy_tailed import median_of_means
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.oracles.coordinatewise import Coordinatewise, clipped_rows, median_of_means, medians
+from torch_dpsco.oracles.coordinatewise import Coordinatewise, clipped_rows, medians
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.rules import SGD
 
@@ -335,5 +336,3 @@ def test_bad_numbers_are_named(arguments, message):
         Coordinatewise(*arguments)
     with pytest.raises(ValueError, match="noise must be one of"):
         Coordinatewise(1.0, 1.0, 4, 2, noise="median")
-    with pytest.raises(ValueError, match="groups must be <= 2"):
-        median_of_means([[1.0], [2.0]], 3, 1.0)

@@ -15,13 +15,12 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.accounting.exact_shuffle import delta_bounds
 from tests.problems import released
-from tests.reference.papers.heavy_tailed import scalar_sum_variance, vector_sum
+from tests.reference.papers.heavy_tailed import median_of_means, scalar_sum_variance, vector_sum
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import ApproxZCDP
 from torch_dpsco.mechanisms.shuffle import BinomialNoise, ShuffleParameters, coordinate_cost, vector_cost
-from torch_dpsco.oracles.coordinatewise import median_of_means
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD

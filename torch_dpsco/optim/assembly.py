@@ -61,8 +61,6 @@ class Assembly(CommonOptimizer):
         for group in self.param_groups:
             check.positive(lr=group["lr"])
         device = checks.one_device(self._all_params())
-        if prox is not None and not isinstance(prox, Prox):
-            raise ValueError(f"prox must be one of torch_dpsco.prox (got {type(prox).__name__})")
         rule.check_groups(self.param_groups)
         if asks_exact(secure):
             oracle.use_exact_noise()

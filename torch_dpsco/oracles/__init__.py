@@ -3,7 +3,7 @@
 from torch_dpsco.oracles.adaptive import AdaptiveClipped, AutoClip
 from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, joint_norm
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
-from torch_dpsco.oracles.coordinatewise import Coordinatewise, median_of_means
+from torch_dpsco.oracles.coordinatewise import Coordinatewise
 from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.oracles.exact import Exact
 from torch_dpsco.oracles.holder import HolderAbsolute, HolderClipped
@@ -41,5 +41,4 @@ __all__ = [
     "UserSearched",
     "clip_weights",
     "joint_norm",
-    "median_of_means",
 ]

@@ -283,3 +283,9 @@ def views(flat: Tensor, places: Sequence[Cut]) -> list[Tensor]:
     """Returns parts of a contiguous vector as tensors of their shapes, without copying."""
     start = int(flat.storage_offset())
     return [flat.as_strided(shape, strides, start + place) for shape, strides, place in places]
+
+
+def split_like(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Returns (D,) as one tensor per shape."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -30,13 +30,12 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.noise import normal_
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places, split_like
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
 
@@ -69,38 +68,6 @@ def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
     # PRIVACY: by row, so that one record stays one record (test_a_row_that_is_not_finite_is_dropped_whole)
     finite = torch.isfinite(flat).all(dim=1, keepdim=True)
     return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
-
-
-@typed
-def median_of_means(rows: Any, groups: int, clip: float) -> Tensor:
-    """Returns coordinate-wise medians of the means of m consecutive groups of clipped rows. Without noise: NOT private.
-
-    Args:
-        rows: (B, d) tensor or nested list; a row that is not finite counts as 0.
-        groups: m in 1..B; each group has floor(B / m) rows.
-        clip: tau > 0, bound of every coordinate.
-
-    Returns:
-        (d,) float64.
-
-    Source: docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12).
-
-    Example:
-        >>> median_of_means([[0.0], [2.0], [100.0]], groups=3, clip=5.0).tolist()
-        [2.0]
-    """
-    try:
-        rows = torch.as_tensor(rows, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"rows must be rows of numbers (got {type(rows).__name__})") from error
-    if rows.dim() != 2:
-        raise ValueError(f"rows must be of shape (B, d) (got {tuple(rows.shape)})")
-    clip = check.positive(clip=clip)
-    size = len(rows) // check.positive_count(groups=groups)
-    if not size:
-        raise ValueError(f"groups must be <= {len(rows)}, the number of rows (got {groups})")
-    used = clipped_rows([rows[: groups * size]], clip)
-    return medians(used.view(groups, size, -1).mean(dim=1))
 
 
 class GroupSums:
@@ -234,8 +201,7 @@ class Coordinatewise(MeanOracle):
         else:
             flat = self._noisy(medians(means), generator)
         self.discard()
-        parts = flat.to(self._dtype).split([shape.numel() for shape in self._shapes])
-        return Release([part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
+        return Release(split_like(flat.to(self._dtype), self._shapes))
 
     def _noisy(self, values: Tensor, generator: Source) -> Tensor:
         if not self.noise_multiplier:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from torch_dpsco.mechanisms.shuffle import (
     vector_cost,
     vector_parameters,
 )
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, require_places
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, require_places, split_like
 from torch_dpsco.oracles.coordinatewise import check_clip, clipped_rows, flat_rows, medians
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
@@ -56,7 +56,9 @@ _MOVES = {ZERO_OUT: 0.5, REPLACE_ONE: 1.0}  # of the grid, by a record
 
 
 class _Shuffled(MeanOracle):
-    """Means from counts of shuffled bits; subclasses clip, group and say what a release costs."""
+    """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
+
+    _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
 
     def __init__(
         self,
@@ -65,8 +67,9 @@ class _Shuffled(MeanOracle):
         batch_size: int,
         dim: int,
         groups: int,
-        failure: float,
-        honest_fraction: float,
+        *,
+        failure: float = FAILURE,
+        honest_fraction: float = 1.0,
     ) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self.clip, self.dim = check_clip(clip), check.positive_count(dim=dim)
@@ -95,9 +98,12 @@ class _Shuffled(MeanOracle):
             "of the released means; against whoever collects the messages it takes real users and a real shuffler.",
         )
 
-    @abstractmethod
     def cost(self) -> ShuffleCost:
         """Returns what a release costs: rho of all orders, and a failure probability."""
+        # PRIVACY: the noise of one group hides a record, not that of the batch
+        # (test_a_record_is_hidden_by_the_noise_of_its_group_alone)
+        share = {"failure": self.failure, "honest_fraction": self.honest_fraction}
+        return type(self)._cost_of(self.parameters, self.group_size, self.dim, **share)
 
     @abstractmethod
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
@@ -166,8 +172,7 @@ class _Shuffled(MeanOracle):
         """Draws the counts, and returns the median over groups of the means that they estimate."""
         counts = self.counts(generator)
         means = centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size
-        parts = medians(means).to(self._dtype).split([shape.numel() for shape in self._shapes])
-        return Release([part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
+        return Release(split_like(medians(means).to(self._dtype), self._shapes))
 
     def _moves(self, adjacency: Adjacency, spread: float) -> float:
         """Returns a bound of the L2 move of the released mean, for values that move by `spread` grids in L2 norm."""
@@ -227,6 +232,8 @@ class ShuffledClipped(_Shuffled):
         [0.3, 0.4]
     """
 
+    _cost_of = vector_cost
+
     def __init__(
         self,
         clip: float,
@@ -237,7 +244,7 @@ class ShuffledClipped(_Shuffled):
         failure: float = FAILURE,
         honest_fraction: float = 1.0,
     ) -> None:
-        super().__init__(clip, parameters, batch_size, dim, 1, failure, honest_fraction)
+        super().__init__(clip, parameters, batch_size, dim, 1, failure=failure, honest_fraction=honest_fraction)
 
     @classmethod
     def calibrated(
@@ -255,16 +262,6 @@ class ShuffledClipped(_Shuffled):
         check.positive_count(batch_size=batch_size)
         sizes = vector_parameters(batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction)
         return cls(clip, sizes, batch_size, dim, failure=failure_of(delta), honest_fraction=honest_fraction)
-
-    def cost(self) -> ShuffleCost:
-        """Returns what a release costs."""
-        return vector_cost(
-            self.parameters,
-            self.batch_size,
-            self.dim,
-            failure=self.failure,
-            honest_fraction=self.honest_fraction,
-        )
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
@@ -309,18 +306,7 @@ class ShuffledMedian(_Shuffled):
         [1.0]
     """
 
-    def __init__(
-        self,
-        clip: float,
-        parameters: ShuffleParameters,
-        batch_size: int,
-        dim: int,
-        groups: int,
-        *,
-        failure: float = FAILURE,
-        honest_fraction: float = 1.0,
-    ) -> None:
-        super().__init__(clip, parameters, batch_size, dim, groups, failure, honest_fraction)
+    _cost_of = coordinate_cost
 
     @classmethod
     def calibrated(
@@ -341,18 +327,6 @@ class ShuffledMedian(_Shuffled):
             batch_size, groups, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
         )
         return cls(clip, sizes, batch_size, dim, groups, failure=failure_of(delta), honest_fraction=honest_fraction)
-
-    def cost(self) -> ShuffleCost:
-        """Returns what a release costs."""
-        # PRIVACY: the noise of one group hides a record, not that of the batch
-        # (test_a_record_is_hidden_by_the_noise_of_its_group_alone)
-        return coordinate_cost(
-            self.parameters,
-            self.group_size,
-            self.dim,
-            failure=self.failure,
-            honest_fraction=self.honest_fraction,
-        )
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         return clipped_rows(dense, self.clip)

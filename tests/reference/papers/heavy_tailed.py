@@ -21,6 +21,7 @@ from torch_dpsco.mechanisms.shuffle import (
     vector_parameters,
 )
 from torch_dpsco.noise import uniform
+from torch_dpsco.oracles.coordinatewise import clipped_rows, medians
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.clipping import (
     _log_bias_constant,
@@ -522,3 +523,22 @@ def localized_schedule_paper(
             )
         )
     return tuple(phases)
+
+
+def median_of_means(rows: ArrayLike, groups: int, clip: float) -> Tensor:
+    """Returns coordinate-wise medians of the means of m consecutive groups of clipped rows, without noise: (d,).
+
+    Args:
+        rows: (B, d); a row that is not finite counts as 0.
+        groups: m in 1..B; each group has floor(B / m) rows.
+        clip: tau > 0, bound of every coordinate.
+
+    Source: docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12).
+
+    Example:
+        >>> median_of_means([[0.0], [2.0], [100.0]], groups=3, clip=5.0).tolist()
+        [2.0]
+    """
+    table = torch.as_tensor(rows, dtype=torch.float64)
+    size = len(table) // groups
+    return medians(clipped_rows([table[: groups * size]], clip).view(groups, size, -1).mean(dim=1))

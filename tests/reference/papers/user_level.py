@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from scipy.stats import chi2
+from torch import Tensor
 
 from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
+from torch_dpsco.oracles.users.filtered import ramp_weights, weighted_mean
+from torch_dpsco.rows import Points, neighbor_counts
 
 
 def item_level_user_delta(max_items: int, sample_rate: float, noise_multiplier: float, epsilon: float) -> float:
@@ -71,3 +76,40 @@ def min_users_paper(steps: int, delta: float, epsilon: float, corrected: bool) -
     T, delta = check.positive_count(steps=steps), check.open_interval(0.0, 1.0, delta=delta)
     factor = 240 if corrected else 40
     return math.ceil(factor * math.log(4 * T / delta) / check.positive(epsilon=epsilon))
+
+
+def centered_clip_mean(rows: Any, center: Any, clip: float) -> Tensor:
+    """Returns c + (1/n) sum_j clip(x_j - c, C) of (n, D) means of users, without noise.
+
+    Source: docs/proofs/user_level.md#clipped-means-of-users.
+
+    Example:
+        >>> centered_clip_mean([[3.0], [0.0]], [0.0], 1.0).tolist()
+        [0.5]
+    """
+    middle = torch.as_tensor(center, dtype=torch.float64)
+    off = torch.as_tensor(rows, dtype=torch.float64) - middle
+    lengths = torch.linalg.vector_norm(off, dim=1, keepdim=True)
+    return middle + (off * (clip / lengths.clamp(min=clip))).mean(0)
+
+
+def filtered_mean(rows: Any, pair_radius: float, ramp_start: float, ramp_end: float) -> dict[str, Any]:
+    """Returns score, counts, weights and mean of filter "same", without noise.
+
+    Args:
+        rows: (n, D) means of users.
+        pair_radius: tau > 0.
+        ramp_start: a, number of neighbors up to which the weight is 0.
+        ramp_end: b, number of neighbors from which on it is 1.
+
+    Source: docs/proofs/user_level.md#one-radius-filter.
+
+    Example:
+        >>> filtered_mean(torch.tensor([[0.0], [0.5], [1.0], [9.0]]), 1.0, 2.5, 3)["mean"].tolist()
+        [0.5]
+    """
+    points = Points(torch.as_tensor(rows, dtype=torch.float64))
+    counts = neighbor_counts(points, [pair_radius])[0]
+    weights = ramp_weights(counts, ramp_start, ramp_end)
+    score = float(counts.sum()) / len(counts)
+    return {"score": score, "counts": counts, "weights": weights, "mean": weighted_mean(points, weights)}

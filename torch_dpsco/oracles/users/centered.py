@@ -35,33 +35,11 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, split_like
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.oracles.users.rows import UserRows, flat_center, split_like
+from torch_dpsco.oracles.users.rows import UserRows, flat_center
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import DenseBlock, GradBatch
-
-
-def centered_clip_mean(rows: Tensor | Sequence[Any], center: Tensor | Sequence[float], clip: float) -> Tensor:
-    """Returns c + (1/n) sum_j clip(x_j - c, C). Without noise: NOT private, for tests and plots.
-
-    Args:
-        rows: (n, D) means of users.
-        center: (D,).
-        clip: C > 0.
-
-    Source: docs/proofs/user_level.md#clipped-means-of-users.
-
-    Example:
-        >>> centered_clip_mean([[3.0], [0.0]], [0.0], 1.0).tolist()
-        [0.5]
-    """
-    points = torch.as_tensor(rows, dtype=torch.float64)
-    middle = torch.as_tensor(center, dtype=torch.float64)
-    off = points - middle
-    lengths = torch.linalg.vector_norm(off, dim=1, keepdim=True)
-    mean: Tensor = middle + (off * (check.positive(clip=clip) / lengths.clamp(min=clip))).mean(0)
-    return mean
 
 
 class Centered(MeanOracle):
@@ -126,9 +104,7 @@ class Centered(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query)
-        if self._center is not None and len(self._center) != self._users.dim:
-            raise ValueError(f"center must have {self._users.dim} numbers, as the query (got {len(self._center)})")
+        self._users.open(query, self._center)
         self._clipping.open(query, step)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:

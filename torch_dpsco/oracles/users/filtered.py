@@ -44,8 +44,8 @@ from torch_dpsco.accounting.stated import Failure
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
 from torch_dpsco.noise import add_normal_, uniform
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release
-from torch_dpsco.oracles.users.rows import UserRows, flat_center, split_like
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, split_like
+from torch_dpsco.oracles.users.rows import UserRows, flat_center
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.secret import SecretState
@@ -81,35 +81,6 @@ def weighted_mean(points: Points, weights: Tensor) -> Tensor:
     for part, tile in points.tiles(index):
         total.addmv_(tile.sub_(base).t(), weights[part])
     return base.add_(total.div_(weights[index].sum()))
-
-
-def filtered_mean(
-    rows: Tensor | Sequence[Any], pair_radius: float, ramp_start: float, ramp_end: float
-) -> dict[str, Any]:
-    """Returns score, counts, weights and mean of filter "same". Without noise: NOT private, for tests and plots.
-
-    Args:
-        rows: (n, D) means of users.
-        pair_radius: tau > 0.
-        ramp_start: a, number of neighbors up to which the weight is 0.
-        ramp_end: b, number of neighbors from which on it is 1.
-
-    Source: docs/proofs/user_level.md#one-radius-filter.
-
-    Example:
-        >>> filtered_mean(torch.tensor([[0.0], [0.5], [1.0], [9.0]]), 1.0, 2.5, 3)["mean"].tolist()
-        [0.5]
-    """
-    rows = torch.as_tensor(rows, dtype=torch.float64)
-    points = Points(rows)
-    counts = neighbor_counts(points, [pair_radius])[0]
-    weights = ramp_weights(counts, ramp_start, ramp_end)
-    return {
-        "score": float(counts.sum()) / len(rows),
-        "counts": counts,
-        "weights": weights,
-        "mean": weighted_mean(points, weights),
-    }
 
 
 @dataclass(frozen=True)
@@ -304,9 +275,7 @@ class UserFiltered(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query)
-        if self._center is not None and len(self._center) != self._users.dim:
-            raise ValueError(f"center must have {self._users.dim} numbers, as the query (got {len(self._center)})")
+        self._users.open(query, self._center)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds the rows of one physical batch to the sums of their users."""

@@ -45,9 +45,9 @@ from torch_dpsco.accounting.events import NonPrivate, PoissonGaussian, Sequentia
 from torch_dpsco.accounting.stated import Failure, Pure
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.noise import add_normal_, normal
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release
+from torch_dpsco.oracles.base import Charge, MeanOracle, Release, split_like
 from torch_dpsco.oracles.users.filtered import ramp_weights, weighted_mean
-from torch_dpsco.oracles.users.rows import UserRows, flat_center, split_like
+from torch_dpsco.oracles.users.rows import UserRows, flat_center
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.theory.user_level.sensitivity import poisson_filter_coefficient
@@ -237,9 +237,7 @@ class UserPoissonFiltered(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query)
-        if self._center is not None and len(self._center) != self._users.dim:
-            raise ValueError(f"center must have {self._users.dim} numbers, as the query (got {len(self._center)})")
+        self._users.open(query, self._center)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds the rows of one physical batch to the sums of their users."""

@@ -32,12 +32,6 @@ def flat_center(center: Sequence[Tensor] | None) -> Tensor | None:
     return flat
 
 
-def split_like(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Returns (D,) as one tensor per shape."""
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
 class UserRows:
     """Sums and counts per user; users get places in order of appearance.
 
@@ -54,10 +48,12 @@ class UserRows:
         self.shapes: list[torch.Size] = []
         self._sums: Tensor | None = None
 
-    def open(self, query: Sequence[Tensor]) -> None:
-        """Fixes shapes, precision and device by the query; forgets rows."""
+    def open(self, query: Sequence[Tensor], center: Tensor | None = None) -> None:
+        """Fixes shapes, precision and device by the query; forgets rows. Raises ValueError for another center's dim."""
         self.discard()
         self.shapes = [p.shape for p in query]
+        if center is not None and len(center) != self.dim:
+            raise ValueError(f"center must have {self.dim} numbers, as the query (got {len(center)})")
         self._device = query[0].device
         self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
 

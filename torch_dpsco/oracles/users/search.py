@@ -237,8 +237,6 @@ class UserSearched(UserFiltered):
 
 def _choices(search: PairRadiusSearch, n_users: int) -> tuple[float, ...]:
     """Returns the possible values of tau, after checks of the search."""
-    if not isinstance(search, PairRadiusSearch):
-        raise ValueError(f"search must be a PairRadiusSearch (got {type(search).__name__})")
     if n_users >= _MOST_USERS or search.sensitivity != concentration_score_sensitivity(n_users):
         raise ValueError(f"search must be for n_users={n_users}, below 2^26: pair_radius_search({n_users}, ...)")
     check.between(0.0, n_users, target=search.target)
