@@ -36,8 +36,8 @@ def setups() -> st.SearchStrategy[Setup]:
         ]
     )
     return st.builds(
-        lambda design, rows, mean, rule, steps, room, small, nan: Setup(
-            *design, rows, mean, rule, steps, room, 3 if small and design[1] == "add_remove" else N, nan
+        lambda design, rows, mean, rule, steps, room, small, nan, oracle: Setup(
+            *design, rows, mean, rule, steps, room, 3 if small and design[1] == "add_remove" else N, nan, oracle
         ),
         designs,
         st.sampled_from(["auto", "dense"]),
@@ -47,6 +47,7 @@ def setups() -> st.SearchStrategy[Setup]:
         st.sampled_from([None, None, 1, 3]),
         st.booleans(),
         st.booleans(),
+        st.sampled_from(["clipped", "clipped", "holder", "automatic"]),
     )
 
 

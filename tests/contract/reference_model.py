@@ -22,7 +22,7 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Repeat, clipped_gaussian
-from torch_dpsco.oracles import Clipped
+from torch_dpsco.oracles import AutoClip, Clipped, HolderClipped
 
 N, BATCH, FOREIGN = 24, 6, 3  # records, expected batch size, ids of rows that are in no data set
 CLIP, NOISE, SCALE, DELTA = 1.0, 0.05, 8.0, 1e-3
@@ -41,6 +41,7 @@ class Setup:
     room: int | None = None  # steps that the budget admits; passes where a design charges those
     size: int = N
     nan: bool = False
+    oracle: str = "clipped"
 
     @property
     def declared(self) -> bool:
@@ -83,7 +84,7 @@ class Setup:
         return dp.PrivateOptimizer(
             params,
             0.1,
-            oracle=Watched(changes.get("noise", NOISE), self.design.batch_size, truth),
+            oracle=watched(self.oracle, changes.get("noise", NOISE), self.design.batch_size, truth),
             rule=rule,
             design=self.design,
             schedule=dp.Schedule((dp.Phase(changes.get("steps", self.steps)),)),
@@ -269,18 +270,37 @@ class Truth:
         assert budget is None or spent <= budget.epsilon, "the budget was passed"
 
 
-class Watched(Clipped):
-    """The clipped oracle, with a witness to its releases."""
+class Watched:
+    """An oracle with a witness to its releases."""
 
-    def __init__(self, noise: float, batch_size: int, truth: Truth) -> None:
-        self.truth = truth
-        super().__init__(CLIP, noise, batch_size)
+    truth: Truth
+    batch_size: int
 
     def release(self, generator: torch.Generator) -> Any:
         self.truth.before_release()
-        answer = super().release(generator)
+        answer = super().release(generator)  # type: ignore[misc]
         self.truth.after_release(answer.mean, self.batch_size)
         return answer
+
+
+class WatchedClipped(Watched, Clipped): ...
+
+
+class WatchedHolder(Watched, HolderClipped): ...
+
+
+class WatchedAuto(Watched, AutoClip): ...
+
+
+def watched(kind: str, noise: float, batch_size: int, truth: Truth) -> Any:
+    """Returns an oracle of a kind that bounds rows at CLIP: those of long rows are CLIP long, or a little less."""
+    oracle: Any = {
+        "clipped": lambda: WatchedClipped(CLIP, noise, batch_size),
+        "holder": lambda: WatchedHolder(dp.Problem(lipschitz=CLIP), noise, batch_size),
+        "automatic": lambda: WatchedAuto(CLIP, noise, batch_size),
+    }[kind]()
+    oracle.truth = truth
+    return oracle
 
 
 @dataclass(eq=False)

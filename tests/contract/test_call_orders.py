@@ -55,19 +55,19 @@ def charges_nothing(patch: Patch) -> None:
 
 
 def charges_afterwards(patch: Patch) -> None:
-    authorize, release, owed = dp.Accountant.authorize, Clipped.release, []
+    authorize, release, owed = dp.Accountant.authorize, clipped.ClippedMean.release, []
 
-    def charge_last(self: Clipped, generator: torch.Generator) -> object:
+    def charge_last(self: clipped.ClippedMean, generator: torch.Generator) -> object:
         answer = release(self, generator)
         authorize(*owed.pop())
         return answer
 
     patch.setattr(dp.Accountant, "authorize", lambda *args, **_: owed.append(args))
-    patch.setattr(Clipped, "release", charge_last)
+    patch.setattr(clipped.ClippedMean, "release", charge_last)
 
 
 def charges_for_more_noise(patch: Patch) -> None:
-    patch.setattr(Clipped, "event", lambda self: clipped_gaussian(1.1 * self.noise_multiplier))
+    patch.setattr(clipped.ClippedMean, "event", lambda self: clipped_gaussian(1.1 * self.noise_multiplier))
 
 
 def charges_forgotten_by_loading(patch: Patch) -> None:
