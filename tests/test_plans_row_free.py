@@ -24,8 +24,7 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.theory.holder.stability import path_sensitivity
 from torch_dpsco.theory.output_sgd.bolt_on import bolt_on_sensitivity
 from torch_dpsco.theory.output_sgd.mixture import weighted_law
-from torch_dpsco.theory.output_sgd.plan import HIT_CONSTANTS
-from torch_dpsco.theory.output_sgd.promises import output_path
+from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, output_path
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 HINGE, LOGISTIC = dp.losses.Hinge(power=1.5), dp.losses.Logistic()

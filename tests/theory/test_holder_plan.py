@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 
 from tests.reference.papers.holder import log_expansion_constant, self_bounding_constant, uniform_delta
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_exponent, steps_theorem
 from torch_dpsco.theory.holder.stability import path_sensitivity
 from torch_dpsco.theory.output_sgd.paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.output_sgd.plan import plan_output
-from torch_dpsco.theory.output_sgd.promises import LossPromises, balanced_output_lr, output_path
+from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
 
 
 def hinge(q, radius=1.0):
@@ -90,9 +90,6 @@ def test_the_balanced_step_has_the_least_risk_bound(q):
     promises, task = hinge(q), TASK | {"n": 2000}
     best = plan_output(promises, **task)
     epochs = best.steps // 2000
-    assert best.lr == balanced_output_lr(
-        promises, epochs=epochs, n=2000, batch_size=1, dim=20, mu=gaussian_mu(1.0, 1e-6)
-    )
     for factor in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0):
         if q == 2.0 and best.lr * factor > 1.0:
             continue

@@ -57,8 +57,8 @@ from torch_dpsco.theory.exact_noise import asks_exact, with_grid
 from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
 from torch_dpsco.theory.output_sgd.bolt_on import bolt_on_sensitivity, plan_bolt_on
 from torch_dpsco.theory.output_sgd.mixture import weighted_law
-from torch_dpsco.theory.output_sgd.plan import HIT_CONSTANTS, paper_sensitivity, plan_output
-from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
+from torch_dpsco.theory.output_sgd.plan import paper_sensitivity, plan_output
+from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, LossPromises, output_path
 from torch_dpsco.theory.rounding import scaled_up
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}

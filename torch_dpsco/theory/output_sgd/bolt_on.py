@@ -1,6 +1,4 @@
-"""Bolt-on private SGD: how far one record moves the answer, and the plan that follows.
-
-Bolt-on private SGD: how far one record moves the answer of permutation SGD on a smooth convex loss.
+"""Bolt-on private SGD: how far one record moves the answer of permutation SGD on a smooth convex loss, and the plan.
 
     w_1 = 0,   w_{t+1} = Proj( c_t (w_t - (eta_t/b) sum over the batch of g(w_t, z)) ),   c_t = 1/(1 + eta_t gamma)
 
@@ -28,18 +26,15 @@ Differs from the paper in: 1. sensitivities are computed step by step, so that a
 the one computed here is up to 1 + log T times larger for the uniform average, about (K+1)/K times for the weighted.
 3. The last batch may be short. 4. Rounding is covered. 5. Zero-out. 6. Every figure is rounded up.
 
-Source: docs/proofs/output.md#bolt-on-runs; Wu, Li, Kumar, Chaudhuri, Jha, Naughton 2017.
-
-Bolt-on private SGD: step size, sensitivity, noise and risk of a run, before anything is spent.
-
 Risk at gamma = 0 of the uniform average, b a divisor of n, constant step, records drawn independently: as in
-`holder_plan`, |w_{t+1} - w*|^2 <= |w_t - w*|^2 - 2 eta (f_t(w_t) - f_t(w*)) + eta^2 G^2; a record of step t met w_t in
+`plan`, |w_{t+1} - w*|^2 <= |w_t - w*|^2 - 2 eta (f_t(w_t) - f_t(w*)) + eta^2 G^2; a record of step t met w_t in
 K' earlier epochs, K' <= K - 1, (K-1)/2 on average; with another one in its place w_t would be nearer than
 2 eta G K' / b, so that E F(w_t) <= E f_t(w_t) + 2 eta G^2 K' / b; the noise z adds at most G E|z|:
 
     U(eta) = D^2 / (2 eta T) + eta G^2 / 2 + eta G^2 (K-1)/b + G E|z|,      E|z| proportional to eta
 
-Source: docs/proofs/output.md#risk-of-a-bolt-on-run; `bolt_on` for the sensitivity.
+Source: docs/proofs/output.md#bolt-on-runs, docs/proofs/output.md#risk-of-a-bolt-on-run; Wu, Li, Kumar, Chaudhuri, Jha,
+Naughton 2017.
 """
 
 from __future__ import annotations
@@ -50,19 +45,22 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder.stability import expansions, step_sizes
 from torch_dpsco.theory.linear.output import noise_norms, safe
-from torch_dpsco.theory.output_sgd.plan import HIT_CONSTANTS
-from torch_dpsco.theory.output_sgd.promises import LossPromises, OutputRun, distance_bound
+from torch_dpsco.theory.output_sgd.promises import (
+    FloatArray,
+    LossPromises,
+    OutputRun,
+    RunRequest,
+    distance_bound,
+    each_step,
+)
 from torch_dpsco.theory.rounding import DOUBLE, Arithmetic, gamma, scaled_up
-
-FloatArray = NDArray[np.float64]
 
 _POWERS: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0}  # of t, in the weight of w_t
 
@@ -273,7 +271,7 @@ def plan_bolt_on(
         (300, 'last', 0.02)
     """
     request = _Request(
-        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, epochs, reg, average, distance
+        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, distance, epochs, reg, average
     )
     sizes = request.step_sizes(lr)
     if delta == 0:
@@ -297,40 +295,19 @@ def plan_bolt_on(
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Request(RunRequest):
     """What a plan is asked for, checked; fields as in `plan_bolt_on`."""
 
-    promises: LossPromises
-    n: int
-    batch_size: int
-    dim: int
-    epsilon: float
-    delta: float
-    noise_multiplier: float | None
-    adjacency: str
     epochs: int
     reg: float
     average: str | None
-    distance: float | None
 
     def __post_init__(self) -> None:
-        n, _ = check.positive_count(n=self.n), check.positive_count(dim=self.dim)
-        if check.positive_count(batch_size=self.batch_size) > n:
-            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
+        super().__post_init__()
         check.positive_count(epochs=self.epochs)
         check.nonnegative(reg=self.reg)
-        if self.noise_multiplier is not None:
-            check.nonnegative(noise_multiplier=self.noise_multiplier)
-        else:
-            check.positive(epsilon=self.epsilon)
-            if self.delta != 0:
-                check.open_interval(0.0, 1.0, delta=self.delta)
-        if self.adjacency not in HIT_CONSTANTS:
-            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.n // self.batch_size)
+        if self.noise_multiplier is None and self.delta != 0:
+            check.open_interval(0.0, 1.0, delta=self.delta)
 
     @property
     def steps(self) -> int:
@@ -367,7 +344,7 @@ class _Request:
             average=self.answer,
             batch_size=self.batch_size,
             steps_per_epoch=self.steps_per_epoch,
-            hit_constant=HIT_CONSTANTS[self.adjacency],
+            hit_constant=self.hit_constant,
             dim=self.dim,
             unit_roundoff=unit_roundoff,
         )
@@ -378,10 +355,7 @@ class _Request:
             if self.reg > 0:
                 return decreasing_lr(self.promises.holder_constant, self.reg, self.steps)
             lr = self._balanced_lr()
-        sizes = np.asarray(lr, dtype=np.float64)
-        if sizes.shape not in ((), (self.steps,)):
-            raise ValueError(f"lr must be a number or {self.steps} numbers, one per step (got shape {sizes.shape})")
-        return np.array(np.broadcast_to(sizes, (self.steps,)))
+        return each_step(lr, self.steps)
 
     def _balanced_lr(self) -> float:
         largest = (2 - 1e-12) / self.promises.holder_constant

@@ -22,30 +22,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
 from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_theorem
-from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
+from torch_dpsco.theory.holder.stability import RunPath, expansions, path_sensitivity
 from torch_dpsco.theory.output_sgd.mixture import uniform_sigma
 from torch_dpsco.theory.output_sgd.paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.output_sgd.promises import (
+    FloatArray,
     LossPromises,
     OutputRun,
-    balanced_output_lr,
+    RunRequest,
     distance_bound,
+    each_step,
     output_path,
 )
 from torch_dpsco.theory.rounding import DOUBLE
 
-FloatArray = NDArray[np.float64]
-
-HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}
 _SAMPLING, _MODES = ("shuffled", "fixed"), ("tight", "paper")
 _MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
+_GRID, _DECADES = 97, 6
 _PaperRun = tuple[float, float, float, float | None, float | None, float, int, int]
 
 
@@ -107,7 +106,7 @@ def plan_output(
     """
     sampling = sampling or ("fixed" if mode == "paper" else "shuffled")
     request = _Request(
-        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, sampling, mode, distance
+        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, distance, sampling, mode
     )
     sizes = _step_sizes(request, epochs, lr)
     path = request.path(sizes, unit_roundoff)
@@ -128,29 +127,16 @@ def plan_output(
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Request(RunRequest):
     """What a plan is asked for, checked; fields as in `plan_output`."""
 
-    promises: LossPromises
-    n: int
-    batch_size: int
-    dim: int
-    epsilon: float
-    delta: float
-    noise_multiplier: float | None
-    adjacency: str
     sampling: str
     mode: str
-    distance: float | None
 
     def __post_init__(self) -> None:
-        n, _ = _validate.positive_count(n=self.n), _validate.positive_count(dim=self.dim)
-        _validate.choice(_SAMPLING, sampling=self.sampling)
-        if _validate.positive_count(batch_size=self.batch_size) > n:
-            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
-        if self.adjacency not in HIT_CONSTANTS:
-            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
-        if _validate.choice(_MODES, mode=self.mode) == "paper":
+        super().__post_init__()
+        check.choice(_SAMPLING, sampling=self.sampling)
+        if check.choice(_MODES, mode=self.mode) == "paper":
             if self.adjacency != "replace_one":
                 raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {self.adjacency})")
             if self.sampling != "fixed" or self.batch_size != 1:
@@ -158,33 +144,24 @@ class _Request:
                     "mode='paper' is proved for sampling='fixed' and batch_size=1 "
                     f"(got {self.sampling!r}, {self.batch_size})"
                 )
-        if self.noise_multiplier is not None:
-            _validate.nonnegative(noise_multiplier=self.noise_multiplier)
-            if self.sampling != "shuffled":
-                raise ConditionError(
-                    f"noise_multiplier must not be given for sampling={self.sampling!r}, mode={self.mode!r}: what one "
-                    f"record moves is random there, and noise is calibrated for a budget (got {self.noise_multiplier})"
+        if self.noise_multiplier is None:
+            if check.open_interval(0.0, 1.0, delta=self.delta) >= 1 / self.n:
+                warnings.warn(
+                    f"delta={self.delta:g} is not below 1/n={1 / self.n:g}: it allows to publish a record",
+                    UtilityWarning,
+                    4,
                 )
-            return
-        _validate.positive(epsilon=self.epsilon)
-        if _validate.open_interval(0.0, 1.0, delta=self.delta) >= 1 / n:
-            warnings.warn(
-                f"delta={self.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 4
+        elif self.sampling != "shuffled":
+            raise ConditionError(
+                f"noise_multiplier must not be given for sampling={self.sampling!r}, mode={self.mode!r}: what one "
+                f"record moves is random there, and noise is calibrated for a budget (got {self.noise_multiplier})"
             )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.n // self.batch_size)
 
     @property
     def mu(self) -> float:
         if self.noise_multiplier is None:
             return gaussian_mu(self.epsilon, self.delta)
         return 1.0 / self.noise_multiplier if self.noise_multiplier else math.inf
-
-    @property
-    def hit_constant(self) -> float:
-        return HIT_CONSTANTS[self.adjacency]
 
     @property
     def bounded(self) -> bool:
@@ -209,7 +186,7 @@ def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[floa
     """Returns the step sizes (T,)."""
     alpha, per_epoch = request.promises.holder_exponent, request.steps_per_epoch
     if epochs is not None:
-        steps = per_epoch * _validate.positive_count(epochs=epochs)
+        steps = per_epoch * check.positive_count(epochs=epochs)
     elif request.mode == "paper":
         steps = steps_theorem(request.n, alpha, 10 if request.bounded else 9)
     else:
@@ -222,24 +199,36 @@ def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[floa
             f"batch_size or more epochs"
         )
     if lr is None:
-        lr = _paper_lr(request, steps) if request.mode == "paper" else _balanced_lr(request, steps // per_epoch)
-    sizes = np.asarray(lr, dtype=np.float64)
-    if sizes.shape not in ((), (steps,)):
-        raise ValueError(f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})")
-    return np.array(np.broadcast_to(sizes, (steps,)))
+        lr = _paper_lr(request, steps) if request.mode == "paper" else balanced_output_lr(request, steps // per_epoch)
+    return each_step(lr, steps)
 
 
-def _balanced_lr(request: _Request, epochs: int) -> float:
-    return balanced_output_lr(
-        request.promises,
-        n=request.n,
-        batch_size=request.batch_size,
-        epochs=epochs,
-        dim=request.dim,
-        mu=request.mu,
-        hit_constant=request.hit_constant,
-        distance=request.distance,
-    )
+def balanced_output_lr(request: _Request, epochs: int) -> float:
+    """Returns the step size that minimizes U (see this module) on a log grid of 16 points a decade.
+
+    G is taken at the distance D on an unbounded domain. It affects accuracy only: privacy is computed afterwards.
+
+    Raises:
+        MissingConstantError: no distance on an unbounded domain.
+
+    Source: docs/proofs/holder.md#risk-of-output-perturbation.
+    """
+    promises, steps = request.promises, request.steps_per_epoch * epochs
+    reach = distance_bound(promises, request.distance)
+    alpha, constant, bounded = promises.holder_exponent, promises.holder_constant, request.bounded
+    bound = max(promises.grad_bound(reach), 1e-300)
+    largest = (2.0 if bounded else 1.0) if alpha == 1 else math.exp(min(300 * (1 - alpha), 300.0))
+    largest *= (1 - 1e-12) / constant
+    grid = reach / (bound * math.sqrt(steps)) * np.logspace(-_DECADES, 0, _GRID)
+    grid = np.minimum(grid, largest)
+    roots = float(np.sqrt(np.arange(1, max(steps - 1, 1))).sum()) / steps
+    drift = expansions(alpha, constant, grid, promises.glm) * roots
+    hit = grid * bound / request.batch_size * ((epochs + 1) / 2 - 1 / request.steps_per_epoch)
+    delta_stab = drift + 2.0 * hit
+    noise = math.sqrt(request.dim) / request.mu * (drift + request.hit_constant * hit)
+    risk = reach**2 / (2 * grid * steps) + grid * bound**2 / 2
+    risk = risk + bound * (noise + (2 * delta_stab if epochs > 1 else 0.0))
+    return float(grid[int(np.argmin(risk))])
 
 
 def _paper_lr(request: _Request, steps: int) -> float:
@@ -262,7 +251,9 @@ def _paper_lr(request: _Request, steps: int) -> float:
 def _noise(request: _Request, path: RunPath, lr: FloatArray, exact: bool) -> tuple[float | None, float]:
     """Returns the sensitivity (None if it is random) and the noise std."""
     if request.mode == "paper":
-        return _paper_noise(request, path, lr)
+        sensitivity = paper_sensitivity(request.promises, path, lr, request.n, request.delta / 2)
+        run = _paper_run(request.promises, lr, request.n)
+        return sensitivity, output_sigma_paper(*run, request.epsilon, request.delta, _domain(request.promises))
     if request.sampling == "fixed":
         return None, uniform_sigma(path, request.batch_size / request.n, request.epsilon, request.delta)
     # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
@@ -297,13 +288,6 @@ def paper_sensitivity(promises: LossPromises, path: RunPath, lr: FloatArray, n: 
     if path.drift + hits * float(path.hits.max(initial=0.0)) > sensitivity:
         raise ConditionError("mode='paper' leaves no room for rounding here; use mode='tight' or double precision")
     return sensitivity
-
-
-def _paper_noise(request: _Request, path: RunPath, lr: FloatArray) -> tuple[float, float]:
-    promises, n = request.promises, request.n
-    sensitivity = paper_sensitivity(promises, path, lr, n, request.delta / 2)
-    run = _paper_run(promises, lr, n)
-    return sensitivity, output_sigma_paper(*run, request.epsilon, request.delta, _domain(promises))
 
 
 def _paper_run(promises: LossPromises, lr: FloatArray, n: int) -> _PaperRun:

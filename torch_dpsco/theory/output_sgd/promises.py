@@ -1,25 +1,25 @@
-"""A run of output perturbation from the promises about its loss: its path, with rounding, and its step size.
+"""A run of output perturbation from the promises about its loss: what is asked for, and its path, with rounding.
 
-The step size minimizes a bound on the excess risk, see `holder_plan`.
-
-Source: docs/proofs/holder.md#distance-of-two-runs, docs/proofs/holder.md#risk-of-output-perturbation.
+Source: docs/proofs/holder.md#distance-of-two-runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from torch_dpsco import _validate
-from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.theory.holder.stability import RunPath, expansions, iterate_bounds, run_path
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import AdjacencyError, MissingConstantError
+from torch_dpsco.theory.holder.stability import RunPath, iterate_bounds, run_path
 from torch_dpsco.theory.rounding import DOUBLE, Arithmetic
 
-_GRID, _DECADES = 97, 6
+FloatArray = NDArray[np.float64]
+
+HIT_CONSTANTS = {"replace_one": 2.0, "zero_out": 1.0}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,50 @@ class LossPromises:
     glm: bool = False
     score_offset: float = 0.0
     gradient_error: float | None = None
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What a plan is asked for, checked; fields as in `plan.plan_output`."""
+
+    promises: LossPromises
+    n: int
+    batch_size: int
+    dim: int
+    epsilon: float
+    delta: float
+    noise_multiplier: float | None
+    adjacency: str
+    distance: float | None
+
+    def __post_init__(self) -> None:
+        n, _ = check.positive_count(n=self.n), check.positive_count(dim=self.dim)
+        if check.positive_count(batch_size=self.batch_size) > n:
+            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
+        if self.adjacency not in HIT_CONSTANTS:
+            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
+        if self.noise_multiplier is not None:
+            check.nonnegative(noise_multiplier=self.noise_multiplier)
+        else:
+            check.positive(epsilon=self.epsilon)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch, a short last one included."""
+        return -(-self.n // self.batch_size)
+
+    @property
+    def hit_constant(self) -> float:
+        """How many gradients of its own a record brings to a step in which the data sets differ."""
+        return HIT_CONSTANTS[self.adjacency]
+
+
+def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
+    """Returns the step sizes (T,) of a number, or of T of them."""
+    sizes = np.asarray(lr, dtype=np.float64)
+    if sizes.shape not in ((), (steps,)):
+        raise ValueError(f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})")
+    return np.array(np.broadcast_to(sizes, (steps,)))
 
 
 @dataclass(frozen=True)
@@ -134,59 +178,10 @@ def output_path(
     )
 
 
-def balanced_output_lr(
-    promises: LossPromises,
-    *,
-    n: int,
-    batch_size: int,
-    epochs: int,
-    dim: int,
-    mu: float,
-    hit_constant: float = 2.0,
-    distance: float | None = None,
-) -> float:
-    """Returns the step size that minimizes U (see this module) on a log grid of 16 points a decade.
-
-    G is taken at the distance D on an unbounded domain. It affects accuracy only: privacy is computed afterwards.
-
-    Args:
-        promises: constants of the loss.
-        n: public number of records.
-        batch_size: b.
-        epochs: K.
-        dim: d.
-        mu: > 0, sensitivity over noise std; inf for no noise.
-        hit_constant: 2 for replace-one, 1 for zero-out.
-        distance: D, guess of |w*|; default the radius.
-
-    Raises:
-        MissingConstantError: no distance on an unbounded domain.
-
-    Source: docs/proofs/holder.md#risk-of-output-perturbation.
-    """
-    reach = distance_bound(promises, distance)
-    alpha, constant, bounded = promises.holder_exponent, promises.holder_constant, math.isfinite(promises.radius)
-    per_epoch = -(-n // batch_size)
-    steps = per_epoch * epochs
-    bound = max(promises.grad_bound(reach), 1e-300)
-    largest = (2.0 if bounded else 1.0) if alpha == 1 else math.exp(min(300 * (1 - alpha), 300.0))
-    largest *= (1 - 1e-12) / constant
-    grid = reach / (bound * math.sqrt(steps)) * np.logspace(-_DECADES, 0, _GRID)
-    grid = np.minimum(grid, largest)
-    roots = float(np.sqrt(np.arange(1, max(steps - 1, 1))).sum()) / steps
-    drift = expansions(alpha, constant, grid, promises.glm) * roots
-    hit = grid * bound / batch_size * ((epochs + 1) / 2 - 1 / per_epoch)
-    delta_stab = drift + 2.0 * hit
-    noise = math.sqrt(dim) / mu * (drift + hit_constant * hit)
-    risk = reach**2 / (2 * grid * steps) + grid * bound**2 / 2
-    risk = risk + bound * (noise + (2 * delta_stab if epochs > 1 else 0.0))
-    return float(grid[int(np.argmin(risk))])
-
-
 def distance_bound(promises: LossPromises, distance: float | None) -> float:
     """Returns D: the guess, at most the radius; the radius if there is none."""
     if distance is not None:
-        return min(_validate.positive(distance=distance), promises.radius)
+        return min(check.positive(distance=distance), promises.radius)
     if not math.isfinite(promises.radius):
         raise MissingConstantError("distance, a guess of |w*|, is needed on an unbounded domain (got None)")
     return promises.radius
