@@ -23,6 +23,7 @@ from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 from torch_dpsco.optim import row_free
 from torch_dpsco.theory.output_sgd import bolt_on
 from torch_dpsco.theory.output_sgd import bolt_on as bolt_on_plan
+from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
 Vector = np.ndarray
 DELTA = 1e-3
@@ -144,7 +145,7 @@ def test_no_pair_of_neighbors_moves_the_answer_further() -> None:
 
 
 def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bolt_on_plan.HIT_CONSTANTS, "replace_one", 1.0)
+    monkeypatch.setitem(HIT_CONSTANTS, "replace_one", 1.0)
     with pytest.raises(AssertionError, match="replace_one"):
         check_that_no_pair_exceeds_the_sensitivity(pairs=2)
 

@@ -18,8 +18,7 @@ from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Orde
 from tests.streams import picks
 from torch_dpsco.losses import PowerLoss
 from torch_dpsco.theory.holder import stability as holder_stability
-from torch_dpsco.theory.output_sgd import plan as holder_plan
-from torch_dpsco.theory.output_sgd.promises import output_path
+from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, output_path
 
 LARGE = 100.0  # epsilon of runs on a few records whose noise is off
 
@@ -93,7 +92,7 @@ def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_
 
 
 def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(holder_plan.HIT_CONSTANTS, "replace_one", 1.0)
+    monkeypatch.setitem(HIT_CONSTANTS, "replace_one", 1.0)
     for name in LOSSES:
         with pytest.raises(AssertionError, match="replace_one"):
             check_that_no_pair_exceeds_the_sensitivity([name])

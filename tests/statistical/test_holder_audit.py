@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.oracles import ClippedMean
-from torch_dpsco.theory.output_sgd import plan as holder_plan
+from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # generators of our own
 FALSE_ALARM = 1e-6
@@ -151,7 +151,7 @@ def test_no_audit_of_output_perturbation_beats_its_claim_and_halved_noise_is_ref
 def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
     sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(holder_plan.HIT_CONSTANTS, "replace_one", 1.0)
+    monkeypatch.setitem(HIT_CONSTANTS, "replace_one", 1.0)
     found = output_audit(sampling)
     assert found.contradicts(), found
 
