@@ -255,14 +255,18 @@ def check_that_couplings_are_found() -> None:
 
 def only(*kinds: str) -> Callable[..., Any]:
     """Returns variants of records of some kinds only."""
-    variants = mixing.MadeUp.variants
+    variants = mixing.SyntheticBatches.variants
     return lambda self: (variant for variant in variants(self) if variant[0] in kinds)
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "nothing is ever different": (mixing, "changed_rows", lambda before, after: False),
-    "no large records": (mixing.MadeUp, "variants", only("a small one", "another", "one with another target")),
-    "no other targets": (mixing.MadeUp, "variants", only("a small one", "a large one", "NaN", "another")),
+    "no large records": (
+        mixing.SyntheticBatches,
+        "variants",
+        only("a small one", "another", "one with another target"),
+    ),
+    "no other targets": (mixing.SyntheticBatches, "variants", only("a small one", "a large one", "NaN", "another")),
     "losses are not traced": (first_step, "trace_outputs", lambda first, output, dims: output),
     "models are not called": (first_step.FirstStep, "_look_at", lambda *args: None),
     "gradients are not compared": (

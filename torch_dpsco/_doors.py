@@ -1,4 +1,4 @@
-"""Types at the door: arguments of public callables are checked against their own annotations, before anything runs.
+"""Checks of types on entry: arguments of public callables are compared with their annotations before anything runs.
 
 `typed` is for functions and for classes that are no dataclasses, `type_members` for the subclasses of a base,
 `check_fields` for dataclasses. Ranges are checked where the values are used, by `_validate`; so are arguments annotated
@@ -25,7 +25,7 @@ _Target = TypeVar("_Target", bound=Callable[..., Any])
 
 
 class _Kind(NamedTuple):
-    """What an annotation admits: a predicate, and how a message calls it."""
+    """What an annotation accepts: a predicate, and its name in messages."""
 
     admits: Callable[[Any], bool]
     words: str

@@ -1,4 +1,4 @@
-"""Checkpoints of `fit`: written whole or not at all, and taken up by the next call with the same path."""
+"""Checkpoints of `fit`: written whole or not at all, and continued by the next call with the same path."""
 
 from __future__ import annotations
 

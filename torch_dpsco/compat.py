@@ -1,4 +1,4 @@
-"""What torch and Opacus do not promise to keep, in one place: checked when the package is imported, and named in words.
+"""Private interfaces of torch and Opacus, in one place: checked when the package is imported, with names in words.
 
 Functions and modules whose name begins with an underscore are imported from here only. Attributes of modules,
 parameters and optimizers are read where they are needed, and looked for here (`ATTRIBUTES`).

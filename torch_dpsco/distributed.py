@@ -1,4 +1,4 @@
-"""Several processes, one private run: each clips and sums rows of its own, and the noise is drawn once.
+"""Several processes, one private run: each clips and sums its own rows, and the noise is drawn once.
 
 What the ranks of a run tell each other: one call of torch.distributed for each thing, compared before it is used.
 

@@ -23,11 +23,11 @@ class PrivacyError(DpscoError, RuntimeError):
 
 
 class BudgetExceeded(PrivacyError):
-    """The event would pass the budget; the ledger is unchanged."""
+    """The event would exceed the budget; the ledger is unchanged."""
 
 
 class AdjacencyError(PrivacyError):
-    """A mechanism has no guarantee under the adjacency asked for."""
+    """A mechanism has no guarantee under the requested adjacency."""
 
 
 class UnitError(PrivacyError):

@@ -119,7 +119,7 @@ def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
 
 
 class _Pairs:
-    """Writes pairs of Gaussians, always in the same memory: fresh memory costs as much as the arithmetic."""
+    """Writes pairs of Gaussians, always into the same memory: fresh memory costs as much as the arithmetic."""
 
     def __init__(self, numbers: int, real: np.dtype[Any], std: float, source: Source) -> None:
         count, self._stream = min(_PAIRS, (numbers + 1) // 2), stream_of(source)

@@ -1,4 +1,4 @@
-"""Losses evaluated record by record: whatever a function does with its arguments, no record is in another's loss.
+"""Losses evaluated record by record: whatever the function does, no record enters the loss of another.
 
     loss = per_record(nn.BCEWithLogitsLoss)
     loss(model(x), y).backward()
@@ -26,7 +26,7 @@ _AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)  # by weights of classes, and ove
 
 
 class PerRecord:
-    """A criterion whose losses are of one record each; see `per_record`.
+    """A criterion that evaluates each loss on one record; see `per_record`.
 
     Args:
         loss: loss(output, target) of a batch, which is shown batches of one record.

@@ -49,7 +49,7 @@ _CHECKS: dict[str, Callable[..., float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Promises about the loss of any single record of the universe, checked for range, never for truth.
+    """Promises about the loss of any single record of the universe; their range is checked, their truth is not.
 
     All are optional; an algorithm names what it needs with `require`. Two problems are equal if all promises are.
 

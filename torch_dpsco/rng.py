@@ -1,4 +1,4 @@
-"""Streams of secret bits: one kind for noise and batches, that no record of what was drawn tells anything about.
+"""Streams of secret bits for noise and batches; earlier draws reveal nothing about later ones.
 
 `Keystream` is the default everywhere: a cryptographic generator that the operating system seeds (AES-256 in counter
 mode, by OpenSSL). It holds no state here, so that nothing can be saved, copied or pickled; a fork draws bytes of its
@@ -38,7 +38,7 @@ def random_bytes(size: int) -> bytes:
 
 
 class Stream(ABC):
-    """Where random bits come from. SECRET: who knows them can subtract the noise, or knows who was in a batch."""
+    """A source of random bits. SECRET: anybody who knows them can subtract the noise, or knows who was in a batch."""
 
     device = torch.device("cpu")  # where tensors of what is drawn belong
 
@@ -105,7 +105,7 @@ class Keystream(Stream):
 
 
 class KeyedStream(Stream):
-    """Bytes that whoever has the key draws alike: SHAKE256 of key, label and the number of the call.
+    """Bytes that every holder of the key draws alike: SHAKE256 of key, label and the number of the call.
 
     Args:
         key: 32 secret bytes.
@@ -133,7 +133,7 @@ class KeyedStream(Stream):
 
 
 class Repeatable(Stream):
-    """Bytes of a generator of the caller's: not secret, for tests only.
+    """Bytes of the caller's own generator: not secret, for tests only.
 
     Args:
         generator: whoever knows its seed, or enough of what it drew, knows all of it.

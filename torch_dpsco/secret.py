@@ -1,4 +1,4 @@
-"""States that must stay secret, as a type: it shows no value, and a checkpoint that holds one says so."""
+"""A type for states that must stay secret: it shows no value, and a checkpoint that holds one says so."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def shifted(params: Sequence[Tensor], radius: float, generator: Source) -> Itera
 
 
 class Shifts:
-    """Places parameters at random points around the iterate, and back.
+    """Moves parameters to random points around the iterate, and back.
 
     Args:
         device: of the parameters.

@@ -1,4 +1,4 @@
-"""A training loop for those who have none: `fit` draws private batches, shows progress, and installs the answer."""
+"""A ready-made training loop: `fit` draws private batches, shows progress, and installs the answer."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from torch_dpsco.doctor.synthetic import MadeUp
+from torch_dpsco.doctor.synthetic import SyntheticRecords
 
 
 def test_a_record_that_is_a_view_is_not_copied_with_all_the_others() -> None:
@@ -16,7 +16,7 @@ def test_a_record_that_is_a_view_is_not_copied_with_all_the_others() -> None:
         seen.extend(leaf.untyped_storage().nbytes() // leaf.itemsize for record in records for leaf in record)
         return default_collate(records)
 
-    made_up = MadeUp(dataset[0], collate, torch.device("cpu"))
-    batch = made_up.batch([0, 1])
+    synthetic = SyntheticRecords(dataset[0], collate, torch.device("cpu"))
+    batch = synthetic.batch([0, 1])
     assert [tuple(leaf.shape) for leaf in batch] == [(2, 3), (2, 1)]
     assert set(seen) == {3, 1}

@@ -1,4 +1,4 @@
-"""The accountant: charges events to a ledger before noise is drawn, and refuses those that would pass the budget."""
+"""The accountant: charges events to a ledger before noise is drawn, and refuses those that would exceed the budget."""
 
 from __future__ import annotations
 

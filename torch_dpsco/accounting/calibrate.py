@@ -1,4 +1,4 @@
-"""Calibration: the least noise, or the most steps, that a target admits. Never over the target.
+"""Calibration: the least noise, or the most steps, that stay within a target.
 
 The largest count that still fits, with few evaluations.
 

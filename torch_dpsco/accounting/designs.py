@@ -283,7 +283,7 @@ class Full(Design):
 
 @dataclass(frozen=True)
 class Undeclared(Design):
-    """Nothing is known but that a batch holds each record at most once and does not depend on the data.
+    """Nothing is known except that a batch holds each record at most once and does not depend on the data.
 
     Each step is one unsampled Gaussian, under replace_one only.
     """

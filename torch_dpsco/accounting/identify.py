@@ -1,4 +1,4 @@
-"""Which design a loader draws by: only samplers whose law is known are believed.
+"""Which design a loader draws by: only samplers with a known law are accepted.
 
 Amplification by sampling is granted for the samplers of `torch_dpsco.sampling`, which carry their design, and, where no
 draw log is needed, for Opacus' Poisson sampler. A shuffled or sequential loader is known too, but claims nothing: each
@@ -30,7 +30,7 @@ _UNIFORMS = 2**24  # values of a float32 from torch.rand
 
 @dataclass(frozen=True)
 class RatePoisson(Design):
-    """Poisson sampling by a rate instead of an expected size: what Opacus' sampler does.
+    """Poisson sampling by a rate instead of an expected size, as in Opacus' sampler.
 
     Args:
         sample_rate: probability with which each record is in each batch, in [0, 1].

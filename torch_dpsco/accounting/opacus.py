@@ -1,4 +1,4 @@
-"""The accountant as Opacus sees it: `PrivacyEngine(accountant="dpsco")` needs nothing else.
+"""The accountant's interface to Opacus: `PrivacyEngine(accountant="dpsco")` needs nothing else.
 
 Facts of Opacus 1.6 that give it this shape. `create_accountant` calls the class without arguments. Noise is calibrated
 by assigning `accountant.history` in a loop. The hook runs after noise is added and before the parameters move, so that
@@ -60,7 +60,7 @@ def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], d
 
 
 class OpacusFace(IAccountant):  # type: ignore[misc]
-    """What Opacus asks of an accountant; `Accountant` supplies the ledger.
+    """What Opacus requires of an accountant; `Accountant` supplies the ledger.
 
     The hook of `get_optimizer_hook_fn` authorizes each step before the parameters move. What it is told about sampling
     is "asserted, not verified" until `bind` has seen the loader; then steps are charged as the loader draws, whatever

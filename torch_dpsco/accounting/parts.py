@@ -1,4 +1,4 @@
-"""Designs of one partition: batches that records were assigned to, passes over the same batches, phases with own parts.
+"""Designs of one partition: batches that records were assigned to, repeated passes, phases on separate parts.
 
 A differing record lies in one part only, so that all draws together cost what the costliest part costs. Which record is
 in which part is drawn without looking at the data.

@@ -1,4 +1,4 @@
-"""Planned budgets: what a run will charge, said before its first release and kept.
+"""Planned budgets: what a run will charge, declared before its first release and then enforced.
 
 Composition theorems for fixed parameters hold for events that no output has chosen. `Planning`, the part of the
 accountant that keeps what was planned, therefore closes with the first charge. What is planned is a multiset of events,

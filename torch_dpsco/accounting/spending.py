@@ -33,7 +33,7 @@ class _Phase(threading.local):
 
 
 class Spending(Planning, OpacusFace):
-    """Charges events before their noise is drawn, and refuses those that would pass the budget.
+    """Charges events before their noise is drawn, and refuses those that would exceed the budget.
 
     Threads may share it: each decision is one operation with its charge.
 

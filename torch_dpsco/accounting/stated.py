@@ -1,4 +1,4 @@
-"""Guarantees that somebody else proved, as events, with the adjacencies under which they were proved."""
+"""Guarantees proved elsewhere, as events, with the adjacencies under which they were proved."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ FAILURE_KINDS = ("coupling", "transcript", "per_side")
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A probability with which some other event's premise does not hold.
+    """The probability that the premise of some other event does not hold.
 
     Args:
         probability: in [0, 1).

@@ -1,4 +1,4 @@
-"""Audits: a lower bound on the epsilon of anything that can be run on two neighboring inputs, with stated confidence.
+"""Audits: lower bounds, with stated confidence, on the epsilon of anything that runs on two neighboring inputs.
 
     run the mechanism on both inputs, many times, in random order
     half of the outputs choose a test: a score, a threshold, and which side is to score high

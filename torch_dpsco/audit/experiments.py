@@ -1,4 +1,4 @@
-"""Audits of a function, of outputs that are there already, and of whole training runs by a canary.
+"""Audits of a function, of existing outputs, and of whole training runs by a canary.
 
 A canary is one record with a gradient like no other's.
 """
@@ -68,7 +68,7 @@ def audit(
     Guarantee:
         With probability >= confidence (over the mechanism's noise), `epsilon_lower` is at most the true epsilon at
         `delta` of the mechanism for that pair, in the worse of both directions, whatever the score. Assumes independent
-        runs. The result itself is NOT private: use made-up data, or keep it to yourself.
+        runs. The result itself is NOT private: use synthetic data, or keep it to yourself.
         Proof. Given the outputs that chose the test, S = {score > threshold} is a fixed event, so that the counts of
         the others are binomial with P(S) and Q(S). Two one-sided Clopper-Pearson bounds, each wrong with probability
         <= (1 - confidence)/2, give P(S) >= t and Q(S) <= f with the stated confidence. (epsilon, delta)-DP of S and of
@@ -195,7 +195,7 @@ def audit_training(
     Args:
         make: make() -> (model, private optimizer with an accountant of its own); called for every run. A model that is
             not attached is attached here.
-        dataset: of (input, target) pairs; a few made-up records that move the parameters little are enough.
+        dataset: of (input, target) pairs; a few synthetic records that move the parameters little are enough.
         canary: (input, target), not batched, with a gradient that is large and like no other record's: one that the
             clip scales down shows most.
         loss: loss(model(input), target) -> scalar tensor, as in `fit`.

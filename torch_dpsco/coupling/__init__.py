@@ -1,1 +1,1 @@
-"""Do records reach each other, in a model or in a loss? Looked for on made-up records, and put back."""
+"""Do records reach each other, in a model or in a loss? Tried on synthetic records, and undone afterwards."""

@@ -1,7 +1,7 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
-It runs on made-up records of the first batch's shape (`mixing`). The model is called without gradients, after its first
-training forward, and put back as it was (`rollback`); outputs of the other records must stay. What the loop computes
+It runs on synthetic records of the first batch's shape (`mixing`). The model is called without gradients, after its
+first training forward, and restored (`rollback`); outputs of the other records must stay. What the loop computes
 from its outputs is noted, and looked at before the backward (`loss_trace`). It does not see what is done to a batch
 before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
 outside of itself are called and written ten times more.
@@ -26,7 +26,7 @@ from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torc
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.passes import batch_sizes
 
-_SIZES = (7, 5, 11, 13, 17, 19, 23)  # of made-up batches: the first that is no other size of the model's tensors
+_SIZES = (7, 5, 11, 13, 17, 19, 23)  # of synthetic batches: the first that is no other size of the model's tensors
 _CPU = torch.device("cpu")
 _SAFE = ("cpu",)  # devices on which a wrong index is an error
 _NOT_FOUND = "a part that was not found"
@@ -46,7 +46,7 @@ _FOUND = (
 
 
 class FirstStep:
-    """What is known about records that reach each other in an attached model; looks in its first step.
+    """What is known about records that reach each other in an attached model; checked in its first step.
 
     Args:
         asked: whether to look.
@@ -87,7 +87,7 @@ class FirstStep:
         """Looks at a model, after a training forward; returns its output, traced for a look at the loss.
 
         Raises:
-            PrivacyError: a made-up record moves the outputs of others.
+            PrivacyError: a synthetic record moves the outputs of others.
         """
         self.forwards += 1
         self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
@@ -131,7 +131,7 @@ class FirstStep:
 
 
 class _Calls:
-    """Calls of a model on made-up records, for one guess at the size of its batch.
+    """Calls of a model on synthetic records, for one guess at the size of its batch.
 
     Args:
         model: attached.
@@ -187,7 +187,7 @@ class _Calls:
             self._state.restore()
 
     def __call__(self, made: list[Tensor]) -> list[Tensor]:
-        """Returns the outputs for made-up records, records first."""
+        """Returns the outputs for synthetic records, records first."""
         leaves = [t.cpu() if self._on_cpu and isinstance(t, Tensor) else t for t in self._inputs]
         for k, t in zip(self._places, made, strict=True):
             leaves[k] = t

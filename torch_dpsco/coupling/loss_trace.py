@@ -1,7 +1,7 @@
-"""What a loop computes from the outputs of an attached model until `backward()`: noted, and then checked.
+"""What a loop computes from the outputs of an attached model until `backward()`: recorded, then checked.
 
 Outputs of the first training forward are tensors of a class whose operations are noted. Before `backward()` they are
-repeated on made-up outputs (`repeated_loss`), whose gradients must depend on one record each. What cannot be seen, is
+repeated on synthetic outputs (`repeated_loss`), whose gradients must depend on one record each. What cannot be seen, is
 said: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions that take no subclass or have a backward
 of their own, statistics of targets alone. A backward that is no `loss.backward()` is not seen at all; the next step is
 looked at then.
@@ -167,7 +167,7 @@ class _Trace:
             self._calls.append(Call(func, args, kwargs, places))
 
     def check(self, loss: Traced, *, weighted: bool) -> None:
-        """Repeats the operations on made-up outputs.
+        """Repeats the operations on synthetic outputs.
 
         Args:
             loss: whose backward follows.

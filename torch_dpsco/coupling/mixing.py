@@ -1,12 +1,12 @@
 """Do records reach each other? In a function of a batch, and in the operations of a loss.
 
-Do records reach each other in a function of a batch? Made-up records are changed one at a time to find out.
+Do records reach each other in a function of a batch? Synthetic records are changed one at a time to find out.
 
 No value of a record has a say: tensors of the shapes and dtypes of a batch are filled with numbers in (0.25, 0.75), or
 with ones for integers. One record is then made 1000 times as small, 10,000 times as large, NaN, or another one, and the
 median of small and large records is moved by one; what the function gives for the other records must stay.
 
-The operations of a loss, repeated on made-up outputs, targets and weights: do records reach each other in it?
+The operations of a loss, repeated on synthetic outputs, targets and weights: do records reach each other in it?
 
 On the CPU, where a wrong index is an error and not the end of a process. What a loss has from elsewhere is a target or
 weight of the records if it has one entry for each, and a constant if not.
@@ -31,11 +31,11 @@ SEED = 5_000_011  # of what is random in the functions, the same in each call
 _SMALL, _LARGE = 1e-3, 1e4
 _HALF = (torch.float16, torch.bfloat16)
 _Scales = Mapping[int, Sequence[float]]
-_Run = Callable[[list[Tensor]], list[Tensor]]  # made-up tensors -> what belongs to each record, records first
+_Run = Callable[[list[Tensor]], list[Tensor]]  # synthetic tensors -> what belongs to each record, records first
 
 
 class Leaf(NamedTuple):
-    """What a tensor of a made-up batch looks like.
+    """What a tensor of a synthetic batch looks like.
 
     Args:
         shape: of it.
@@ -65,15 +65,15 @@ class Mixed:
 
     Args:
         what: the other record.
-        batches: made-up tensors without and with it.
+        batches: synthetic tensors without and with it.
     """
 
     what: str
     batches: tuple[list[Tensor], list[Tensor]]
 
 
-class MadeUp:
-    """Made-up batches.
+class SyntheticBatches:
+    """Synthetic batches.
 
     Args:
         leaves: their tensors.
@@ -150,14 +150,14 @@ def compare(leaves: Sequence[Leaf], rows: int, run: _Run) -> Mixed | str:
     Args:
         leaves: of the batch.
         rows: records of it, >= 2.
-        run: of the made-up tensors; it may do anything to them.
+        run: of the synthetic tensors; it may do anything to them.
     """
 
-    def made(pool: MadeUp, scales: _Scales) -> list[Tensor] | Refused:
+    def made(pool: SyntheticBatches, scales: _Scales) -> list[Tensor] | Refused:
         return attempt("made-up records", lambda: run(pool.batch(scales)))
 
     for fill in (1, 0):  # the one may be no class, the other no length, and either may be a mask of everything
-        pool = MadeUp(leaves, rows, fill)
+        pool = SyntheticBatches(leaves, rows, fill)
         base, again = made(pool, {}), made(pool, {})
         if isinstance(base, Refused) or isinstance(again, Refused):
             # only the kind: messages may quote shapes, and the size of a batch is private
@@ -203,7 +203,7 @@ _FOUND = (
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in the arguments of an operation: a result by its place, or one from elsewhere."""
+    """A placeholder for a tensor in the arguments of an operation: an earlier result, or a tensor from elsewhere."""
 
     place: int
     elsewhere: bool = False

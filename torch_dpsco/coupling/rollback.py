@@ -1,4 +1,4 @@
-"""Users' code on made-up records: whatever it raises is an answer, and whatever it does is put back.
+"""Users' code on synthetic records: every exception is an answer, and every change is undone.
 
 Undoing everything that a probe does: python state, tensors and random streams are put back, also after an error.
 
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Refused:
-    """What could not be done, and what was raised."""
+    """What could not be done, and the exception that was raised."""
 
     what: str
     error: Exception
@@ -45,7 +45,7 @@ def attempt(what: str, call: Callable[[], _T]) -> _T | Refused:
     """Returns what the call returns, or how it failed.
 
     The one place of the package that catches every Exception: models, losses, data sets and collate functions of users
-    raise what they like on a made-up batch, and a diagnosis must say so instead of failing with them.
+    raise what they like on a synthetic batch, and a diagnosis must say so instead of failing with them.
     """
     try:
         return call()

@@ -40,7 +40,7 @@ def doctor(
 ) -> Diagnosis:
     """Returns what is wrong with a training script, spending and changing nothing.
 
-    Reads the objects, and makes ten to forty small forward and backward passes on made-up batches with the shapes of
+    Reads the objects, and makes ten to forty small forward and backward passes on synthetic batches with the shapes of
     the data set's first record. It knows the mistakes it looks for: `healthy` is no proof of privacy.
 
     Args:

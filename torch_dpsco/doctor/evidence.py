@@ -3,7 +3,7 @@
 Whether the bits of a record's row depend on how many rows a batch has, on its place among them, and on the others.
 
 The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
-Here that is looked at: made-up records, the model's own weights, threads and device as they are. It is no proof.
+Here that is looked at: synthetic records, the model's own weights, threads and device as they are. It is no proof.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Line:
-    """Gradients of made-up records, each by itself, at parameters on a line through 0.
+    """Gradients of single synthetic records at parameters on a line through 0.
 
     Args:
         places: (points,), increasing, where on the line.
@@ -270,7 +270,7 @@ class Evidence:
     """What the passes show; None or empty where they were not made.
 
     Args:
-        size: records of the made-up batch.
+        size: records of the synthetic batch.
         base: the batch.
         changed: the same batch with another record 0.
         outliers: pairs of batches that differ in record 0, which is an outlier in one of them.

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and the diagnosis that joins them."""
+"""What the doctor reports: findings, and the diagnosis that combines them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
     Args:
         severity: one of `SEVERITIES`.
         name: slug of the mistake's heading in docs/pitfalls.md.
-        evidence: what was measured or read, with its numbers; computed from a made-up batch, never from data.
+        evidence: what was measured or read, with its numbers; computed from a synthetic batch, never from data.
         fix: the line or lines to change.
 
     Example:

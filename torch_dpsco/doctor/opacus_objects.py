@@ -1,4 +1,4 @@
-"""Recognizes Opacus' objects and reads what the doctor must know of them: the only contact with Opacus' classes."""
+"""Recognizes Opacus' objects and reads what the doctor needs from them: the only contact with Opacus' classes."""
 
 from __future__ import annotations
 
@@ -122,5 +122,5 @@ def poisson_rate(sampler: Any) -> float | None:
 
 
 def bare_collate(collate: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
-    """Returns the collate function without DPDataLoader's wrapper, which would remember a made-up batch."""
+    """Returns the collate function without DPDataLoader's wrapper, which would remember a synthetic batch."""
     return collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate

@@ -1,4 +1,4 @@
-"""Forward and backward passes on made-up batches. Everything is put back afterwards.
+"""Forward and backward passes on synthetic batches. Everything is restored afterwards.
 
 The passes run where the parameters are moved a little: at a start of all zeros the terms that couple records, and
 those of a regularizer, would have no gradient. All passes use the same random numbers, so that dropout masks agree.
@@ -19,7 +19,7 @@ from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torc
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import Evidence, Isolation, Line, NotScalarError, Pass, look, remembered, rows_to_probe
 from torch_dpsco.doctor.script import Script
-from torch_dpsco.doctor.synthetic import MadeUp
+from torch_dpsco.doctor.synthetic import SyntheticRecords
 from torch_dpsco.rows import Tape
 from torch_dpsco.rows.attach import attach, first_step_of
 from torch_dpsco.rows.base import Block
@@ -49,19 +49,19 @@ def examine(script: Script) -> Evidence:
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # what warns here warns in training too
-            made_up = evidence.keep(_make_up(script))
-            if made_up is not None:
-                _examine(script, evidence, state, made_up)
+            synthetic = evidence.keep(_synthetic_records(script))
+            if synthetic is not None:
+                _examine(script, evidence, state, synthetic)
     finally:
         state.restore()
     return evidence
 
 
-def _make_up(script: Script, *, other_targets: bool = True) -> MadeUp | Refused:
-    def build() -> MadeUp:
+def _synthetic_records(script: Script, *, other_targets: bool = True) -> SyntheticRecords | Refused:
+    def build() -> SyntheticRecords:
         device = next(iter(script.trainable.values())).device
         ignored = getattr(script.loss, "ignore_index", None)
-        return MadeUp(
+        return SyntheticRecords(
             script.first_record(),
             script.collate,
             device,
@@ -72,31 +72,31 @@ def _make_up(script: Script, *, other_targets: bool = True) -> MadeUp | Refused:
     return attempt("making up a batch from the first record", build)
 
 
-def _examine(script: Script, evidence: Evidence, state: Untouched, made_up: MadeUp) -> None:
-    evidence.size = made_up.size
+def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
+    evidence.size = synthetic.size
     if script.attached or script.hooks is not None:
-        _Probe(script, evidence, state, made_up).look_at_rows()
+        _Probe(script, evidence, state, synthetic).look_at_rows()
     else:
         attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
         if not isinstance(attached, Refused):
-            _Probe(script, evidence, Untouched(script.module), made_up).look_at_rows()
+            _Probe(script, evidence, Untouched(script.module), synthetic).look_at_rows()
         if evidence.base is None or not evidence.base.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
             evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
             evidence.base = None
-            _Probe(script, evidence, state, made_up).look_at_sums()
+            _Probe(script, evidence, state, synthetic).look_at_sums()
         if script.row_free is not None:
-            _Probe(script, evidence, state, made_up).look_at_single_records()
+            _Probe(script, evidence, state, synthetic).look_at_single_records()
     if script.loss is not None and evidence.weight is None:
         state.clear()
-        _Probe(script, evidence, state, made_up).look_at_sizes()
+        _Probe(script, evidence, state, synthetic).look_at_sizes()
 
 
 class _Probe:
     """Passes over one script, each from the same state."""
 
-    def __init__(self, script: Script, evidence: Evidence, state: Untouched, made_up: MadeUp) -> None:
-        self.script, self.evidence, self.state, self.made_up = script, evidence, state, made_up
+    def __init__(self, script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
+        self.script, self.evidence, self.state, self.synthetic = script, evidence, state, synthetic
         generator = torch.Generator().manual_seed(_SEED)
         # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
         self.from_zero = script.row_free is not None
@@ -104,8 +104,8 @@ class _Probe:
         self.moves = {name: _small_move(p, generator) for name, p in starts.items()}
         self.scales: list[float] | None = None  # of the records
         self._only: int | None = None  # the place of the row that is looked at; None for all rows
-        self.records = list(range(made_up.size))
-        self.others = [i + made_up.size for i in self.records]
+        self.records = list(range(synthetic.size))
+        self.others = [i + synthetic.size for i in self.records]
 
     # -- what is looked at --------------------------------------------------------------------------------------------
 
@@ -121,10 +121,10 @@ class _Probe:
             return
         changed = self._pass([self.others[0], *self.records[1:]])
         if isinstance(changed, Refused):  # the loss may not take the other targets
-            self.made_up = evidence.keep(_make_up(self.script, other_targets=False)) or self.made_up
+            self.synthetic = evidence.keep(_synthetic_records(self.script, other_targets=False)) or self.synthetic
             changed = self._pass([self.others[0], *self.records[1:]])
         evidence.changed = evidence.keep(changed)
-        if self.made_up.has_numbers:
+        if self.synthetic.has_numbers:
             self._look_at_outliers()
         evidence.again = evidence.keep(self._pass(self.records, before=self.records))
         evidence.after_other = evidence.keep(self._pass(self.records, before=self.others))
@@ -161,9 +161,9 @@ class _Probe:
         for scale, kind in _OUTLIERS.items():
             if math.isnan(scale) and self.script.ghost:
                 continue  # rows are gradients of single losses there, in which the others are times 0
-            self._compare(kind, None, [scale] + [1.0] * (self.made_up.size - 1))
-        low = (self.made_up.size - 1) // 2 + 1
-        mixed = [_SMALL] * low + [_LARGE] * (self.made_up.size - low)
+            self._compare(kind, None, [scale] + [1.0] * (self.synthetic.size - 1))
+        low = (self.synthetic.size - 1) // 2 + 1
+        mixed = [_SMALL] * low + [_LARGE] * (self.synthetic.size - low)
         self._compare("a large record in place of the small one in the middle", mixed, [_LARGE, *mixed[1:]])
 
     def _compare(self, kind: str, scales: list[float] | None, others: list[float]) -> None:
@@ -257,7 +257,7 @@ class _Probe:
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
         self.state.clear()
         if self.script.attached:
-            first_step_of(self.script.module).asked = False  # it would look at made-up records of made-up records
+            first_step_of(self.script.module).asked = False  # it would look at synthetic records of synthetic records
         for name, p in self.script.trainable.items():
             if self.from_zero:
                 p.data.zero_()
@@ -270,8 +270,8 @@ class _Probe:
 
     def _loss(self, records: Sequence[int]) -> Any:
         script = self.script
-        batch = script.bounded(self.made_up.batch(records, self.scales))
-        if not self.made_up.is_pair:
+        batch = script.bounded(self.synthetic.batch(records, self.scales))
+        if not self.synthetic.is_pair:
             return _of_outputs(script.module(batch)) if script.loss is None else script.loss(script.module, batch)
         outputs = script.module(batch[0])
         return _of_outputs(outputs) if script.loss is None else script.loss(outputs, batch[1])

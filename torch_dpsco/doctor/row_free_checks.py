@@ -1,6 +1,6 @@
-"""Checks of scripts whose optimizer needs no per-sample gradients: nothing is clipped, all rests on what was promised.
+"""Checks of scripts whose optimizer needs no per-sample gradients: nothing is clipped, and privacy rests on promises.
 
-The promises are about the loss of any record, so that one made-up record that breaks them shows that they do not hold.
+The promises are about the loss of any record, so one synthetic record that breaks them shows that they do not hold.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     fall = float((slopes[:, :-1] - slopes[:, 1:]).max() / norms.max().clamp_min(1e-30))
     if fall > _CLOSE:
         parts.append(f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest gradient")
-    if optimizer.bounds[0] is not None:  # otherwise made-up records may be beyond bounds that nobody enforces
+    if optimizer.bounds[0] is not None:  # otherwise synthetic records may be beyond bounds that nobody enforces
         apart = (line.places[:, None] - line.places).abs() ** promises.holder_exponent * promises.holder_constant
         change = (line.grads[:, :, None] - line.grads[:, None]).norm(dim=3) / apart.clamp_min(1e-30)
         parts += _too_large("changes of the gradient are", float(change.max()), "what holder_constant promises")

@@ -1,4 +1,4 @@
-"""The training script that the doctor looks at: what it was given, and what the checks ask about it."""
+"""The training script that the doctor examines: what it was given, and what the checks need to know about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up batches with the shapes and dtypes of a data set's first record: no value in the data set has a say.
+"""Synthetic batches with the shapes and dtypes of a data set's first record; they do not depend on data values.
 
 Inputs are random in (0, 1), or 0 and 1 for integers; targets of (input, target) pairs are 1, or class 0. Alternative
 records have other values, and other targets too if the loss takes them (0, or class 1). What is not a tensor after
@@ -20,8 +20,8 @@ _SEED = 20_240_229
 _SIZES = (5, 7, 11, 13, 17, 19)
 
 
-class MadeUp:
-    """A pool of made-up records, from which batches are collated.
+class SyntheticRecords:
+    """A pool of synthetic records, from which batches are collated.
 
     Record i < size and record i + size are two versions of the same position.
 

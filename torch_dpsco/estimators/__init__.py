@@ -1,4 +1,4 @@
-"""Private linear models with the manners of scikit-learn, which is used if it is installed and not needed.
+"""Private linear models in the style of scikit-learn, which is used if it is installed but not needed.
 
     model = LogisticRegression(epsilon=1.0, n=32_561, bound_x=3.47, classes=(0, 1)).fit(X, y)
     model.predict_proba(X_new);   print(model.report())

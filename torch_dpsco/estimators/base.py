@@ -1,4 +1,4 @@
-"""What all private linear models do: read data, fit once within a budget, predict, and say what it cost.
+"""What all private linear models do: read data, fit once within a budget, predict, and report the cost.
 
 Every argument is a public number, chosen without looking at the data. Rows are prepared as
 

@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Classifier(ClassifierMixin, LinearModel):
-    """Base: public classes, labels that are none of them make null records.
+    """Base: public classes; records with other labels become null records.
 
     Args:
         classes: the public labels, all different: numbers or strings.
@@ -308,7 +308,7 @@ class TiltedClassifier(BinaryClassifier):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class AdversarialClassifier(BinaryClassifier):
-    """Private logistic regression for rows that an adversary may move, by output perturbation.
+    """Private logistic regression for rows that an adversary may perturb, by output perturbation.
 
     The loss of a record is its largest one over all prepared rows, the constant included, within `attack_radius`:
     log(1 + exp(-(y <w, x> - attack_radius |w|))), with the dual norm, smoothed at 0 by a public amount.

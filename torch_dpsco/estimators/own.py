@@ -11,11 +11,11 @@ _Self = TypeVar("_Self", bound="BaseEstimator")
 
 
 class NotFittedError(ValueError, AttributeError):
-    """A model was asked before `fit`."""
+    """A model was used before `fit`."""
 
 
 class DataConversionWarning(UserWarning):
-    """Data of another shape than asked for were taken."""
+    """Data of another shape than requested were accepted."""
 
 
 class BaseEstimator:

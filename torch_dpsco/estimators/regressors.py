@@ -56,7 +56,7 @@ class Regressor(RegressorMixin, LinearModel):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HuberRegressor(Regressor):
-    """Private robust regression: squared errors up to a threshold, absolute ones beyond.
+    """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
@@ -111,7 +111,7 @@ class QuantileRegressor(Regressor):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Ridge(Regressor):
-    """Private least squares: AdaSSP, whose ridge adapts to the data in private; output perturbation at delta = 0.
+    """Private least squares: AdaSSP, whose ridge adapts privately to the data; output perturbation at delta = 0.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, radius,

@@ -1,4 +1,4 @@
-"""Private empirical risk minimization of linear models: solve with certainty, release once.
+"""Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
 * `output`, `objective`, `noisy_gd`, `adassp`: a plan for each mechanism, which solves and releases;

@@ -37,7 +37,7 @@ from torch_dpsco.theory.rounding import DOUBLE
 
 @dataclass(frozen=True, kw_only=True)
 class AdaSSPPlan(LinearPlan):
-    """Public numbers of one release; reg is added to the adaptive ridge, and 0 if none is given.
+    """Public numbers of one release; reg (0 by default) is added to the adaptive ridge.
 
     Args:
         constants: noise and ridge.

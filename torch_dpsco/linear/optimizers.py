@@ -210,7 +210,7 @@ class ObjectivePerturbation(SolvedOptimizer):
 
 
 class OutputPerturbation(SolvedOptimizer):
-    """Solves a strongly convex linear model with certainty, adds noise once (Lowy and Razaviyayn, Algorithms 1, 5-7).
+    """Solves a strongly convex model to certified accuracy, adds noise once (Lowy and Razaviyayn, Algorithms 1, 5-7).
 
     Args:
         params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.

@@ -1,4 +1,4 @@
-"""Output perturbation: solve to a certified accuracy, add noise once; the regularizer of least risk.
+"""Output perturbation: solve to a certified accuracy, add noise once; the regularizer with the least risk.
 
 The regularizer of output perturbation where none is given: that of the least bound on the risk of a linear model.
 

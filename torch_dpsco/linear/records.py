@@ -1,4 +1,4 @@
-"""Records and the objective of a task: what a plan says, made of the data. Nothing here is private."""
+"""Records and the objective of a task, built from the data as a plan says. Nothing here is private."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class LinearTask:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan(Plan):
-    """Public numbers of one release; what it charges is computed from those that it is made with.
+    """Public numbers of one release; its charge is computed from the numbers that it is made with.
 
     Args:
         task: what was planned for: budget, adjacency and the regularizer that was chosen included.

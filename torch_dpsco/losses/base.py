@@ -110,7 +110,7 @@ class Loss(ABC):
 
 
 class _PerSample(torch.autograd.Function):
-    """Losses of a batch whose backward is the loss's own subgradient, not autograd's choice at the kinks."""
+    """Losses of a batch; their backward is the loss's own subgradient, not autograd's choice at the kinks."""
 
     generate_vmap_rule = True
 
@@ -138,7 +138,7 @@ def _linear(score: Tensor, target: Tensor, loss: Loss) -> Tensor:
 
 
 class _Slope(torch.autograd.Function):
-    """The subgradient itself: phi'' would silently be taken for that of one of its branches."""
+    """The subgradient itself; autograd would silently take phi'' from one of its branches."""
 
     generate_vmap_rule = True
 

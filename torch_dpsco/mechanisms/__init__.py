@@ -1,1 +1,1 @@
-"""Private mechanisms that are not noisy means: each samples its own law and says what it costs."""
+"""Releases other than noisy means: each mechanism samples its own law and says what it costs."""

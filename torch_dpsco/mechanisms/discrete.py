@@ -239,7 +239,7 @@ _BITS_AT_ONCE = 1024  # bits that are drawn at once
 
 
 class _Bits:
-    """Uniform bits of a source; those that are left over are thrown away with the object."""
+    """Uniform bits of a source; leftover bits are discarded with the object."""
 
     def __init__(self, source: Source) -> None:
         self._stream, self._pool, self._left = stream_of(source), 0, 0

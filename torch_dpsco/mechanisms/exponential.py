@@ -1,4 +1,4 @@
-"""The exponential mechanism: a law in integers for any scores, and that of a quantile over a public geometric grid.
+"""The exponential mechanism: an integer law for any scores, and one for a quantile on a public geometric grid.
 
     P(j) ~ exp(-(epsilon / (2 D)) s_j),    D = sensitivity of each score s_j: the lower, the better
 

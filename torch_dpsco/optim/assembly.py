@@ -1,4 +1,4 @@
-"""What a private optimizer is put together from, checked and fixed at construction; how it gets its batches."""
+"""The parts of a private optimizer, checked and fixed at construction, and how it gets its batches."""
 
 from __future__ import annotations
 

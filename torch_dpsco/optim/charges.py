@@ -1,4 +1,4 @@
-"""What the steps of a run are charged, which releases a charge has paid for, and what would make one of them twice.
+"""What the steps of a run cost, which releases a charge has paid for, and what would repeat one of them.
 
 Releases that share a charge share a secret too: the noise of a threshold, or past noise. Two continuations of such a
 run would show it, under ledgers that know nothing of each other. So there is one: in this process, or, after a crash,

@@ -1,4 +1,4 @@
-"""What every private optimizer has: parts that stay, parameters that stay, and public facts of the run."""
+"""What every private optimizer has: fixed parts, fixed parameters, and public facts of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class _Turn:
-    """Lets one thread in at a time; a second one raises, and a copy has a turn of its own."""
+    """Lets one thread in at a time; a second one raises, and a copy has its own turn."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -67,7 +67,7 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 class PatchedConvolutions(TorchFunctionMode):
-    """Runs small 2-D convolutions on a CPU in the form above while it is entered, and all others as they are.
+    """While entered, runs small 2-D convolutions on a CPU in the form above, and leaves all others unchanged.
 
     Example:
         >>> weight, x = torch.ones(1, 1, 2, 2), torch.arange(9.0).view(1, 1, 3, 3)
@@ -343,8 +343,8 @@ class CompiledRows:
             return self._one(params, inputs, targets)
 
     def _patches_agree(self, inputs: Any, targets: Any) -> bool:
-        """Returns whether patches give the rows of made-up records: not if a forward differentiates in its input."""
-        batch, found = tree_map(_made_up, (inputs, targets)), []
+        """Returns whether patches give the rows of synthetic records: not if a forward differentiates in its input."""
+        batch, found = tree_map(_synthetic, (inputs, targets)), []
         for loss in (self._one, self._patched):
             with torch.random.fork_rng(devices=[]):
                 # dropout, say, the same twice; torch.manual_seed would also fix the generators of GPUs, for good
@@ -407,7 +407,7 @@ def _filled(records: Tensor, size: int) -> Tensor:
     return whole.contiguous().view(-1).view(whole.shape)  # contiguous() leaves strides of dimensions of size 1
 
 
-def _made_up(records: Tensor) -> Tensor:
+def _synthetic(records: Tensor) -> Tensor:
     two = records[:1].repeat(2, *[1] * (records.dim() - 1))
     numbers = torch.arange(two.numel(), device=two.device).sin().view(two.shape)
     return numbers.to(two.dtype) if two.is_floating_point() else two

@@ -1,4 +1,4 @@
-"""CorrelatedSGD: passes in one order x clipped oracle x noise that later steps take back in part x SGD.
+"""CorrelatedSGD: passes in one order x clipped oracle x noise that later steps partly subtract x SGD.
 
 After "DP-FTRL" and banded matrix factorization (Kairouz et al. 2021; Choquette-Choo et al. 2023). No sampling is
 amplified, so that the order of records need not stay secret; the sum of all updates, which is what SGD moves by, has
@@ -71,7 +71,7 @@ class CorrelatedPlan(StepPlan):
 
 
 class CorrelatedSGD(PlannedOptimizer):
-    """Private SGD on all records in turn, whose noise is taken back in part by later steps.
+    """Private SGD on all records in turn, whose noise is partly subtracted again by later steps.
 
     Guarantee:
         zero_out and replace_one, n public. Unit: one row per record. Event of a pass: one unsampled Gaussian. Assumes

@@ -1,4 +1,4 @@
-"""Finds edits of what a row-free optimizer works on: gradients, iterates and averages, and gradients out of bounds.
+"""Finds edits of a row-free optimizer's gradients, iterates and averages, and gradients beyond their bounds.
 
 Nothing is clipped there, so that the noise covers exactly the planned steps with the gradients of the promised loss. An
 edit through `.data` leaves no trace in a tensor's version, so that values are compared with copies (of a linear model
@@ -24,7 +24,7 @@ _SLACK = 1 + 1e-6  # of norms and their bound: rounding is below 1e-9 for any ba
 
 
 class Backwards:
-    """Makes sure that a step uses the gradient of one backward, as backward left it, without hooks of others.
+    """Makes sure that a step uses the gradient of one backward, unchanged and without hooks of others.
 
     Args:
         params: whose gradients are watched until `close`.
@@ -101,7 +101,7 @@ def _tell(watch: weakref.ref[Backwards], k: int, p: Tensor) -> None:
 
 
 class _Onlooker:
-    """A hook that changes no forward: models of others may take any path while it is there."""
+    """A hook that changes no forward: other models may be called while it is installed."""
 
     only_looks = True
 

@@ -205,7 +205,7 @@ _DEFAULT_BATCH, _DEFAULT_EPOCHS, _FULL_STEPS = 512, 10, 30
 
 
 class HeavyTailed(PlannedOptimizer):
-    """Base of the optimizers for heavy-tailed gradients, which have a theorem each and one list of keywords."""
+    """Base of the optimizers for heavy-tailed gradients, which have one theorem each and share a list of keywords."""
 
     plans: ClassVar[type[ClippedPlan]] = ClippedPlan
     words: ClassVar[tuple[str, ...]] = _PASS

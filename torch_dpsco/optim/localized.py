@@ -1,4 +1,4 @@
-"""LocalizedSGD and its plans: phases on records of their own, around the answer before.
+"""LocalizedSGD and its plans: phases on separate records, each around the answer of the phase before.
 
 LocalizedSGD: phases of regularized subgradient steps, each on records of its own, around the answer before.
 

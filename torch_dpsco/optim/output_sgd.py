@@ -1,4 +1,4 @@
-"""HolderOutputSGD and BoltOnPSGD: plain SGD, whose answer alone is released.
+"""HolderOutputSGD and BoltOnPSGD: plain SGD that releases only its answer.
 
 Output perturbation of SGD for Hoelder-smooth convex losses (Wang, Lei, Ying, Zhang, Algorithm 1).
 

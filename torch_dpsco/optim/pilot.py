@@ -1,4 +1,4 @@
-"""A pilot group that chooses the clip, put before the steps of a planned run."""
+"""A pilot group that chooses the clip before the steps of a planned run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plans of optimizers that make private steps have in common, and how an optimizer is made of one."""
+"""What the plans of optimizers with private steps have in common, and how an optimizer is made from a plan."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _rows(design: Design, steps: int) -> int:
 
 
 class FromPlan:
-    """Mixin of optimizers that are made of a plan: what was given to them before plans were is refused by name."""
+    """Mixin of optimizers that are made from a plan: arguments from the time before plans are refused by name."""
 
     plans: ClassVar[type[Plan]]  # what this class runs
 

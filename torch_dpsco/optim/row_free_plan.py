@@ -1,4 +1,4 @@
-"""What optimizers that release their answer alone make of a problem and a layer, and what their plans share."""
+"""What optimizers that release only their answer derive from a problem and a layer, and what their plans share."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta n
 
 @dataclass(frozen=True, kw_only=True)
 class RowFreePlan(Plan):
-    """Public numbers of a run of secret steps, whose answer alone is released.
+    """Public numbers of a run of secret steps, of which only the answer is released.
 
     Args:
         problem: what is promised about the loss; the loader enforces its bounds on records.

@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer that releases only its answer: they hold secret iterates, and say so by their type."""
+"""Checkpoints of an optimizer that releases only its answer: they hold secret iterates, as their type says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a private optimizer: what they keep, what they are tied to, and how a run goes on.
+"""Checkpoints of a private optimizer: what they keep, what they are tied to, and how a run continues.
 
 Going on after a crash: which releases a run may have made, and what becomes of those that its checkpoint misses.
 

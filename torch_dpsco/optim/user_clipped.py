@@ -1,4 +1,4 @@
-"""UserClippedSGD: each user's mean gradient is clipped, whatever rows it is made of."""
+"""UserClippedSGD: clips each user's mean gradient, whatever rows it is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UserFilteredSGD: steps along the filtered mean of users, whole persons with all their rows.
+"""UserFilteredSGD: steps along the filtered mean of users, each of them one person with all rows.
 
 The loop hands over who each row belongs to:
 
@@ -130,7 +130,7 @@ class UserFilteredPlan(FilterPlan):
 
 
 class UserFilteredSGD(UserOptimizer):
-    """SGD on filtered means of users: noise in proportion to how far apart users are, not to how long gradients are.
+    """SGD on filtered means of users: noise is proportional to the distance between users, not to gradient length.
 
     Args:
         params: parameters or groups; all of them count as one vector.

@@ -1,4 +1,4 @@
-"""Means of rows without a threshold to choose: `AdaptiveClipped` moves it by private counts, `AutoClip` has none.
+"""Means of rows without a threshold to choose: `AdaptiveClipped` adapts it by private counts, `AutoClip` has none.
 
 AdaptiveClipped clips at a threshold that follows a quantile of the gradient norms, by a private count in every step.
 

@@ -1,4 +1,4 @@
-"""Mean oracles: the only place where data become private.
+"""Mean oracles: the only place where data become public.
 
 A `MeanOracle` receives per-sample gradients of one logical batch, possibly in several physical ones, and releases a
 noisy mean. It alone knows how far one record can move that mean, and builds its accounting event from that number and

@@ -1,4 +1,4 @@
-"""Means of clipped rows with correlated noise: later releases take a part of the earlier noise back.
+"""Means of clipped rows with correlated noise: later releases subtract part of the earlier noise.
 
     mean_t = ( sum_i g_i min(1, C / |g_i|) + w_t ) / batch_size,    w_t = z_t - c_1 w_{t-1} - .. - c_{b-1} w_{t-b+1}
 
@@ -45,7 +45,7 @@ class _Past(deque[Tensor]):
 
 
 class CorrelatedClipped(Clipped):
-    """Clips at a fixed public bound, and adds noise that later releases take back in part.
+    """Clips at a fixed public bound, and adds noise that later releases partly subtract again.
 
     Args:
         clip: C, > 0.

@@ -1,4 +1,4 @@
-"""Shuffled mean oracles: the noise is bits that the users of a batch add themselves, not a Gaussian of the server's.
+"""Shuffled mean oracles: the noise is random bits added by the users of a batch, not a Gaussian of the server.
 
 `ShuffledClipped` (Algorithm 10) clips rows in L2 norm and sums them by Algorithm 11. `ShuffledMedian` (Algorithm 13)
 clips coordinates, sums each of m groups by Algorithm 14 and takes medians over the groups; the bits are all its noise.

@@ -42,7 +42,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _Attachment:
-    """What attach added to a model, so that hooks can work and detach can undo it."""
+    """What `attach` added to a model, for the hooks to use and `detach` to undo."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ def attach(
             where layers cannot record; "ghost" keeps norms only, and needs `ghost_backward` and a second backward.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
         batch_first: whether the batch is the first dimension of the inputs.
-        check_first_step: whether to look in the first training step, on made-up records, for records that reach each
+        check_first_step: whether to look in the first training step, on synthetic records, for records that reach each
             other in the model, or in what the loop computes from its outputs until `backward()` (see `first_step`).
             The model is called ten times more then, its hooks included. What could not be looked at, is said by
             `optimizer.report()`, and does not stop a run. `fit` has probes of its own.

@@ -95,7 +95,7 @@ class DenseBlock(Block):
 
 
 class DenseBlocks(Block):
-    """Rows of several parameters, with as few passes over memory, and calls, as one long row would take.
+    """Rows of several parameters, with as few calls and passes over memory as one long row would take.
 
     Args:
         blocks: at least one, of the same rows.

@@ -1,4 +1,4 @@
-"""Ghost rows: per-sample norms from one backward, their weighted sum from a second one, no row kept in between.
+"""Ghost rows: per-sample norms from one backward, their weighted sum from a second one; no row is kept in between.
 
     ghost_backward(model, losses)     backward 1: the hooks of each layer see the rows of that layer, keep their norms
     optimizer.step()                  weights from the joint norms; backward 2: the hooks add weighted rows up
@@ -65,7 +65,7 @@ def flat_losses(losses: Tensor) -> Tensor:
 
 
 class GhostHooks(DenseHooks):
-    """Hooks that hand the rows of each layer to whoever runs a pass, and keep none."""
+    """Hooks that hand the rows of each layer to the code that runs the pass, and keep none."""
 
     _take: _Take | None = None
     compared = False  # whether a gradient was compared with the sum of its rows

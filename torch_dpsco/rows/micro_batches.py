@@ -1,4 +1,4 @@
-"""How many records to compute at once, where a batch is cut into parts of one size and the last one is filled up.
+"""How many records to compute at once if a batch is cut into parts of one size and the last one is filled up.
 
 A part of s records takes a time of about s + c records: c stands for what a part costs whatever its size (calls, and
 kernels that are slow on few records). A batch of n records has ceil(n / s) parts: the expected time of a step is

@@ -1,4 +1,4 @@
-"""Rows of the records in a block that was filled up to a public size, measured where they stand."""
+"""Rows of the records in a block that was filled up to a public size, measured in their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards of an attached model, numbered, and what can be said of their batches."""
+"""Numbered forwards of an attached model, and what is known about their batches."""
 
 from __future__ import annotations
 

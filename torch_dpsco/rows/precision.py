@@ -1,4 +1,4 @@
-"""Whether products run in the precision of their numbers: what sums in float32, and the 1/B of a mean loss, rest on.
+"""Whether products run in full precision, which float32 sums and the 1/B of a mean loss rely on.
 
 A mean loss divides each record's gradient by the batch size before the backward, and rows are multiplied by it again.
 Where a product on the way rounds to fewer bits than float32 has, the rounding of 1/B is in ALL rows: one record more
@@ -41,7 +41,7 @@ def products_are_exact() -> bool:
 
 
 class Coarse(NamedTuple):
-    """A setting by which products round to fewer bits than float32 has, and what switches it off."""
+    """A setting that makes products round to fewer bits than float32 has, and how to switch it off."""
 
     setting: str
     cure: str

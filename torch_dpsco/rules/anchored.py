@@ -1,4 +1,4 @@
-"""Phases that are pulled to the answer of the phase before: localization.
+"""Phases that are pulled towards the answer of the phase before: localization.
 
 In a phase with anchor c (its starting point) and regularization lambda, step k = 0, 1, ...:
 
@@ -26,7 +26,7 @@ from torch_dpsco.schedule import Phase
 
 
 class Anchored(UpdateRule):
-    """Regularized subgradient steps; phases with several copies go on from the most central of their answers.
+    """Regularized subgradient steps; phases with several copies continue from the most central of their answers.
 
     lr is a factor on all steps; the theory has 1.
 

@@ -41,7 +41,7 @@ class SGD(UpdateRule):
 
 
 class TorchRule(UpdateRule):
-    """Any torch optimizer on the private mean: momentum, Adam and their kin are post-processing.
+    """Any torch optimizer on the private mean: momentum, Adam and so on are post-processing.
 
     The guarantee is unchanged, but the utility theorem of the algorithm does not cover it, hence a UtilityWarning.
 

@@ -1,4 +1,4 @@
-"""Which delivered rows a step may use, and whether a run that goes on has the same records.
+"""Which delivered rows a step may use, and whether a run that continues has the same records.
 
 A keyed fingerprint of the records of a loader: whether a run that goes on has the data set that it began with.
 

@@ -1,4 +1,4 @@
-"""Samplers that draw batches as their design says, and carry it, so that accounting can believe it."""
+"""Samplers that draw batches as their design says, and carry the design for the accounting."""
 
 from __future__ import annotations
 

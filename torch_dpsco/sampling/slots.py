@@ -70,12 +70,12 @@ def _rate(excess: float) -> float:
 
 @dataclass
 class Isolation:
-    """What is taken for granted of the kernels that compute rows, and what is known of it.
+    """What is assumed about the kernels that compute rows, and what a probe has found.
 
     Args:
         private: whether the number of rows of a draw is.
         block: rows of each batch, where they are filled up.
-        checked: what a probe of made-up records has found.
+        checked: what a probe of synthetic records has found.
     """
 
     private: bool = False

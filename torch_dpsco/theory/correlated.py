@@ -1,4 +1,4 @@
-"""Correlated noise: noise that later steps take back in part, by a banded lower-triangular Toeplitz strategy C.
+"""Correlated noise, which later steps partly subtract again: a banded lower-triangular Toeplitz strategy C.
 
 A step t releases the sum of clipped rows G_t plus w_t, where w = C^{-1} Z, Z_t ~ N(0, z^2 I) independent, that is
 

@@ -158,7 +158,7 @@ def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: fl
 
 
 class _Query(ABC):
-    """What is asked of a composition."""
+    """A question about a composition."""
 
     @abstractmethod
     def plan(self, cumulant: Cumulant) -> _Plan:

@@ -1,4 +1,4 @@
-"""Pure differential privacy in other currencies, and the K-norm mechanism.
+"""Pure differential privacy converted to other notions of privacy, and the K-norm mechanism.
 
 Pure differential privacy in the other currencies: Renyi curves, zCDP and exact privacy profiles.
 

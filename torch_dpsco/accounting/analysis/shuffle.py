@@ -48,7 +48,7 @@ _ORDERS = tuple(1 + 0.004 * 1.3**k for k in range(17)) + tuple(1 + 0.3 * 1.15**k
 
 
 class ShuffleCost(NamedTuple):
-    """A concentrated divergence that holds except for a probability.
+    """A concentrated divergence that holds except with a given probability.
 
     Args:
         rho: D_a <= rho a for every order a > 1.

@@ -41,7 +41,7 @@ _LARGEST_ORDER = 2.0**20  # of the grid on which curves are kept
 
 @dataclass(frozen=True, repr=False)
 class Budget:
-    """A privacy target (epsilon, delta) with the neighboring relation and the unit that it protects.
+    """A privacy target (epsilon, delta) with its neighboring relation and the unit that it protects.
 
     Everything that an adaptive mode compares with is fixed here, before the run: a budget must not be chosen or changed
     after the first release.

@@ -69,7 +69,7 @@ ULP = 2.0**-52
 
 @dataclass(frozen=True)
 class Usage:
-    """How much of one resource a ledger uses, of what the budget has."""
+    """How much of one resource of the budget a ledger uses."""
 
     resource: str
     spent: float
@@ -147,7 +147,7 @@ class Filter(ABC):
 
 
 class PlannedFilter(Filter):
-    """Parameters fixed in advance, as the accountant sees to: the composed epsilon stays within the target."""
+    """Parameters fixed in advance, which the accountant enforces: the composed epsilon stays within the target."""
 
     def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
         """Returns epsilon."""

@@ -1,4 +1,4 @@
-"""What is charged and where it comes from, as a value, with the formats in which it is stored."""
+"""The charges and where they come from, as a value, with the formats in which they are stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MARKS = ("stepped", "asserted", "adaptive")
 
 @dataclass
 class Book:
-    """What is charged, and where it comes from.
+    """The charges, and where they come from.
 
     Args:
         ledger: the events.

@@ -1,4 +1,4 @@
-"""The ledger on disk, and the mark beside it that says how far it has come.
+"""The ledger on disk, and the mark beside it that records its progress.
 
 The high-water mark of a ledger file: how far it has come, in a small file beside it.
 
@@ -55,7 +55,7 @@ _SIZE = 256  # bytes: written at once, within one sector
 
 
 class HighWater:
-    """The mark beside a ledger file, written by who holds the lock of that file.
+    """The mark beside a ledger file, written by the holder of that file's lock.
 
     Args:
         path: of the ledger file.
@@ -138,7 +138,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 
 
 class LedgerFile:
-    """A ledger file that is only added to, locked against other writers while it is open.
+    """An append-only ledger file, locked against other writers while it is open.
 
     An existing file is read back and verified. A last line without its end was torn by a crash: then `authorize` had
     not returned and no noise was drawn for it, so that it is dropped. Without a mark nobody knows that, and it is

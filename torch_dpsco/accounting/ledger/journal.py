@@ -1,4 +1,4 @@
-"""The journal: charges events to a book, on the disk first, in the one process that may."""
+"""The journal: charges events to a book, on the disk first, in only one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):  # elsewhere processes are not forked
 
 
 class Journal:
-    """A book that is only added to, and the file that knows it first.
+    """An append-only book, and the file in which each charge is written first.
 
     Args:
         book: what is charged so far.

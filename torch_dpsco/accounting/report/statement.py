@@ -1,4 +1,4 @@
-"""The privacy statement: what a run guarantees, to whom and under which conditions, as text, markdown or JSON.
+"""The privacy statement: what a run guarantees to whom, and under which conditions, as text, markdown or JSON.
 
 A statement is made from public values only: the report of a ledger, the design and the step counts of a run. No field
 of it has ever seen a record, so that it may be published with the model. Figures are rounded up, never down.

@@ -1,4 +1,4 @@
-"""The sentences of a privacy statement, from public values only: the report of a ledger and what is public of a run.
+"""The sentences of a privacy statement, made from public values only: a ledger's report and public facts of a run.
 
 Written for a data protection officer: short sentences, every symbol explained, every figure rounded up.
 """

@@ -1,4 +1,4 @@
-"""What a solver needs to know of an objective, and the records that objectives are made of.
+"""What a solver needs to know about an objective, and the records that objectives are built from.
 
 In-memory records of a linear model, read in blocks: float64 arithmetic without a float64 copy of the data.
 

@@ -1,4 +1,4 @@
-"""Robust linear models: tilted means of losses, and the worst of attacked rows.
+"""Robust linear models: tilted means of losses, and the worst loss under attack.
 
 The tilted mean of losses: F(w) = (1/tau) log((1/n) sum_i exp(tau l_i(w))) + (reg/2) ||w||^2.
 

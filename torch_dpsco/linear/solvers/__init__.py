@@ -1,4 +1,4 @@
-"""Solvers of strongly convex objectives, none of them trusted, and the certificates that are.
+"""Untrusted solvers of strongly convex objectives, and the certificates that verify their results.
 
 `solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS, Katyusha, stochastic subgradient, Huber
 continuation), a run-time certificate of the distance to the exact minimizer, and a deterministic fallback. Nothing but
@@ -33,7 +33,7 @@ _THIN, _THIN_ROWS, _THIN_STEPS = 16, 1024, 8  # of the first guess: every 16th r
 
 @dataclass(frozen=True)
 class Solution:
-    """A certified point. NOT private: it becomes so by the noise added to it, and must not be shown before.
+    """A certified point. NOT private: it becomes private by the noise added to it, and must not be shown before.
 
     Attributes:
         w: float64 point.

@@ -35,7 +35,7 @@ _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a b
 
 @dataclass(frozen=True)
 class Certificate:
-    """A proof that ||w - w*|| <= distance. The number depends on the data: it is not shown, and not to be released.
+    """A proof that ||w - w*|| <= distance. The number depends on the data: it must be neither shown nor released.
 
     Attributes:
         distance: bound on the distance to the exact minimizer, rounding included; inf or NaN proves nothing.

@@ -1,4 +1,4 @@
-"""Newton and L-BFGS, and for losses with kinks Newton on smoothed losses of shrinking width.
+"""Newton and L-BFGS; for losses with kinks, Newton on smoothed losses of shrinking width.
 
 Near the minimum differences of values drown in rounding while gradients do not: a step of either method is accepted on
 the value within a slack of 1e-13 |F|, or on a smaller gradient norm. Damped Newton is for d up to some thousands, with

@@ -1,1 +1,1 @@
-"""Means of users: whole persons with all their rows."""
+"""Means of users, each of them one person with all rows."""

@@ -1,4 +1,4 @@
-"""The filtered mean of a Poisson sample of users, with a test of its own in every step: no halting, add-or-remove only.
+"""The filtered mean of a Poisson sample of users, with a new test in every step: no halting, add_remove only.
 
 Of the users in the batch B, N in number, with e_j = #{k in B : |x_j - x_k| > tau}:
 

@@ -1,4 +1,4 @@
-"""Linear layers, recorded: the two factors of their rows on vectors, whatever takes less on sequences."""
+"""Linear layers, recorded: the two factors of their rows on vectors, the cheaper form on sequences."""
 
 from __future__ import annotations
 

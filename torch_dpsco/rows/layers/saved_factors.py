@@ -1,4 +1,4 @@
-"""What the backward of a recorded layer keeps of its rows, in the form that costs least.
+"""What the backward of a recorded layer keeps of its rows, in the cheapest form.
 
 The rows of a layer y_t = W a_t + c on sequences (T = 1 for vectors; a convolution is such a layer on patches) are
 

@@ -1,4 +1,4 @@
-"""Objective perturbation for losses whose derivative keeps its sign: as private as a Gaussian mechanism, but for c.
+"""Objective perturbation for losses whose derivative keeps its sign: as private as a Gaussian mechanism, except for c.
 
 For logistic, smoothed hinge and all other nonincreasing losses of a margin, h = phi' x of `objective` has a
 known direction: h = -t u, t in [0, L], u fixed by the record. Under the data set that theta is drawn from, the log

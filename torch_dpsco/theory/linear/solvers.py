@@ -1,6 +1,4 @@
-"""Solvers: what they are asked for, how long they run, and what rounding may hide from their certificates.
-
-What rounding may hide from a certificate, and the tolerances that a solver is asked for.
+"""Solvers: their target accuracy, how long they run, and what rounding may hide from their certificates.
 
 A certificate compares a COMPUTED gradient norm, or duality gap, with a public tolerance. The comparison proves
 something about the exact one only after a bound on the rounding is taken off. With u = 2^-53, m terms per sum and the

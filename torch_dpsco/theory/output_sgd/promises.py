@@ -95,7 +95,7 @@ def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class OutputRun:
-    """Public numbers of a run that releases its answer alone.
+    """Public numbers of a run that releases only its answer.
 
     Args:
         steps: T.

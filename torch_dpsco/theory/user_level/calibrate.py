@@ -1,4 +1,4 @@
-"""Calibration of a filtered phase: the least noise whose guarantee is proved, or why there is none.
+"""Calibration of a filtered phase: the least noise with a proved guarantee, or the reason why there is none.
 
 All inputs are public, so that the search costs no privacy. It chooses epsilon_svt, its share for the threshold, the
 failure beta and, with them, theta, H, the ramp and the noise:

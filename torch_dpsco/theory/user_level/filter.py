@@ -1,4 +1,4 @@
-"""The plan of a filtered phase, its guarantee, and what it must beat.
+"""The plan of a filtered phase, its guarantee, and the clip that it must beat.
 
 The plan of a filtered phase: public numbers, and the guarantee that follows from them alone.
 

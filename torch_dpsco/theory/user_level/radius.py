@@ -1,4 +1,4 @@
-"""How far honest users are apart: rules for the pair radius tau, none of which touches the privacy proof.
+"""How far apart honest users are: rules for the pair radius tau, none of which affects the privacy proof.
 
 tau decides how often the filter halts and how much noise it needs. It must be public: from a Lipschitz bound and the
 number of items a user (`pair_radius_iid`), or from a private search on a grid (`pair_radius_search`). tau tuned
