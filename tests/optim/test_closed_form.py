@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
+from torch_dpsco.rows import LinearBlock
 from torch_dpsco.rows import closed_form as module
 from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
@@ -403,8 +404,10 @@ def test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_
     found = closed_form(model, list(model.parameters()), BCE, dataset, optimizer.loader(dataset))
     assert found is not None
     for rows in found.batches(optimizer.loader(dataset, steps=1, padding=False)):
-        assert rows.extended == bool(few)
-        assert rows.slopes.dtype == (torch.float64 if few else torch.float32)
+        (block,) = rows.blocks
+        assert isinstance(block, LinearBlock)
+        assert block.extended == bool(few)
+        assert block.slopes.dtype == (torch.float64 if few else torch.float32)
 
 
 def test_empty_draws_are_steps_of_noise() -> None:
@@ -418,8 +421,7 @@ def test_empty_draws_are_steps_of_noise() -> None:
 
 def test_no_oracle_is_shown_the_rows_of_an_empty_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[int] = []
-    for name in ("observe", "observe_linear"):
-        monkeypatch.setattr(dp.oracles.Clipped, name, lambda self, rows, users=None: shown.append(rows.n_rows))
+    monkeypatch.setattr(dp.oracles.Clipped, "observe", lambda self, rows, users=None: shown.append(rows.n_rows))
     model = linear()
     optimizer = optimizer_of(model, Poisson(1, 10**6), adjacency="add_remove")
     dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)

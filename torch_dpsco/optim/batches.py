@@ -31,7 +31,7 @@ from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UtilityWarning
-from torch_dpsco.rows import GradBatch, LinearRows
+from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import (
     Chunk,
     DrawLog,
@@ -60,7 +60,7 @@ class LogicalBatch:
     def __init__(self, design: Design) -> None:
         self.design, self.declared = design, not isinstance(design, Undeclared)
         self.opened = False
-        self.given: GradBatch | LinearRows | None = None  # rows for the next step that no backward has recorded
+        self.given: GradBatch | None = None  # rows for the next step that no backward has recorded
         self._log = DrawLog()
         self._sampler: OnePassSampler | None = None
         self._resumed: Partition | None = None
@@ -135,7 +135,7 @@ class LogicalBatch:
             raise SequenceError(_SEVERAL)
         self._log.split(more=more)
 
-    def take_given(self) -> GradBatch | LinearRows | None:
+    def take_given(self) -> GradBatch | None:
         """Returns the given rows, once."""
         rows, self.given = self.given, None
         return rows

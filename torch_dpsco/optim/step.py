@@ -31,7 +31,7 @@ from torch_dpsco.optim.charges import Paid
 from torch_dpsco.optim.common import check_call, in_turn
 from torch_dpsco.optim.state import Saved
 from torch_dpsco.oracles.base import Charge, Release
-from torch_dpsco.rows import GradBatch, LinearRows, has_rows, require_unwrapped, retire_forwards
+from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.rules.base import trained
 from torch_dpsco.schedule import Phase
 
@@ -101,7 +101,7 @@ class PrivateOptimizer(Saved):
         return loss
 
     @in_turn
-    def step_on(self, rows: GradBatch | LinearRows) -> None:
+    def step_on(self, rows: GradBatch) -> None:
         """Makes a step like `step()`, from rows that were computed without a backward; `fit` does it, in no_grad mode.
 
         Args:
@@ -117,7 +117,7 @@ class PrivateOptimizer(Saved):
         finally:
             self._batch.given = None
 
-    def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | LinearRows | None = None) -> None:
+    def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None) -> None:
         try:
             params = self._trained()
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
@@ -188,7 +188,7 @@ class PrivateOptimizer(Saved):
         *,
         partial: bool,
         scale: float | None = None,
-        given: GradBatch | LinearRows | None = None,
+        given: GradBatch | None = None,
     ) -> Draw | None:
         batch = self._batch
         chunk = batch.current()
@@ -211,18 +211,15 @@ class PrivateOptimizer(Saved):
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
             users = users if users is None else users[kept]
             index, n_rows = kept.to(params[0].device), len(kept)
-            rows = rows.select(index) if isinstance(rows, LinearRows) else rows.among(index)
-        elif isinstance(rows, GradBatch) and rows.averaged and self._is_private_mean(rows):
+            rows = rows.among(index)
+        elif rows is not None and rows.averaged and self._is_private_mean(rows):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
             self.oracle.open(params, self._steps)
             batch.opened = True
         if rows is not None and n_rows:
-            if isinstance(rows, LinearRows):
-                self.oracle.observe_linear(rows)
-            else:
-                self.oracle.observe(rows, None if users is None else users.to(params[0].device))
+            self.oracle.observe(rows, None if users is None else users.to(params[0].device))
         if scale != self._grad_scale:
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None

@@ -25,7 +25,7 @@ from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, SequenceError
 from torch_dpsco.rng import Source
-from torch_dpsco.rows import GradBatch, LinearRows, row_norm
+from torch_dpsco.rows import GradBatch, LinearBlock, row_norm
 
 _FLAGS = {"adaptive", "confidential", "ordered", "per_run", "sampled"}  # what oracles said before charges did
 
@@ -112,10 +112,6 @@ class MeanOracle(ABC):
     @abstractmethod
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Takes the rows of one physical batch. `users` is for oracles whose unit is a user."""
-
-    def observe_linear(self, rows: LinearRows) -> None:
-        """Takes rows of a linear model with one score, weight and bias, as `observe` does."""
-        self.observe(GradBatch([rows.block()]))
 
     @abstractmethod
     def discard(self) -> None:
@@ -237,7 +233,7 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
     return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
 
 
-def clipped_slopes(rows: LinearRows, clip: float) -> tuple[LinearRows, Tensor]:
+def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]:
     """Returns the rows that count, and s_i f_i clipped to [-C, C]: divided by f_i, the weights of (x_i, 1).
 
     A weight w computed from it has |w| |(x, 1)| <= C: a product, the limit, a quotient, 1/B and a product are rounded,

@@ -40,7 +40,7 @@ from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import add_normal_, normal_
 from torch_dpsco.oracles.base import Cut, MeanOracle, Release, clip_weights, clipped_slopes, cuts, in_float32, views
 from torch_dpsco.rng import Source
-from torch_dpsco.rows import FLOAT64, GradBatch, LinearRows, Summation, plan_summation, weighted_rows
+from torch_dpsco.rows import FLOAT64, GradBatch, LinearBlock, Summation, plan_summation, weighted_rows
 from torch_dpsco.theory.exact_noise import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
@@ -149,9 +149,10 @@ class ClippedMean(MeanOracle):
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
         clip = self.clip  # raises before open
+        # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
         linear = rows.linear() if in_float32(clip) and self._has_short_way() else None
         if linear is not None:
-            self.observe_linear(linear)
+            self._observe_linear(linear, clip)
             return
         self._count(len(rows))
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
@@ -160,17 +161,12 @@ class ClippedMean(MeanOracle):
         precision = self._precision(clip, weights * norms)
         self._add(rows.weighted_sum(weights.div_(self.batch_size), precision))
 
-    def observe_linear(self, rows: LinearRows) -> None:
+    def _observe_linear(self, rows: LinearBlock, clip: float) -> None:
         """Does what `observe` does in fewer calls: row i is w_i (x_i, 1), w_i = s_i clipped to C / f_i.
 
         f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
         """
-        clip = self.clip  # raises before open
-        if not (in_float32(clip) and self._has_short_way()):
-            # PRIVACY: weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
-            super().observe_linear(rows)
-            return
-        self._count(rows.n_rows)
+        self._count(len(rows))
         # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
         rows, norms = clipped_slopes(rows, clip)
         precision = self._precision(clip, norms)

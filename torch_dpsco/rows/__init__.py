@@ -3,7 +3,7 @@
 from torch_dpsco.rows.base import FLOAT64, Block, Summation, plan_summation, row_norm, row_norms, weighted_rows
 from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.rows.dense import DenseBlock
-from torch_dpsco.rows.factored import FactoredBlock, LinearRows, SequenceBlock, input_factors, linear_factors
+from torch_dpsco.rows.factored import FactoredBlock, LinearBlock, SequenceBlock, input_factors, linear_factors
 from torch_dpsco.rows.ghost import GhostBlock, GhostHooks, ghost_backward
 from torch_dpsco.rows.layers.embedding import ItemBlock
 from torch_dpsco.rows.layers.linear import FactoredLinear
@@ -22,7 +22,7 @@ __all__ = [
     "GhostHooks",
     "GradBatch",
     "ItemBlock",
-    "LinearRows",
+    "LinearBlock",
     "PassCounter",
     "Points",
     "SequenceBlock",

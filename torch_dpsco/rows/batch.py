@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.base import FLOAT64, NORM_ERROR, Block, Summation
 from torch_dpsco.rows.dense import DenseBlock, joined
-from torch_dpsco.rows.factored import FactoredBlock, LinearRows
+from torch_dpsco.rows.factored import FactoredBlock, LinearBlock
 from torch_dpsco.rows.ghost import MARK, waiting_block
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.occupied import OccupiedBlock
@@ -213,12 +213,12 @@ class GradBatch:
         rows._scale = self._scale
         return rows
 
-    def linear(self) -> LinearRows | None:
+    def linear(self) -> LinearBlock | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
         block = self.blocks[0]
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        return block.linear() if isinstance(block, (FactoredBlock, OccupiedBlock)) and len(block) else None
+        return block.linear() if isinstance(block, (FactoredBlock, LinearBlock, OccupiedBlock)) and len(block) else None
 
     @property
     def has_one_output(self) -> bool:

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import compat
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.classification import Logistic
-from torch_dpsco.rows import FactoredBlock, FactoredLinear, GradBatch, LinearRows, input_factors, linear_factors
+from torch_dpsco.rows import FactoredBlock, FactoredLinear, GradBatch, LinearBlock, input_factors, linear_factors
 from torch_dpsco.sampling import PrivateLoader
 
 _Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
@@ -54,7 +54,7 @@ class ClosedForm:
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
         weight, bias = self._trained = "weight" in trained, "bias" in trained
         self._columns = [features, targets]
-        self._rows: Callable[..., LinearRows | GradBatch] = self._factored
+        self._rows: Callable[..., GradBatch] = self._factored
         if weight and bias and layer.out_features == 1:
             self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
             self._rows = self._linear
@@ -71,23 +71,23 @@ class ClosedForm:
         self._columns = [torch.cat([features, features.new_ones(len(features), 1)], dim=1), targets, factors]
         self._rows = self._extended
 
-    def batches(self, loader: PrivateLoader) -> Iterator[LinearRows | GradBatch]:
+    def batches(self, loader: PrivateLoader) -> Iterator[GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
         for columns in loader.read_only(self._columns):
             yield self._rows(*columns)
 
-    def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> LinearRows:
+    def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
         weight, bias = self._params
         assert bias is not None
         # a product with a vector is several times faster than one with a matrix of one row
         scores = torch.mv(features, weight.squeeze(0)).add_(bias)
-        return LinearRows(features, self._slope(scores, targets), factors)
+        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors)])
 
-    def _extended(self, features: Tensor, targets: Tensor, factors: Tensor) -> LinearRows:
+    def _extended(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
         weight, bias = self._params
         assert bias is not None
         scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
-        return LinearRows(features, self._slope(scores, targets), factors, extended=True)
+        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors, extended=True)])
 
     def _factored(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GradBatch:
         weight, bias = self._params

@@ -31,7 +31,6 @@ Source: docs/proofs/rounding.md#gram-norms, docs/proofs/rounding.md#sums-of-fact
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,41 +46,6 @@ from torch_dpsco.rows.base import (
     weighted_rows,
     work_dtype,
 )
-
-
-class LinearRows(NamedTuple):
-    """Rows slope_i (x_i, 1) of a linear model with one output.
-
-    Args:
-        features: (B, d) x_i.
-        slopes: (B,) derivatives of the losses in the score.
-        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`.
-        extended: whether the features are (x_i, 1), (B, d + 1).
-    """
-
-    features: Tensor
-    slopes: Tensor
-    factors: Tensor
-    extended: bool = False
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows; len() is that of the tuple."""
-        return self.slopes.shape[0]
-
-    @property
-    def passes(self) -> int:
-        """Number of backward passes that they come from."""
-        return 1
-
-    def block(self) -> FactoredBlock:
-        """Returns the same rows as a block."""
-        features = self.features[:, :-1] if self.extended else self.features
-        return FactoredBlock(features, self.slopes.unsqueeze(1), factors=self.factors.double())
-
-    def select(self, index: Tensor) -> LinearRows:
-        """Returns some of the rows."""
-        return LinearRows(self.features[index], self.slopes[index], self.factors[index], self.extended)
 
 
 def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
@@ -150,12 +114,12 @@ class FactoredBlock(Block):
     def __len__(self) -> int:
         return self.acts.shape[0]
 
-    def linear(self) -> LinearRows | None:
+    def linear(self) -> LinearBlock | None:
         """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
         if not (self.weight and self.bias) or self.backprops.shape[1] != 1 or self.scale != 1:
             return None
         factors = linear_factors(self.acts) if self.factors is None else self.factors
-        return LinearRows(self.acts, self.backprops[:, 0], factors)
+        return LinearBlock(self.acts, self.backprops[:, 0], factors)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
@@ -240,6 +204,52 @@ def outer_sums(acts: Tensor, backprops: Tensor, scale: int = 1, out: Tensor | No
     unused = acts.new_empty(1, 1, 1, dtype=dtype)
     left, right = backprops.to(dtype).transpose(1, 2), acts.to(dtype)
     return torch.baddbmm(unused, left, right, beta=0, alpha=scale, out=out)
+
+
+class LinearBlock(Block):
+    """Rows slope_i (x_i, 1) of a linear model with one output.
+
+    Args:
+        features: (B, d) x_i.
+        slopes: (B,) derivatives of the losses in the score.
+        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`.
+        extended: whether the features are (x_i, 1), (B, d + 1).
+    """
+
+    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor, extended: bool = False) -> None:
+        self.features, self.slopes, self.factors, self.extended = features, slopes, factors, extended
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of weight and bias."""
+        return self._factored().shapes
+
+    def __len__(self) -> int:
+        return self.slopes.shape[0]
+
+    def linear(self) -> LinearBlock:
+        """Returns itself."""
+        return self
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
+        return self._factored().norms()
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns the weighted sums for weight and bias."""
+        return self._factored().weighted_sum(weights, precision)
+
+    def select(self, index: Tensor) -> LinearBlock:
+        """Returns some of the rows."""
+        return LinearBlock(self.features[index], self.slopes[index], self.factors[index], self.extended)
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows of weight and bias."""
+        return self._factored().dense()
+
+    def _factored(self) -> FactoredBlock:
+        features = self.features[:, :-1] if self.extended else self.features
+        return FactoredBlock(features, self.slopes.unsqueeze(1), factors=self.factors.double())
 
 
 class SequenceBlock(Block):

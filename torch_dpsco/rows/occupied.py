@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.rows.base import Block, Summation
-from torch_dpsco.rows.factored import FactoredBlock, LinearRows
+from torch_dpsco.rows.factored import FactoredBlock, LinearBlock
 
 
 class OccupiedBlock(Block):
@@ -52,7 +52,7 @@ class OccupiedBlock(Block):
             self._dense.append(self._block.dense())
         return [rows[self._index] for rows in self._dense[0]]
 
-    def linear(self) -> LinearRows | None:
+    def linear(self) -> LinearBlock | None:
         """Returns the rows that count as those of one output, see `FactoredBlock.linear`."""
-        rows = self._block.linear() if isinstance(self._block, FactoredBlock) else None
+        rows = self._block.linear() if isinstance(self._block, (FactoredBlock, LinearBlock)) else None
         return None if rows is None else rows.select(self._index)
