@@ -76,7 +76,7 @@ def release_after_an_interruption(first: float, rows: str, parts_of: Parts) -> t
 @ROWS
 @pytest.mark.parametrize("parts", list(PARTS))
 def test_t03_an_interrupted_logical_batch_leaves_nothing_behind(rows: str, parts: str) -> None:
-    """T3: a loop over parts of a logical batch is broken off in its middle; then training goes on.
+    """T3: a loop over parts of a logical batch is interrupted in the middle; then training continues.
 
     Opacus 1.6: `zero_grad()` keeps the sum of the parts; the next release holds a record twice: it moves by 2.000 with
     clip 1 when that record is zeroed.
@@ -201,7 +201,7 @@ def test_t16_rate_steps_and_divisor_do_not_tell_the_number_of_records(rows: str)
     """T16: one record more or less, batch size 8.
 
     Opacus 1.6: 64 records give rate 1/8, 8 steps and divisor 8; 65 give rate 1/9, 9 steps and divisor 7: the neighbors
-    of add/remove differ in public numbers that the accountant takes for equal.
+    of add/remove differ in public numbers that the accountant assumes to be equal.
 
     Here: all three follow from a declared n: both have rate 1/8, 8 steps and divisor 8. Under replace_one, where n is
     public, a data set of another size raises UnitError.

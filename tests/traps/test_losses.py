@@ -67,7 +67,7 @@ def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(ro
     (batch mean in the model) with clip 1, where 2 is declared.
 
     Here: `doctor` finds coupled records, and `fit` raises PrivacyError before parameters or ledger change; so does
-    `make_private`, for a loss if it is given one, and the first step in a loop of one's own.
+    `make_private`, also for a loss if it is given one, and the first step in your own loop.
     """
     build, loss, moved = COUPLED[coupled]
     sums = [naive_clipped_sum(build(), loss, first) for first in (10.0 - 1e-3, 40.0)]

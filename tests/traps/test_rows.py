@@ -68,7 +68,7 @@ def test_t05_a_record_that_is_not_finite_changes_its_own_row_only(rows: str, bad
 
 
 def naive_ghost_release(record: float) -> float:
-    """Returns what a ghost-clipping run releases whose user goes on with the loss that he had."""
+    """Returns what a ghost-clipping run releases whose user keeps the original loss."""
     naive = opacus_script(torch.tensor([[record], [0.0], [0.0], [0.0]]), reduction="mean", mode="ghost")
     naive.criterion = Scores("mean")
     return sum(move.item() for move in naive.epoch())
@@ -189,8 +189,8 @@ def test_t12_seeding_torch_repeats_neither_noise_nor_batches(rows: str) -> None:
     Opacus 1.6: noise comes from torch's global generator: both epochs get the same noise bit for bit, and the
     difference of their releases is free of it.
 
-    Here: noise and batches come from generators of their own, filled by the operating system: they differ; a generator
-    or seed of one's own warns.
+    Here: noise and batches come from separate generators, seeded by the operating system: they differ; passing a
+    generator or seed gives a warning.
     """
     naive, noises = opacus_script(torch.zeros(2, 1000), noise=1.0), []
     for _ in range(2):

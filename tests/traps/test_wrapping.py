@@ -95,11 +95,11 @@ def test_t01_a_private_optimizer_cannot_be_wrapped_by_opacus(wrap: Any, design: 
 
 @ROWS
 def test_t02_no_hook_takes_the_place_of_the_accountant(rows: str) -> None:
-    """T2: a hook of the user's own, e.g. to log, is attached by `optimizer.attach_step_hook`.
+    """T2: the user attaches a hook, e.g. for logging, by `optimizer.attach_step_hook`.
 
     Opacus 1.6: there is one slot for hooks and the accountant sits in it: 8 noisy steps later epsilon is 0.
 
-    Here: hooks are torch's and stand beside the accounting: 8 steps, 8 charges; another accountant is refused.
+    Here: hooks are torch's and do not touch the accounting: 8 steps, 8 charges; another accountant is refused.
     """
     naive = opacus_script(torch.ones(8, 1), batch_size=1, noise=1.0)
     naive.optimizer.attach_step_hook(lambda optimizer: None)
@@ -130,8 +130,8 @@ def test_t10_copies_of_an_optimizer_work_and_harm_no_other(rows: str, monkeypatc
     Opacus 1.6: the copy fails, and from then on `step()` of EVERY DPOptimizer in the process raises AttributeError; so
     does `register_step_post_hook`.
 
-    Here: copy and original go on, with noise of their own and one ledger that is charged by both; pickling raises
-    PrivacyError, for a copy elsewhere would spend unseen; torch's hooks are called.
+    Here: copy and original continue, each with its own noise, and both charge one ledger; pickling raises
+    PrivacyError, since a copy elsewhere would spend unseen; torch's hooks are called.
     """
     monkeypatch.setattr(DPOptimizer, "step", DPOptimizer.step)  # undoes the harm after the test
     naive, bystander = opacus_script(RECORD), opacus_script(RECORD)
@@ -209,7 +209,7 @@ FIXED_NUMBERS = ["noise_multiplier", "batch_size", "clip", "fixed_clip"]
 
 @ROWS
 def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(rows: str) -> None:
-    """T14: the torch optimizer inside is stepped, or the clip is changed in mid-run.
+    """T14: the torch optimizer inside is stepped, or the clip is changed during a run.
 
     Opacus 1.6: `original_optimizer.step()` applies the raw gradient (moved by 100, clip 1) and charges nothing;
     `max_grad_norm = 0.001` in ghost mode divides the noise by 1000 but not the clip: one record moves the release by
