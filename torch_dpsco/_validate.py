@@ -33,7 +33,7 @@ def _unpack(field: dict[str, Any]) -> tuple[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Returns how a message shows a value: numbers, words and lists of them as they are, of all else the type.
+    """Returns how a message shows a value: numbers, words and lists of them unchanged, of all else the type.
 
     Example:
         >>> shown((1.0, "a")), shown([[1.0]]), shown(int)
@@ -69,7 +69,7 @@ def made(**field: Any) -> None:
 
 
 def required(by: str = "", **fields: Any) -> NoReturn:
-    """Raises ValueError that names all fields which are None; `by` goes on with the sentence."""
+    """Raises ValueError that names all fields which are None; `by` continues the sentence."""
     missing = [name for name, value in fields.items() if value is None]
     raise ValueError(f"{', '.join(missing)} must be given{by} (got None)")
 

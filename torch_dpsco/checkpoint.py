@@ -33,7 +33,7 @@ class Unsaved:
         """Saves if it is time to."""
 
     def save(self) -> None:
-        """Saves the state as it is now."""
+        """Saves the current state."""
 
 
 class Checkpoint(Unsaved):
@@ -128,7 +128,7 @@ class Checkpoint(Unsaved):
             self.save()
 
     def save(self) -> None:
-        """Puts the state as it is now in the place of the file, on the disk before it gets the name."""
+        """Replaces the file by the current state, which is on the disk before it gets the name."""
         state: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
         draft = f"{self.path}.draft"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -97,7 +97,7 @@ def in_backward() -> bool:
 
 
 def some_global_hook() -> bool:
-    """Returns whether there is a hook on the forwards or backwards of all modules, but for those that only look on."""
+    """Returns whether there is a hook on the forwards or backwards of all modules, except those that only observe."""
     return any(not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values())
 
 

@@ -286,7 +286,7 @@ class Alone(World):
         return oracle.release(noise)
 
     def failed(self, run: Run, *, in_progress: bool) -> None:
-        """Has nobody to tell."""
+        """Does nothing: there is no other process to tell."""
 
     def end(self, run: Run) -> None:
         """Compares nothing."""

@@ -126,7 +126,7 @@ class Plan(ABC):
                     epsilon = self.epsilon(delta, adjacency)
                     found.append(f"{adjacency} {rounded_up(epsilon)}")
                     if self.budget is not None and adjacency == self.adjacency and epsilon > self.budget.epsilon:
-                        beyond = "; what would pass the budget is refused"
+                        beyond = "; what would exceed the budget is refused"
                 except AdjacencyError:
                     found.append(f"{adjacency} not proved")
         except ConditionError as error:

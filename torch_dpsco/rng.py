@@ -177,7 +177,7 @@ def noise_generator(device: torch.device | str = "cpu", generator: torch.Generat
     if generator.device.type != device.type:
         raise ValueError(f"generator must be on {device.type}, where the parameters are (got {generator.device})")
     warnings.warn(
-        "generator= makes the noise repeatable: whoever knows its seed can subtract the noise; for tests only",
+        "generator= makes the noise repeatable: anybody who knows its seed can subtract the noise; for tests only",
         UtilityWarning,
         stacklevel=3,
     )

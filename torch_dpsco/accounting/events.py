@@ -332,7 +332,7 @@ def _members(field: str, events: object) -> tuple[Event, ...]:
 
 
 def _require_event(event: object) -> None:
-    """Raises ValueError for what is no event; its numbers are checked by the event itself, subclasses by the ledger."""
+    """Raises ValueError for anything but an event, which checks its own numbers; the ledger checks subclasses."""
     if not isinstance(event, _EVENTS):
         raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})")
 

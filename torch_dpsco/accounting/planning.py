@@ -358,7 +358,7 @@ class Planning:
             )
         if plan.fixed and not _fit_together(self._rule, Sequential(plan.fixed)):
             raise BudgetExceeded(
-                f"the {len(plan.fixed)} plans declared on this accountant would together pass the budget of "
+                f"the {len(plan.fixed)} plans declared on this accountant would together exceed the budget of "
                 f"epsilon={self._rule.epsilon:g} at delta={self._rule.delta:g}; declare fewer steps, or make a new "
                 f"accountant if some of them are not wanted"
             )

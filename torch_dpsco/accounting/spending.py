@@ -88,7 +88,7 @@ class Spending(Planning, OpacusFace):
 
     @property
     def budget(self) -> Budget | None:
-        """What may be spent; None is no limit."""
+        """What may be spent; None means no limit."""
         return self._budget
 
     @budget.setter

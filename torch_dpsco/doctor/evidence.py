@@ -199,7 +199,7 @@ def note(script: Script, evidence: Evidence) -> None:
 
 
 def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Rows must depend on their own record alone, to the last bit, for a kink makes of a bit what it likes."""
+    """Rows must depend on their own record alone, to the last bit, since a kink can turn a bit into any difference."""
     found = evidence.isolation
     if found is None:
         return

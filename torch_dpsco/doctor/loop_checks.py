@@ -42,7 +42,7 @@ def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """A noise multiplier of 0 is no mechanism."""
+    """A noise multiplier of 0 is not a mechanism."""
     optimizer = script.optimizer
     if script.ours is not None:
         event = script.ours.oracle.event()
@@ -99,7 +99,7 @@ def stale_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def sampler_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Batches must be drawn as the accountant is told."""
+    """Batches must be drawn as the accountant assumes."""
     if script.loader is None:
         return
     if script.ours is not None:
@@ -203,7 +203,7 @@ def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def fixed_seed(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Who knows the seed of the noise can subtract the noise."""
+    """Anybody who knows the seed of the noise can subtract it."""
     sources = list(_seeds(script))
     if sources:
         yield Finding(

@@ -257,7 +257,7 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Where products round to 8 or 11 bits, so does 1/B, in all rows alike."""
+    """Where products round to 8 or 11 bits, so does 1/B, in the same way in all rows."""
     coarse = coarse_setting(script.module.modules(), list(script.trainable.values()))
     rows = evidence.base.rows if evidence.base is not None else {}
     halves = [name for name, made in rows.items() if made.dtype in _HALF]

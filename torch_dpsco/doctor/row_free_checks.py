@@ -33,7 +33,7 @@ _CLOSE = 1e-6  # relative, in double precision
 
 
 def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """An answer without noise is no mechanism."""
+    """An answer without noise is not a mechanism."""
     if script.row_free is not None and script.row_free.noise_std == 0:
         yield Finding(
             "critical",

@@ -121,7 +121,7 @@ def _flat(values: Any, name: str, count: int, device: torch.device) -> Tensor | 
 
 
 def as_column(values: Any, name: str, count: int, device: torch.device) -> Tensor:
-    """Returns n real numbers as a tensor; what is no number is NaN.
+    """Returns n real numbers as a tensor; what is not a number becomes NaN.
 
     Raises:
         ValueError: another shape, or complex.

@@ -50,7 +50,7 @@ def make_records(task: LinearTask, features: Tensor, targets: Tensor, weights: T
 
 
 def build_objective(task: LinearTask, reg: float, records: Records, linear_term: Tensor | None = None) -> Objective:
-    """Returns the objective of a task: in sum form, but for tilted ones, with a linear term or None."""
+    """Returns the objective of a task: in sum form except for tilted ones, with a linear term or None."""
     if task.tilt:
         return Tilted(task.loss, records, tilt=task.tilt, reg=reg / task.n, bound_x=task.preparation.bound)
     if task.attack_radius:

@@ -131,7 +131,7 @@ class _PerSample(torch.autograd.Function):
 
 
 def _linear(score: Tensor, target: Tensor, loss: Loss) -> Tensor:
-    """Returns the losses with the same backward, for tracers, which do not vectorize functions of one's own."""
+    """Returns the losses with the same backward, for tracers, which do not vectorize custom functions."""
     here = score.detach()
     change = (score - here) * loss.derivative(here, target)
     return loss.value(here, target) + (change if score.dim() == 1 else change.sum(dim=1))

@@ -109,7 +109,7 @@ class _Search:
         self._refute("grad_at_zero", self.problem.grad_at_zero, self._norm(zero, target), _Pairs(target, zero, zero))
 
     def check_pairs(self, pairs: _Pairs) -> None:
-        """Refutes Hoelder constants on pairs, and a derivative that is no subgradient."""
+        """Refutes Hoelder constants on pairs, and a derivative that is not a subgradient."""
         if self.problem.holder_exponent is not None:
             ratio = self._ratio(pairs, self.problem.holder_exponent)
             self._refute("holder_constant", self.problem.holder_constant, ratio, pairs)

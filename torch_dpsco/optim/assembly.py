@@ -218,7 +218,7 @@ class Assembly(CommonOptimizer):
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:
-            raise SequenceError("resume must be False: no partition of this run is known that could go on")
+            raise SequenceError("resume must be False: no partition of this run is known that could be continued")
         if not resume and isinstance(self.design, Parts) and self._steps:
             raise SequenceError(
                 f"phases must not start again after {self._steps} steps: use optimizer.loader(dataset, resume=True)"

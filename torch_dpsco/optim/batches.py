@@ -115,7 +115,7 @@ class LogicalBatch:
         self._require_same_records(partition, loader)
 
     def _comes_again(self, partition: Partition) -> bool:
-        """Whether a draw was given up with which the partition goes on."""
+        """Whether a draw was given up with which the partition continues."""
         if self._log.again is None:
             return False
         draw = self._log.again[0]

@@ -145,7 +145,7 @@ class CommonOptimizer(Optimizer):
 
 
 def require_one_process() -> None:
-    """Raises SequenceError in a distributed run; for optimizers whose release is no sum over the rows of processes."""
+    """Raises SequenceError in a distributed run; if a release is not a sum over the rows of the processes."""
     if world_size() > 1:
         raise SequenceError(
             f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and ClippedSGD run in several "

@@ -231,7 +231,7 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         if self._given_up:
             raise SequenceError(_GIVEN_UP)
         if self._finalized:
-            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
+            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to continue")
         if self._steps == self.planned_steps:
             raise SequenceError(f"all {self.planned_steps} planned steps are made: call finalize()")
 

@@ -124,7 +124,7 @@ def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], 
 
 
 class Resumable(Protocol):
-    """What a run is made of that can be resumed."""
+    """The parts of a run that can be resumed."""
 
     accountant: Accountant
 
@@ -141,7 +141,7 @@ class Resumable(Protocol):
 
 
 def unpacked(run: Resumable, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Mapping[str, int]]:
-    """Returns (torch's part, private part, releases that are marked) of a checkpoint for a run that goes on.
+    """Returns (torch's part, private part, releases that are marked) of a checkpoint for a run that continues.
 
     Raises:
         ValueError: the state is of another plan, noise, clip or version; says which settings differ.

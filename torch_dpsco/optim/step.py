@@ -173,7 +173,7 @@ class PrivateOptimizer(Saved):
     def _require_open(self) -> None:
         require_unwrapped(self._all_params())
         if self._finalized:
-            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to go on")
+            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to continue")
         if self._shown:
             raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
         planned = self._planned
@@ -195,7 +195,7 @@ class PrivateOptimizer(Saved):
         if self._in_parts and chunk.draw.index != self._steps:
             raise SequenceError(
                 f"step {self._steps} needs batch {self._steps} of the phases (got batch {chunk.draw.index}): after "
-                f"discard(), or to go on with a run, use optimizer.loader(dataset, resume=True)"
+                f"discard(), or to continue a run, use optimizer.loader(dataset, resume=True)"
             )
         rows = self._taken(params, scale) if given is None else given
         if given is not None and has_rows(params):

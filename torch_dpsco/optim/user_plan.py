@@ -53,7 +53,7 @@ class UserPlan(StepPlan):
 
     @property
     def assumed(self) -> str:
-        """What is taken for granted, in words."""
+        """What is assumed, in words."""
         known = "" if self.adjacency == ADD_REMOVE else "; their number is public"
         return f"ids are right; rows of a user do not depend on other users{known}"
 

@@ -127,7 +127,7 @@ class MeanOracle(ABC):
 
     @property
     def members(self) -> tuple[MeanOracle, ...]:
-        """The oracles that answer, phase by phase: itself, but for `Phased`."""
+        """The oracles that answer, phase by phase: only itself, except for `Phased`."""
         return (self,)
 
     def charge(self, design: Design, draw: Draw) -> Charge:

@@ -240,7 +240,7 @@ class ClippedMean(MeanOracle):
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What several processes take for granted."""
+        """What several processes assume."""
         if self._processes == 1:
             return ()
         return (f"{self._processes} processes that trust each other read the same records in the same order",)

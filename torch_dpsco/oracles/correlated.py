@@ -111,7 +111,7 @@ class CorrelatedClipped(Clipped):
         return ordinary * c.norm * (1.0 + 2.0**-48) / (1.0 - room)
 
     def release(self, generator: Source) -> Release:
-        """Adds fresh noise, takes past noise back in part, and ends the batch."""
+        """Adds fresh noise, subtracts part of the past noise, and ends the batch."""
         fresh = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
         self._draw(fresh, self.noise_std, generator)
         if not self._follows():

@@ -76,7 +76,7 @@ class Phased(MeanOracle):
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the oracles take for granted."""
+        """What the oracles assume."""
         return tuple(dict.fromkeys(line for oracle, _ in self._phases for line in oracle.assumptions))
 
     @property

@@ -88,14 +88,14 @@ class _Shuffled(MeanOracle):
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Returns what the shuffle model takes for granted."""
+        """Returns what the shuffle model assumes."""
         honest = (
             "All users" if self.honest_fraction == 1.0 else f"At least {self.honest_fraction:g} of the users of a batch"
         )
         return (
             f"{honest} are honest: they add the noise bits that they should.",
             "This was a central simulation of the shuffle model: one process has seen all rows. The guarantee is that "
-            "of the released means; against whoever collects the messages it takes real users and a real shuffler.",
+            "of the released means; against a collector of the messages it takes real users and a real shuffler.",
         )
 
     def cost(self) -> ShuffleCost:

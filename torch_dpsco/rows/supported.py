@@ -111,7 +111,7 @@ _WRAPPED = (
 
 
 def forget_wrappers(params: Iterable[nn.Parameter]) -> None:
-    """Removes what an Opacus optimizer of earlier left on the parameters, so that a later one can be told."""
+    """Removes what an earlier Opacus optimizer left on the parameters, so that a later one can be recognized."""
     for p in params:
         p.__dict__.pop(_ON_PARAMETERS, None)
 

@@ -238,7 +238,7 @@ class DrawLog:
         return self.taken
 
     def use_up(self) -> None:
-        """Notes that a release was made from the draw, or a step that nobody sees."""
+        """Notes that a release was made from the draw, or a step that is not shown."""
         if self.taken is not None:
             self.made = self.taken.draw.index + 1
         self.waiting.clear()

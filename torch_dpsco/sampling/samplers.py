@@ -86,7 +86,7 @@ class DesignSampler(Sampler[list[int]], ABC):
         """Yields the draws of one iteration with their positions."""
 
     def dealt(self) -> Iterator[Drawn]:
-        """Yields the draws of one iteration; one that was given up comes again, in its place."""
+        """Yields the draws of one iteration; one that was given up is repeated in its place."""
         again = self.log.again
         if again is None:
             yield from self.draws()
@@ -98,7 +98,7 @@ class DesignSampler(Sampler[list[int]], ABC):
             yield from islice(self._after(again[0]), self.steps - 1)
 
     def _after(self, draw: Draw) -> Iterator[Drawn]:
-        """Yields the draws that follow one that comes again."""
+        """Yields the draws that follow a repeated one."""
         return self.draws()
 
     def __iter__(self) -> Iterator[list[int]]:

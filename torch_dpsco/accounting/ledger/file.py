@@ -11,7 +11,7 @@ and for that charge nothing was released. The mark is one write in place of less
 whoever is killed; it is forced to the disk when the file is opened. So a power failure may leave a mark of some seconds
 ago, which refuses nothing that is right.
 
-Not seen: file and mark put back together, or both deleted.
+Not noticed: file and mark restored together, or both deleted.
 
 The ledger on disk: a file of JSON lines, only added to, each on the disk before the noise that it pays for is drawn.
 
@@ -163,7 +163,7 @@ class LedgerFile:
         # PRIVACY: a new file in the place of a lost one knows of no charge (test_a_lost_file_is_not_made_anew)
         if not os.path.exists(self.path) and (must_exist or self._mark.read() not in (None, _NOWHERE)):
             reason = "must_exist=True" if must_exist else f"its mark {self._mark.path!r} knows of charges"
-            raise PrivacyError(f"ledger file {self.path!r} must exist ({reason}): put it back, or name the right file")
+            raise PrivacyError(f"ledger file {self.path!r} must exist ({reason}): restore it, or name the right file")
         try:
             self._fd = _opened(self.path)
         except OSError as error:
@@ -253,7 +253,7 @@ class LedgerFile:
             # (test_a_file_deleted_moved_or_changed_in_a_run_is_noticed)
             raise PrivacyError(
                 f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in use, or its mark "
-                f"was: put it back as it was"
+                f"was: restore it unchanged"
             )
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class LedgerFile:
     # -- making it short ----------------------------------------------------------------------------------------------
 
     def _shorten(self) -> None:
-        """Replaces a long file by the state that its lines come to; leaves it as it is where that cannot be done."""
+        """Replaces a long file by the state that its lines add up to; leaves it unchanged where that cannot be done."""
         old = os.fstat(self._fd)
         if self._size < _LONG or old.st_nlink != 1:  # under a second name the old file would live on, and fall behind
             return

@@ -269,7 +269,7 @@ def _kinds(event: Event) -> Iterator[tuple[str, tuple[str, bool]]]:
 
 
 def _require_defined(kinds: _Kinds, adjacency: Adjacency) -> None:
-    """Raises AdjacencyError where the largest part is no bound."""
+    """Raises AdjacencyError where the largest part is not a bound."""
     for name, (kind, key_public) in kinds.items():
         if kind == "positional" and adjacency == ADD_REMOVE:
             raise AdjacencyError(

@@ -112,7 +112,7 @@ def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, flo
 
 
 def _multiple(k: int, epsilon: float) -> float:
-    """Returns k epsilon, rounded up only where it is no float: 2 x 1 is printed as 2."""
+    """Returns k epsilon, rounded up only where it is not a float: 2 x 1 is printed as 2."""
     product = k * epsilon
     short = math.isfinite(product) and Fraction(product) < k * Fraction(epsilon)
     return math.nextafter(product, math.inf) if short else product

@@ -214,7 +214,7 @@ def _meaning(report: PrivacyReport) -> Iterator[str]:
     yield _rise_of_odds(report)
     yield _guess(report)
     yield (
-        f"It is no promise that nothing can be learned about a person: what all the other {unit}s show (a rule that "
+        f"It does not promise that nothing can be learned about a person: what all the other {unit}s show (a rule that "
         f"holds for most people) can be learned with or without this one."
     )
 

@@ -144,7 +144,7 @@ def _solve_kinked(objective: Objective, distance: float, radius: float, start: T
 
 
 def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> Tensor:
-    """The point of an unconstrained solver that nobody trusts."""
+    """The point of an untrusted unconstrained solver."""
     # PRIVACY: whether there is a record to draw is private (test_every_solver_takes_an_empty_data_set)
     if isinstance(objective, LinearObjective) and objective.records.count:
         # PRIVACY: the state of torch's own generator would tell how many draws were made

@@ -143,7 +143,7 @@ class BoxDual:
 
     @classmethod
     def of(cls, loss: object) -> BoxDual | None:
-        """The description of a loss, or None if it is no such maximum."""
+        """The description of a loss, or None if it is not such a maximum."""
         if isinstance(loss, Hinge) and loss.power == 1:
             return cls(0.0, 1.0, True)
         if isinstance(loss, Pinball):

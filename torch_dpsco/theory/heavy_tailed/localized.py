@@ -230,7 +230,7 @@ def capped_steps(steps: int, max_steps: int | None) -> int:
 def regularization(
     sizes: Sequence[int], errors: Sequence[float], second_moment: float, diameter: float, reg: float | None
 ) -> tuple[list[float], float | None]:
-    """Returns lambda_1, lambda_2, ... and the main term of the bound (None for a lambda_1 of one's own)."""
+    """Returns lambda_1, lambda_2, ... and the main term of the bound (None for a given lambda_1)."""
     check.positive(diameter=diameter)
     check.positive(second_moment=second_moment)
     if reg is not None:

@@ -57,7 +57,7 @@ def pair_radius_of_ball(ball_radius: float) -> float:
 
 
 def typical_score(n_users: int, isolated: int = 0, share: float = 0.99) -> float:
-    """Returns a score below that of honest users when up to `isolated` users are nobody's neighbor.
+    """Returns a score below that of honest users when up to `isolated` users have no neighbors.
 
     Each isolated user takes itself out of n - 1 counts of others and the others out of its own.
 
