@@ -6,7 +6,6 @@ from torch_dpsco.rows.dense import DenseBlock
 from torch_dpsco.rows.factored import FactoredBlock, LinearBlock, SequenceBlock, input_factors, linear_factors
 from torch_dpsco.rows.ghost import GhostBlock, GhostHooks, ghost_backward
 from torch_dpsco.rows.layers.embedding import ItemBlock
-from torch_dpsco.rows.layers.linear import FactoredLinear
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
 from torch_dpsco.rows.passes import PassCounter
@@ -17,7 +16,6 @@ __all__ = [
     "Block",
     "DenseBlock",
     "FactoredBlock",
-    "FactoredLinear",
     "GhostBlock",
     "GhostHooks",
     "GradBatch",

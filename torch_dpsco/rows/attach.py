@@ -28,7 +28,6 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks
 from torch_dpsco.rows.ghost import GhostHooks
-from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import PassCounter, batch_sizes
 from torch_dpsco.rows.precision import HALF, inexact_mean
@@ -64,7 +63,7 @@ class _Attachment:
             self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
-            start_recording(layer, Tape(scale_by_batch=self.mean), self.passes)
+            start_recording(layer, self.passes, scale_by_batch=self.mean)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -324,7 +323,7 @@ def attach(
     Example:
         >>> model = attach(nn.Linear(3, 1))
         >>> type(model).__name__, is_attached(model), list(model.state_dict())
-        ('FactoredLinear', True, ['weight', 'bias'])
+        ('RecordedLinear', True, ['weight', 'bias'])
     """
     check.choice(("auto", "dense", "factored", "ghost"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)

@@ -15,7 +15,7 @@ from torch_dpsco.rows.factored import FactoredBlock, LinearBlock
 from torch_dpsco.rows.ghost import MARK, waiting_block
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.occupied import OccupiedBlock
-from torch_dpsco.rows.precision import HALF, inexact_mean, products_are_exact
+from torch_dpsco.rows.precision import inexact_mean, slack
 from torch_dpsco.rows.supported import require_unprocessed
 
 _LEAST_NORMAL = 2.0**-126  # of float32
@@ -72,11 +72,11 @@ def _check_backwards(params: Sequence[nn.Parameter]) -> None:
         scale = len(rows) if mean else 1
         error = float(torch.linalg.vector_norm(grad.double() - rows.double().sum(0) / scale))
         size = float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum()) / scale
-        gaps[place] = error, size, 3e-2 if rows.dtype in HALF or not products_are_exact() else 1e-3
+        gaps[place] = error, size, slack(rows.dtype)
     # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
     joint = math.hypot(*(size for _, size, _ in gaps.values()))
-    for place, (error, size, slack) in gaps.items():
-        if math.isfinite(error) and error > slack * (size + 1e-3 * joint) + 1e-12:
+    for place, (error, size, share) in gaps.items():
+        if math.isfinite(error) and error > share * (size + 1e-3 * joint) + 1e-12:
             raise SequenceError(
                 f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on "
                 f"the weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"

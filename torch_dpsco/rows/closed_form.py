@@ -29,7 +29,8 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import compat
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.classification import Logistic
-from torch_dpsco.rows import FactoredBlock, FactoredLinear, GradBatch, LinearBlock, input_factors, linear_factors
+from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
+from torch_dpsco.rows.layers.table import RECORDED
 from torch_dpsco.sampling import PrivateLoader
 
 _Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
@@ -48,7 +49,7 @@ class ClosedForm:
         size: public size of the data set.
     """
 
-    def __init__(self, layer: FactoredLinear, slope: _Slope, features: Tensor, targets: Tensor, size: int) -> None:
+    def __init__(self, layer: nn.Linear, slope: _Slope, features: Tensor, targets: Tensor, size: int) -> None:
         self._slope = slope
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
@@ -114,7 +115,7 @@ def closed_form(
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
         return None
     features, targets = dataset.tensors
-    if type(model) is not FactoredLinear or _is_changed(model, loss_fn):
+    if not isinstance(model, nn.Linear) or type(model) is not RECORDED[nn.Linear] or _is_changed(model, loss_fn):
         return None
     own = [model._parameters[name] for name in ("weight", "bias")]
     if [id(p) for p in params] != [id(p) for p in own if p is not None and p.requires_grad]:
@@ -127,7 +128,7 @@ def closed_form(
     return None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
 
 
-def _is_changed(model: FactoredLinear, loss_fn: Any) -> bool:
+def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:
     """Returns whether a user's hook, or a forward of its own, may make another function of the model or the loss."""
     for module, own in ((model, [1, 1]), (loss_fn, [0, 0])):  # attach has a hook before and one after the forward
         if isinstance(module, nn.Module):

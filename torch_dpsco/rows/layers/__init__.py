@@ -1,1 +1,7 @@
-"""Layers that record the rows of their own parameters, one file per kind."""
+"""Layers that record the rows of their own parameters, one file per kind; `register` adds one of yours."""
+
+from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
+from torch_dpsco.rows.layers.saved_factors import Formed, Kept, pairs
+from torch_dpsco.rows.layers.table import register
+
+__all__ = ["Formed", "Kept", "Kind", "Use", "pairs", "register", "require_dims"]

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dpsco.rows.base import Block, work_dtype
-from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
 from torch_dpsco.rows.layers.saved_factors import Formed, Kept, added, joined, leaves_factors, pairs, require_unwritten
-from torch_dpsco.rows.passes import PassCounter
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
@@ -139,7 +138,7 @@ class _Waiting(Kept):
         return self._made().blocks(weight=weight, bias=bias)
 
 
-class _Convolution(Kind):
+class ConvolutionKind(Kind):
     """x is (B, C, *spatial)."""
 
     def prepare(self, layer: Any, x: Tensor) -> Tensor:
@@ -168,39 +167,3 @@ class _Convolution(Kind):
         backward = torch.ops.aten.convolution_backward
         found: Tensor = backward(grad, x, use.weight, None, *sizes, [True, False, False])[0]
         return found.to(use.x.dtype)
-
-
-class RecordedConv1d(nn.Conv1d):
-    """An attached `nn.Conv1d`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _Convolution()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)
-
-
-class RecordedConv2d(nn.Conv2d):
-    """An attached `nn.Conv2d`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _Convolution()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)
-
-
-class RecordedConv3d(nn.Conv3d):
-    """An attached `nn.Conv3d`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _Convolution()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dpsco.rows.base import NORM_ERROR, Block, Summation, row_norms, work_dtype
-from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
 from torch_dpsco.rows.layers.saved_factors import Formed, Kept
-from torch_dpsco.rows.passes import PassCounter
 
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 
@@ -139,7 +138,7 @@ class Items(Kept):
         return [self._rows] if weight else []
 
 
-class _Embedding(Kind):
+class EmbeddingKind(Kind):
     """Vectors of ids (B, ...); each use of an item adds its gradient, the padding item has none."""
 
     def prepare(self, layer: Any, x: Tensor) -> Tensor:
@@ -167,15 +166,3 @@ class _Embedding(Kind):
     def input_gradient(self, use: Use) -> Tensor:
         """Never called: ids have no gradient."""
         raise NotImplementedError
-
-
-class RecordedEmbedding(nn.Embedding):
-    """An attached `nn.Embedding`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _Embedding()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)

@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.recorded import Kind, Use
 from torch_dpsco.rows.layers.saved_factors import Kept, pairs
-from torch_dpsco.rows.passes import PassCounter
 
 
-class _Linear(Kind):
+class LinearKind(Kind):
     """y = x W^T + c for x (B, ..., in); see `kept` for its rows."""
-
-    def prepare(self, layer: Any, x: Tensor) -> Tensor:
-        """Returns x."""
-        require_dims(layer, x, 2)
-        return x
 
     def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the output."""
@@ -32,15 +26,3 @@ class _Linear(Kind):
     def input_gradient(self, use: Use) -> Tensor:
         """Returns grad W."""
         return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
-
-
-class FactoredLinear(nn.Linear):
-    """An attached `nn.Linear`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _Linear()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)

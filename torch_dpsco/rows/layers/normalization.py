@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dpsco.rows.base import work_dtype
-from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, require_dims, run
+from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
 from torch_dpsco.rows.layers.saved_factors import Formed, Kept
-from torch_dpsco.rows.passes import PassCounter
 
 
 def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:
@@ -29,7 +28,7 @@ def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:
     return Formed(**rows)
 
 
-class _LayerNorm(Kind):
+class LayerNormKind(Kind):
     """x is (B, ..., *normalized_shape)."""
 
     def prepare(self, layer: Any, x: Tensor) -> Tensor:
@@ -63,25 +62,8 @@ class _LayerNorm(Kind):
         return found
 
 
-class RecordedLayerNorm(nn.LayerNorm):
-    """An attached `nn.LayerNorm`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _LayerNorm()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)
-
-
-class _GroupNorm(Kind):
+class GroupNormKind(Kind):
     """x is (B, C, ...)."""
-
-    def prepare(self, layer: Any, x: Tensor) -> Tensor:
-        """Returns x."""
-        require_dims(layer, x, 2)
-        return x
 
     def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the output."""
@@ -92,23 +74,3 @@ class _GroupNorm(Kind):
         x = use.x.to(work_dtype(use.x.dtype))
         normalized = F.group_norm(x, use.layer.num_groups, eps=use.layer.eps)
         return _formed(use, normalized, list(range(2, x.dim())))
-
-    def input_gradient(self, use: Use) -> Tensor:
-        """Returns the gradient in x."""
-        twice = torch.is_grad_enabled()  # the gradient of a gradient is wanted too: torch's backward has none
-        with torch.enable_grad():
-            x = use.x if twice else use.x.detach().requires_grad_()
-            out = F.group_norm(x, use.layer.num_groups, use.weight if twice else use.weight.detach(), eps=use.layer.eps)
-        return torch.autograd.grad(out, x, use.grad.to(out.dtype), create_graph=twice)[0]
-
-
-class RecordedGroupNorm(nn.GroupNorm):
-    """An attached `nn.GroupNorm`. Made by `attach` only; `detach` turns it back."""
-
-    kind: Kind = _GroupNorm()
-    tape: Tape
-    passes: PassCounter
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; in training with gradients enabled its backward records rows."""
-        return run(self, super().forward, input)

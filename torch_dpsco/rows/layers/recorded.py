@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,11 @@ class Tape:
 
     Args:
         scale_by_batch: whether the loss is a mean over the batch, so that per-sample gradients are B times as large.
+        trial: what the layer must pass with its first input, None for a layer of the library's own kinds.
     """
 
-    def __init__(self, *, scale_by_batch: bool) -> None:
-        self.scale_by_batch = scale_by_batch
+    def __init__(self, *, scale_by_batch: bool, trial: Callable[[Any, Tensor], None] | None = None) -> None:
+        self.scale_by_batch, self.trial = scale_by_batch, trial
         self.weight: nn.Parameter | None = None  # the layer's trained parameters, set with each use
         self.bias: nn.Parameter | None = None
         self.uses: list[tuple[int | None, Kept]] = []
@@ -113,23 +115,38 @@ class Use(NamedTuple):
 
 
 class Kind(ABC):
-    """How layers of one kind are run, and what their backward needs. Stateless."""
+    """How layers of one kind are run, and what their backward needs. Stateless.
 
-    @abstractmethod
+    `rows` is enough for a layer of one tensor, batch first, whose trained parameters are named weight and bias and
+    whose forward draws nothing at random; the other hooks save time, or admit other inputs.
+    """
+
     def prepare(self, layer: Any, x: Tensor) -> Tensor:
         """Returns the input that is recorded, differentiable in x; raises SequenceError if it has no batch."""
+        require_dims(layer, x, 2)
+        return x
 
-    @abstractmethod
     def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the output, equal to that of the plain layer, and tensors to save."""
+        return (plain_forward(layer)(x),)
 
     @abstractmethod
     def rows(self, use: Use) -> Kept:
         """Returns the rows of a use: of each record, times `use.scale`."""
 
-    @abstractmethod
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x, differentiable in x, weight and grad."""
+        twice = torch.is_grad_enabled()  # the gradient of a gradient is wanted too: torch's backward may have none
+        with torch.enable_grad():
+            x = use.x if twice else use.x.detach().requires_grad_()
+            out = self.forward(use.layer, x, use.weight, use.layer._parameters.get("bias"))[0]
+        return torch.autograd.grad(out, x, use.grad.to(out.dtype), create_graph=twice)[0]
+
+
+def plain_forward(layer: Any) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of a recorded layer as it was before."""
+    before: Any = type(layer).__base__
+    return partial(before.forward, layer)
 
 
 def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = None) -> None:
@@ -138,17 +155,11 @@ def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = Non
         raise SequenceError(f"input of {layer} must have a batch dimension (got {x.dim()} dimensions)")
 
 
-def run(layer: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies a recorded layer; in training with gradients enabled its backward keeps rows.
-
-    Args:
-        layer: recorded.
-        plain: its forward as it was before.
-        x: input.
-    """
+def run(layer: Any, x: Tensor) -> Tensor:
+    """Applies a recorded layer; in training with gradients enabled its backward keeps rows."""
     params = [p for p in layer._parameters.values() if p is not None]
     if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
-        return plain(x)
+        return plain_forward(layer)(x)
     return _recorded_eagerly(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
 
 
@@ -164,6 +175,10 @@ def _recorded(layer: Any, x: Tensor) -> Tensor:
         )
     for p in (p for p in layer._parameters.values() if p is not None):
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
+    if layer.tape.trial is not None:
+        # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)
+        layer.tape.trial(layer, x)
+        layer.tape.trial = None
     x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
     out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
     return out
