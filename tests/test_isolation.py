@@ -23,7 +23,7 @@ from torch_dpsco.accounting.designs import Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.rows.occupied import OccupiedBlock
+from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import FullSampler, PhysicalBatches, PrivateLoader, Slots
 from torch_dpsco.sampling.slots import capacity
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 import torch_dpsco as dp
 from torch_dpsco.sampling import RankSampler
-from torch_dpsco.sampling import distributed as parts
+from torch_dpsco.sampling import samplers as parts
 
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
 

@@ -8,7 +8,7 @@ different places of a script find out instead of taking one message for another.
 In a torch.distributed process group of W > 1 ranks every rank runs the same script, with the whole data set, and its
 optimizer joins the others by itself. One step:
 
-    1 each rank takes the rows of its part of the draw (`sampling.distributed`), clips and adds them
+    1 each rank takes the rows of its part of the draw (`sampling.RankSampler`), clips and adds them
     2 all ranks compare step, draw, settings, clip, noise and ledger (`agreement`); a rank that failed says so
     3 every rank charges the same event to its own ledger
     4 the sums are added on rank 0 in float64, rank 0 adds the noise, and every rank gets the noisy mean

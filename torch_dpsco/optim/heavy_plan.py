@@ -209,16 +209,19 @@ class HeavyTailed(PlannedOptimizer):
 
     plans: ClassVar[type[ClippedPlan]] = ClippedPlan
     words: ClassVar[tuple[str, ...]] = _PASS
+    needs: ClassVar[tuple[str, ...]] = ()  # of the theorem, beside moments and smoothness
+    most: ClassVar[float]  # the largest step size of the theorem, times the smoothness, is 1 over it
 
     @classmethod
     @abstractmethod
-    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
-        """Returns what the theorem chooses; raises MissingConstantError for promises that it needs."""
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
+        """Returns what the theorem chooses.
 
-    @classmethod
-    @abstractmethod
-    def _lr(cls, problem: Problem) -> float:
-        """Returns the largest step size of the theorem, where the noise is not known in advance."""
+        Args:
+            promised: the constants that it needs, and what was given.
+            problem: that promises them.
+            distance: bound on |w_0 - w*|.
+        """
 
     @classmethod
     @abstractmethod
@@ -398,11 +401,20 @@ class HeavyTailed(PlannedOptimizer):
         return once
 
     @classmethod
+    def _lr(cls, problem: Problem) -> float:
+        """Returns the largest step size of the theorem, where the noise is not known in advance."""
+        (smoothness,) = problem.require("smoothness", by=cls.__name__)
+        return 1.0 / (cls.most * smoothness)
+
+    @classmethod
     def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> Theory | None:
+        """Returns what the theorem chooses; None where promises are missing, and the clip is given."""
         if problem.moment is not None and inputs["dim"] is None:
             raise MissingConstantError("dim must be given where moments are promised: the model, or its parameters")
+        names = ("moment", "moment_order", "smoothness", *cls.needs)
         try:
-            return cls._theory(problem, distance, **inputs)
+            promised = dict(zip(names, problem.require(*names, by=cls.__name__), strict=True))
+            return cls._theory(promised | inputs | {"second_moment": problem.second_moment}, problem, distance)
         except MissingConstantError:
             if inputs["clip"] is None:
                 raise

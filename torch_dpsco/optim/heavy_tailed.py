@@ -71,28 +71,15 @@ class ClippedSGD(HeavyTailed):
     """
 
     words: ClassVar[tuple[str, ...]] = (*SAMPLING, "full")
+    needs = ("strong_convexity",)
+    most = 1.0
 
     @classmethod
-    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
-        moment, order, smoothness, curvature = problem.require(
-            "moment", "moment_order", "smoothness", "strong_convexity", by=cls.__name__
-        )
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
         unbounded = distance is None and math.isinf(problem.radius)
-        plan = strongly_convex_plan(
-            smoothness=smoothness,
-            strong_convexity=curvature,
-            diameter=math.inf if unbounded else scale_of(problem, distance, cls.__name__),
-            moment=moment,
-            moment_order=order,
-            second_moment=problem.second_moment,
-            **inputs,
-        )
+        diameter = math.inf if unbounded else scale_of(problem, distance, cls.__name__)
+        plan = strongly_convex_plan(diameter=diameter, **promised)
         return Theory(plan.steps, plan.clip, plan.schedule.lr[0], plan.bound)
-
-    @classmethod
-    def _lr(cls, problem: Problem) -> float:
-        (smoothness,) = problem.require("smoothness", by=cls.__name__)
-        return 1.0 / smoothness
 
     @classmethod
     def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
@@ -154,24 +141,12 @@ class AcceleratedSGD(HeavyTailed):
     """
 
     plans: ClassVar[type[ClippedPlan]] = AcceleratedPlan
+    most = 4.0
 
     @classmethod
-    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
-        moment, order, smoothness = problem.require("moment", "moment_order", "smoothness", by=cls.__name__)
-        plan = accelerated_plan(
-            smoothness=smoothness,
-            diameter=scale_of(problem, distance, cls.__name__),
-            moment=moment,
-            moment_order=order,
-            second_moment=problem.second_moment,
-            **inputs,
-        )
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
+        plan = accelerated_plan(diameter=scale_of(problem, distance, cls.__name__), **promised)
         return Theory(plan.steps, plan.clip, plan.lr, plan.bound)
-
-    @classmethod
-    def _lr(cls, problem: Problem) -> float:
-        (smoothness,) = problem.require("smoothness", by=cls.__name__)
-        return 1.0 / (4.0 * smoothness)
 
     @classmethod
     def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
@@ -207,29 +182,15 @@ class ProximalSGD(HeavyTailed):
     """
 
     plans: ClassVar[type[ClippedPlan]] = ProximalPlan
+    needs = ("pl_constant",)
+    most = 2.0
 
     @classmethod
-    def _theory(cls, problem: Problem, distance: float | None, **inputs: Any) -> Theory:
-        moment, order, smoothness, curvature = problem.require(
-            "moment", "moment_order", "smoothness", "pl_constant", by=cls.__name__
-        )
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
         # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
-        gap = moment * scale_of(problem, distance, cls.__name__)
-        plan = proximal_pl_plan(
-            smoothness=smoothness,
-            pl_constant=curvature,
-            initial_gap=gap,
-            moment=moment,
-            moment_order=order,
-            second_moment=problem.second_moment,
-            **inputs,
-        )
+        gap = promised["moment"] * scale_of(problem, distance, cls.__name__)
+        plan = proximal_pl_plan(initial_gap=gap, **promised)
         return Theory(plan.steps, plan.clip, plan.lr, plan.bound)
-
-    @classmethod
-    def _lr(cls, problem: Problem) -> float:
-        (smoothness,) = problem.require("smoothness", by=cls.__name__)
-        return 1.0 / (2.0 * smoothness)
 
     @classmethod
     def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:

@@ -126,7 +126,7 @@ class SavedRowFree(CommonOptimizer):
             SequenceError: the optimizer has made steps.
             PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
         """
-        public, private, marked = unpacked(self, state_dict)
+        public, private, marked = unpacked(self, self.settings(), state_dict)
         whole = isinstance(self.design, Shuffled) and private["t"] % self.design.steps_per_epoch == 0
         if whole or private["finalized"] or not private["t"]:
             self._restore(public, private)

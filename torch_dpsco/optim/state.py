@@ -22,12 +22,11 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import read_state
@@ -38,7 +37,7 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.charges import Paid, refuse_copy, refuse_load, refuse_lost
-from torch_dpsco.optim.common import in_turn
+from torch_dpsco.optim.common import CommonOptimizer, in_turn
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling import Partition
@@ -109,12 +108,6 @@ def require_charged(private: dict[str, Any], *, shared: bool) -> None:
         )
 
 
-def require_run(private: dict[str, Any]) -> None:
-    """Raises ValueError for a state of version 2, which does not name its run."""
-    if "run" not in private:
-        raise ValueError(f"state_dict must be of version {_VERSION} to be resumed (got {private['version']})")
-
-
 def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], params: Sequence[Tensor]) -> None:
     """Puts the averages back in float64: torch casts what it loads to the dtype of the parameters."""
     for p, index in zip(params, (i for group in saved["param_groups"] for i in group["params"]), strict=True):
@@ -123,24 +116,9 @@ def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], 
             state[p]["average"] = average.to(p.device, copy=True)
 
 
-class Resumable(Protocol):
-    """The parts of a run that can be resumed."""
-
-    accountant: Accountant
-
-    @property
-    def steps(self) -> int:
-        """Steps made."""
-
-    @property
-    def finalized(self) -> bool:
-        """Whether the answer was installed."""
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the public constants of the mechanism."""
-
-
-def unpacked(run: Resumable, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Mapping[str, int]]:
+def unpacked(
+    run: CommonOptimizer, settings: dict[str, Any], state: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], Mapping[str, int]]:
     """Returns (torch's part, private part, releases that are marked) of a checkpoint for a run that continues.
 
     Raises:
@@ -150,8 +128,9 @@ def unpacked(run: Resumable, state: dict[str, Any]) -> tuple[dict[str, Any], dic
     """
     if run.steps or run.finalized:
         raise SequenceError("resume must be called on a new optimizer (got one that has made steps)")
-    public, private = split_private_state(state, run.settings())
-    require_run(private)
+    public, private = split_private_state(state, settings)
+    if "run" not in private:
+        raise ValueError(f"state_dict must be of version {_VERSION} to be resumed (got {private['version']})")
     # PRIVACY: only its own ledger knows what was released since (test_a_run_is_resumed_with_its_own_ledger_file_only)
     return public, private, run.accountant.continue_from(private["ledger"])
 
@@ -268,7 +247,7 @@ class Saved(Assembly):
             SequenceError: the optimizer has made steps.
             PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
         """
-        public, private, marked = unpacked(self, state_dict)
+        public, private, marked = unpacked(self, self.settings(), state_dict)
         require_charged(private, shared=bool(self._sharing))
         if self._sharing and "paid" not in private:
             raise ValueError("state_dict must say what was paid for (got one of an older version): start the run again")

@@ -120,33 +120,12 @@ class FilterPlan(UserPlan):
     ) -> UserFiltered:
         """Returns the oracle of a filter, with a search in its first release if there is one."""
         kept = Filter(plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure)
+        test = ("steps", "threshold", "threshold_scale", "query_scale")
+        numbers: dict[str, Any] = {name: getattr(plan, name) for name in test}
+        numbers |= {"center": center, "reach": self.reach, "min_items": self.min_items, "ids": self.n}
         if search is not None:
-            return UserSearched(
-                search,
-                kept,
-                plan.noise_std / plan.pair_radius,
-                steps=plan.steps,
-                threshold=plan.threshold,
-                threshold_scale=plan.threshold_scale,
-                query_scale=plan.query_scale,
-                center=center,
-                reach=self.reach,
-                min_items=self.min_items,
-                ids=self.n,
-            )
-        return UserFiltered(
-            kept,
-            plan.pair_radius,
-            plan.noise_std,
-            steps=plan.steps,
-            threshold=plan.threshold,
-            threshold_scale=plan.threshold_scale,
-            query_scale=plan.query_scale,
-            center=center,
-            reach=self.reach,
-            min_items=self.min_items,
-            ids=self.n,
-        )
+            return UserSearched(search, kept, plan.noise_std / plan.pair_radius, **numbers)
+        return UserFiltered(kept, plan.pair_radius, plan.noise_std, **numbers)
 
     def ending(self) -> Iterator[tuple[str, str]]:
         """Yields the last lines of the table."""

@@ -1,6 +1,5 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
-from torch_dpsco.sampling.distributed import RankSampler, require_divisible
 from torch_dpsco.sampling.draws import Chunk, DrawLog, fingerprint, records_of
 from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
 from torch_dpsco.sampling.one_pass import (
@@ -17,8 +16,10 @@ from torch_dpsco.sampling.samplers import (
     FixedSampler,
     FullSampler,
     PoissonSampler,
+    RankSampler,
     ShuffledSampler,
     poisson_positions,
+    require_divisible,
 )
 from torch_dpsco.sampling.slots import Isolation, Slots
 from torch_dpsco.sampling.users import UserLoader, user_ids
