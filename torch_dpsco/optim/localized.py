@@ -198,6 +198,37 @@ def halved(
     return localized_schedule_minibatch(**common, **moments, batch_sizes=batches, steps=steps, noise_multipliers=noises)
 
 
+def _chosen(
+    problem: Problem,
+    budget: Budget,
+    given: dict[str, Any],
+    clip: float | None,
+    distance: float | None,
+    method: str | None,
+    copies: int,
+    min_phase: int,
+    sampling: str,
+) -> LocalizedSchedule:
+    """Returns the phases of a method; `given` are the arguments that all of them take."""
+    promised = promises(problem, clip, given["reg"], distance)
+    order, copies = promised["moment_order"], check.positive_count(copies=copies)
+    if method is None:
+        method = "boosted" if copies > 1 or order < 4 else "localized"
+    check.choice(METHODS, method=method), check.positive_count(min_phase=min_phase)
+    if copies > 1 and method != "boosted":
+        raise ValueError(f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several")
+    if sampling != "full" and method != "localized":
+        raise ValueError(f"sampling must be 'full' for method {method!r} (got {sampling!r})")
+    common = given | {"rho": zcdp_of(release_noise(budget), budget.adjacency)}
+    common |= {name: promised[name] for name in ("second_moment", "diameter")}
+    if method == "boosted":
+        moments = {"moment_order": order, "moment": promised["moment"]}
+        phases = boosted_localized_schedule(**common, **moments, copies=copies, ball=False)
+    else:
+        phases = halved(method, problem, promised, common, min_phase, sampling, budget)
+    return phases if clip is None else phases.clipped_at(clip)  # noise in units of the clip: privacy stays as it is
+
+
 _SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed}
 _MAX_STEPS = 2000
 
@@ -304,11 +335,11 @@ class LocalizedSGD(PlannedOptimizer):
         pilots: tuple[PilotPlan | None, ...] | None = None
         if phases is not None:
             unset = {"clip": clip, "reg": reg, "method": method, "dim": dim, "distance": distance}
-            given = [name for name, value in unset.items() if value is not None]
+            names = [name for name, value in unset.items() if value is not None]
             if (copies, max_steps, min_phase, allow_infinite_variance) != (1, _MAX_STEPS, 1, False):
-                given.append("copies, max_steps, min_phase and allow_infinite_variance")
-            if given:
-                raise ValueError(f"{', '.join(given)} must not be given beside phases, which are chosen (got {phases})")
+                names.append("copies, max_steps, min_phase and allow_infinite_variance")
+            if names:
+                raise ValueError(f"{', '.join(names)} must not be given beside phases, which are chosen (got {phases})")
         else:
             if budget is None or dim is None:
                 check.required(" for phases to be chosen, or phases= of your own", budget=budget, dim=dim)
@@ -317,34 +348,9 @@ class LocalizedSGD(PlannedOptimizer):
             if distance is not None:
                 check.positive(distance=distance)
             number = 1.0 if isinstance(clip, Pilot) else clip
-            promised = promises(problem, number, reg, distance)
-            order = promised["moment_order"]
-            if method is None:
-                method = "boosted" if check.positive_count(copies=copies) > 1 or order < 4 else "localized"
-            check.choice(METHODS, method=method), check.positive_count(min_phase=min_phase)
-            if check.positive_count(copies=copies) > 1 and method != "boosted":
-                raise ValueError(f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several")
-            if sampling != "full" and method != "localized":
-                raise ValueError(f"sampling must be 'full' for method {method!r} (got {sampling!r})")
-            common: dict[str, Any] = {
-                "n": check.positive_count(n=n),
-                "dim": dim,
-                "rho": zcdp_of(release_noise(budget), adjacency),
-                "second_moment": promised["second_moment"],
-                "diameter": promised["diameter"],
-                "max_steps": max_steps,
-                "reg": reg,
-                "adjacency": adjacency,
-                "allow_infinite_variance": allow_infinite_variance,
-            }
-            if method == "boosted":
-                phases = boosted_localized_schedule(
-                    **common, moment_order=order, moment=promised["moment"], copies=copies, ball=False
-                )
-            else:
-                phases = halved(method, problem, promised, common, min_phase, sampling, budget)
-            if number is not None:  # noise in units of the clip: privacy stays as it is
-                phases = phases.clipped_at(number)
+            given: dict[str, Any] = {"n": check.positive_count(n=n), "dim": dim, "max_steps": max_steps, "reg": reg}
+            given |= {"adjacency": adjacency, "allow_infinite_variance": allow_infinite_variance}
+            phases = _chosen(problem, budget, given, number, distance, method, copies, min_phase, sampling)
             noise = min(p.noise_multiplier / p.batch_size / math.sqrt(p.steps) for p in phases.phases)
             checks.warn_if_buried(
                 noise, n=n, dim=dim, epsilon=budget.epsilon, of="its best phase, in units of the clip,"

@@ -225,33 +225,21 @@ class HolderOutputSGD(RowFreeOptimizer):
         if n is None:
             raise ValueError("n must be given: the public number of records")
         batch_size = 1 if batch_size is None else batch_size
+        given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
+        given |= {"secure": secure, "mode": mode}
         run = plan_output(
             _promises(problem, gradient_error, mode),
             n=n,
             batch_size=batch_size,
-            dim=dim,
-            **target_of(budget, noise_multiplier),
             noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
             sampling=sampling,
-            mode=mode,
             epochs=whole_epochs(n, batch_size, steps, epochs),
             lr=lr,
-            distance=distance,
-            secure=secure,
+            **given | target_of(budget, noise_multiplier),
         )
-        plan = HolderOutputPlan(
-            **numbers_of(run),
-            budget=budget,
-            adjacency=adjacency,
-            problem=problem,
-            dim=dim,
-            design=_SAMPLING[sampling](batch_size, n),
-            distance=distance,
-            gradient_error=gradient_error,
-            secure=secure,
-            mode=mode,
-        )
+        given |= numbers_of(run) | {"gradient_error": gradient_error}
+        design = _SAMPLING[sampling](batch_size, n)
+        plan = HolderOutputPlan(**given, budget=budget, problem=problem, design=design)
         if mode != "paper" and budget is not None:
             checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
         return plan
@@ -423,34 +411,20 @@ class BoltOnPSGD(RowFreeOptimizer):
         if pure and noise != "knorm":
             raise ValueError(f"noise must be 'knorm' for a budget with delta = 0 (got {noise!r})")
         passes = whole_epochs(n, batch_size, steps, epochs)
+        given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
+        given |= {"secure": secure, "reg": float(reg)}
         run = plan_bolt_on(
             loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
-            dim=dim,
-            **target_of(budget, noise_multiplier) | ({"delta": 0.0} if noise == "knorm" else {}),
             noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
             epochs=1 if passes is None else passes,
             lr=lr,
-            reg=reg,
             average=average,
-            distance=distance,
-            secure=secure,
+            **given | target_of(budget, noise_multiplier) | ({"delta": 0.0} if noise == "knorm" else {}),
         )
-        plan = BoltOnPlan(
-            **numbers_of(run),
-            budget=budget,
-            adjacency=adjacency,
-            problem=problem,
-            dim=dim,
-            design=Shuffled(batch_size, n),
-            distance=distance,
-            gradient_error=gradient_error,
-            secure=secure,
-            noise=noise,
-            reg=float(reg),
-        )
+        given |= numbers_of(run) | {"gradient_error": gradient_error, "noise": noise}
+        plan = BoltOnPlan(**given, budget=budget, problem=problem, design=Shuffled(batch_size, n))
         if budget is not None:
             checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
         return plan
