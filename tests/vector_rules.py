@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from tests.adapters import API_MAP, Vector, recomputed_filter_delta
+from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
 
 # Functions that return a probability, and the field that holds it ("result" if it is the whole, or its items): a delta
 # far below the absolute tolerance of its vector must not pass by being small (see `accepted`).
@@ -48,6 +49,23 @@ PROBABILITIES = {
     "userlevel:poisson_underflow_prob": "result",
     "userlevel:svt_bad_pass_prob": "result",
     "userlevel:svt_sequence_prob": "result",
+}
+
+# The letters of the proofs, which vectors have, for fields of localized schedules and their phases.
+LETTERS = {
+    "i": "index",
+    "m": "n",
+    "C": "clip",
+    "T": "steps",
+    "lam": "reg",
+    "R": "radius",
+    "sigma": "noise_std",
+    "A": "error",
+    "Q": "error",
+    "eta": "lr",
+    "ell": "phases_count",
+    "lam1": "reg",
+    "J": "copies",
 }
 
 LOG_TOLERANCE = 1e-3  # of the logarithm of a probability
@@ -139,6 +157,10 @@ def _recompute(vector: Vector, plan: Any) -> Iterator[str]:
 def _field(actual: Any, name: str) -> Any:
     if isinstance(actual, dict):
         return actual.get(name, f"no field {name!r}")
+    if isinstance(actual, (LocalizedPhase, LocalizedSchedule)):
+        if name == "sigma2":
+            return actual.noise_std**2
+        name = LETTERS.get(name, name)
     return getattr(actual, name, f"no field {name!r}")
 
 

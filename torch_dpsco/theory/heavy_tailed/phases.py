@@ -14,32 +14,15 @@ docs/proofs/heavy_tailed.md#phase-in-a-ball, docs/proofs/heavy_tailed.md#phase-w
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from torch_dpsco import _validate as check
 
 _GROWTH = 8.0
 
 
-class _PhaseSymbols:
-    """The letters of the proofs and the test vectors for fields of a phase."""
-
-    i = property(attrgetter("index"))
-    m = property(attrgetter("n"))
-    C = property(attrgetter("clip"))
-    T = property(attrgetter("steps"))
-    lam = property(attrgetter("reg"))
-    R = property(attrgetter("radius"))
-    sigma = property(attrgetter("noise_std"))
-    A = property(attrgetter("error"))
-    Q = property(attrgetter("error"))
-    eta = property(attrgetter("lr"))
-
-
 @dataclass(frozen=True, kw_only=True)
-class LocalizedPhase(_PhaseSymbols):
+class LocalizedPhase:
     """Public numbers of one phase.
 
     Args:
@@ -85,22 +68,6 @@ class LocalizedPhase(_PhaseSymbols):
         """Whether `max_steps` cut the steps short."""
         return self.steps < self.uncapped_steps
 
-    @property
-    def sigma2(self) -> float:
-        """The variance of the noise per coordinate."""
-        return self.noise_std**2
-
-    def step_fraction(self, t: int) -> float:
-        """Returns lambda lr_t of step t = 0, 1, ...: w <- Proj( (1-f) w + f c - (f/lambda) (mean + noise) ).
-
-        Source:
-            docs/proofs/heavy_tailed.md#phase-without-a-ball; lambda may exceed the range of float32, the fraction not.
-        """
-        check.count(t=t)
-        if self.lr is not None:
-            return self.reg * self.lr
-        return 1.0 / (t + 1.0) if math.isinf(self.radius) else 2.0 / (t + 2.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalizedSchedule:
@@ -119,8 +86,8 @@ class LocalizedSchedule:
         >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=math.inf,
         ...                        noise_std=0.1, error=None, uncapped_steps=9)
         >>> schedule = LocalizedSchedule(phases=(phase,), rho=0.5)
-        >>> schedule.records, schedule.capped, phase.noise_multiplier, [phase.step_fraction(t) for t in range(2)]
-        (50, True, 5.0, [1.0, 0.5])
+        >>> schedule.records, schedule.capped, phase.noise_multiplier
+        (50, True, 5.0)
     """
 
     phases: tuple[LocalizedPhase, ...]
@@ -178,10 +145,6 @@ class LocalizedSchedule:
             for phase in self.phases
         )
         return replace(self, phases=phases, bound=None, tail=None, proved=False)
-
-    ell = property(attrgetter("phases_count"))
-    lam1 = property(attrgetter("reg"))
-    J = property(attrgetter("copies"))
 
 
 def halved_sizes(n: int, min_phase: int = 1, phases: int | None = None) -> list[int]:
