@@ -1,7 +1,5 @@
 """Calibration: the least noise, or the most steps, that stay within a target.
 
-The largest count that still fits, with few evaluations.
-
 Source: docs/proofs/accounting.md#figures-of-a-report.
 """
 

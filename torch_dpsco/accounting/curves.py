@@ -1,21 +1,16 @@
 """What events cost: each one under an adjacency, and how costs compose and convert to epsilon.
 
-Interprets events: the cost of each one under an adjacency, and how costs compose and convert to epsilon.
-
 A `Cost` holds what composes by addition, each where it is defined: the Renyi curve on a grid of orders, mu^2 of
 Gaussian differential privacy (exact for unsampled Gaussians), (xi, rho) of zero-concentrated privacy, the sum of pure
 epsilons, and failure probabilities of the three kinds. Sequential composition adds costs, parallel composition takes
 their pointwise maximum (valid for each measure by itself: the differing record lies in one part).
 
-Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#figures-of-a-report.
+What objective perturbation charges is a Renyi curve. For monotone losses with one record added or removed it is the
+curve of the pair that dominates the release, about a s^2/2 at small orders, so that the determinant costs nothing
+there. A Gaussian event (GDP) would have to cover the point c + e of that pair, and is larger.
 
-What objective perturbation charges: a Renyi curve.
-
-For monotone losses with one record added or removed it is the curve of the pair that dominates the release, about
-a s^2/2 at small orders, so that the determinant costs nothing there. A Gaussian event (GDP) would have to cover the
-point c + e of that pair, and is larger.
-
-Source: docs/proofs/objective.md#what-is-charged
+Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#figures-of-a-report,
+docs/proofs/objective.md#what-is-charged.
 """
 
 from __future__ import annotations

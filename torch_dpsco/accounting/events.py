@@ -1,7 +1,5 @@
 """Events, what a mechanism did: frozen, hashable values, and their JSON.
 
-Events: what a mechanism did, as frozen, hashable, JSON-codable values.
-
 A mechanism emits an event; a ledger stores it; `torch_dpsco.accounting.curves` interprets it. An event knows the
 sensitivity of its query under each adjacency for which it is defined and refuses the others, so that a figure computed
 under one neighboring relation can never be quoted under another.
@@ -9,12 +7,11 @@ under one neighboring relation can never be quoted under another.
 Mechanisms of this library carry a sensitivity per adjacency. Guarantees that somebody else proved (`Pure`, `ApproxDP`,
 `ZCDP`, `ApproxZCDP`, `GDP`, `RDPCurve`, `KNorm`) carry the adjacencies under which they were proved; default all three.
 
+On the wire they are JSON objects with the type, the fields, and an optional count. Floats are hexadecimal strings in
+ledgers, so that a round trip is exact to the bit. Fields that have their default are left out where they were added to
+an event later, so that old digests stay true.
+
 Source: docs/proofs/accounting.md#adjacencies-and-units, docs/proofs/accounting.md#composition.
-
-The wire format of events: JSON objects with the type, the fields, and an optional count.
-
-Floats are hexadecimal strings in ledgers, so that a round trip is exact to the bit. Fields that have their default are
-left out where they were added to an event later, so that old digests stay true.
 """
 
 from __future__ import annotations

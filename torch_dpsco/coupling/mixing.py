@@ -1,15 +1,12 @@
 """Do records reach each other? In a function of a batch, and in the operations of a loss.
 
-Do records reach each other in a function of a batch? Synthetic records are changed one at a time to find out.
-
 No value of a record has a say: tensors of the shapes and dtypes of a batch are filled with numbers in (0.25, 0.75), or
 with ones for integers. One record is then made 1000 times as small, 10,000 times as large, NaN, or another one, and the
 median of small and large records is moved by one; what the function gives for the other records must stay.
 
-The operations of a loss, repeated on synthetic outputs, targets and weights: do records reach each other in it?
-
-On the CPU, where a wrong index is an error and not the end of a process. What a loss has from elsewhere is a target or
-weight of the records if it has one entry for each, and a constant if not.
+The operations of a loss are repeated on synthetic outputs, targets and weights, on the CPU, where a wrong index is an
+error and not the end of a process. What a loss has from elsewhere is a target or weight of the records if it has one
+entry for each, and a constant if not.
 """
 
 from __future__ import annotations

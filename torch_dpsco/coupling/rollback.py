@@ -1,7 +1,5 @@
 """Users' code on synthetic records: every exception is an answer, and every change is undone.
 
-Undoing everything that a probe does: python state, tensors and random streams are put back, also after an error.
-
 A copy of the model would be safer still, but a loss that reaches the model by a closure (a regularizer, say) would go
 on using the original and escape the probe. So the probes run on the objects themselves, and this module restores:
 

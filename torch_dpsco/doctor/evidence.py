@@ -1,7 +1,5 @@
 """What probing a script shows: records in the gradients of others, bits that depend on other rows.
 
-Whether the bits of a record's row depend on how many rows a batch has, on its place among them, and on the others.
-
 The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
 Here that is looked at: synthetic records, the model's own weights, threads and device as they are. It is no proof.
 """
@@ -10,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,9 +100,6 @@ def jumps(first: Pass, second: Pass, size: int) -> int:
     gaps = (flat[1][known] - flat[0][known]).norm(dim=1) / norms.clamp_min(float(norms.median()) + 1e-30)
     return int((~(gaps <= 10 * tolerance(first.rows))).sum())
 
-
-if TYPE_CHECKING:
-    from torch_dpsco.doctor.script import Script
 
 _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
 _NO_ROUNDING = 1e-3

@@ -1,6 +1,4 @@
-"""Private linear classifiers, ordinary and robust ones.
-
-Private linear classifiers: logistic and softmax regression, support vectors.
+"""Private linear classifiers: logistic and softmax regression, support vectors, and robust ones.
 
 The classes are public and given: what labels occur is a fact about the data. Their order is that of columns and signs:
 the first of two classes is -1, the second is +1.

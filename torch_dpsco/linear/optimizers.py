@@ -1,10 +1,8 @@
-"""OutputPerturbation, ObjectivePerturbation, NoisyGD: linear models as torch optimizers.
+"""Linear models as torch optimizers, of one release each; `output`, `objective` and `noisy_gd` say what is proved.
 
-NoisyGD: gradient descent on all records with noise in each step, whose last iterate alone is released.
-
-ObjectivePerturbation: a secret random term in the objective, one release. See `linear.objective` for what is proved.
-
-OutputPerturbation: any solver, a certificate, one release. See `linear.output` for what is proved.
+* OutputPerturbation: any solver, a certificate, noise on the answer;
+* ObjectivePerturbation: a secret random term in the objective;
+* NoisyGD: gradient descent on all records with noise in each step, whose last iterate alone is released.
 """
 
 from __future__ import annotations

@@ -1,32 +1,26 @@
-"""Output perturbation: solve to a certified accuracy, add noise once; the regularizer with the least risk.
-
-The regularizer of output perturbation where none is given: that of the least bound on the risk of a linear model.
-
-The noise z on the weights moves the score of a row by <x, z>, of the std s|x| only, however many weights there are: for
-a K-norm noise of scale b, s = b sqrt(d + 1). By Taylor's formula for each record, and since z has mean 0,
-
-    E F(w + z) - F(w) <= min(beta s^2 / 2, L s)      beta >= phi'' |x|^2,  L >= |phi'| |x|
-
-to which the regularizer adds (lam / 2) R^2 for a model of norm R. Tilted and adversarial objectives are treated as if
-they had the sum form, with their constants: no privacy rests on this.
-
-Differs from the paper in: its schedules have |z| for <x, z>, which is sqrt(d) times larger, so that their models shrink
-more than they have to.
-
-Source: docs/proofs/output.md#default-regularizer
-
-Output perturbation: solve to a certified accuracy, add noise once.
+"""Output perturbation: solve to a certified accuracy, add noise once.
 
     release  w_hat + z,   |w_hat - w*| <= r certified,   z calibrated to Delta + 2 r
 
 with w* the minimizer of J (see `linear.task`), which one record moves by at most Delta. Any solver may be used and none
 is trusted. Noise is drawn after the solver has ended, from a stream of its own.
 
+The regularizer where none is given is that of the least bound on the risk of a linear model. The noise z on the weights
+moves the score of a row by <x, z>, of the std s|x| only, however many weights there are: for a K-norm noise of scale b,
+s = b sqrt(d + 1). By Taylor's formula for each record, and since z has mean 0,
+
+    E F(w + z) - F(w) <= min(beta s^2 / 2, L s)      beta >= phi'' |x|^2,  L >= |phi'| |x|
+
+to which the regularizer adds (lam / 2) R^2 for a model of norm R. Tilted and adversarial objectives are treated as if
+they had the sum form, with their constants: no privacy rests on this.
+
 Differs from the paper (Lowy and Razaviyayn, Algorithms 1, 5, 6, 7) in: 1. a certificate at run time in place of an
 accuracy in expectation, with which the paper's claim is false; 2. the data's part of the gradients alone moves the
-minimizer; 3. analytic Gaussian noise by default; 4. sum form.
+minimizer; 3. analytic Gaussian noise by default; 4. sum form; 5. <x, z> in the bound on the risk, where its schedules
+have |z|, which is sqrt(d) times larger and shrinks models more than it has to.
 
-Source: docs/proofs/output.md#how-far-a-minimizer-moves, docs/proofs/output.md#certified-points.
+Source: docs/proofs/output.md#how-far-a-minimizer-moves, docs/proofs/output.md#certified-points,
+docs/proofs/output.md#default-regularizer.
 """
 
 from __future__ import annotations

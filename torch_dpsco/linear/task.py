@@ -1,6 +1,4 @@
-"""A private linear model to fit, in public numbers only, and what the plans of all mechanisms share.
-
-A private linear model to fit: public numbers only, and the constants that the mechanisms draw from them.
+"""A private linear model to fit, in public numbers only: constants, prepared rows, what all mechanisms' plans share.
 
 The objective is in sum form, so that neither it nor its noise needs the number of records:
 

@@ -1,8 +1,7 @@
 """Discrete Gaussian and Laplace noise without floating point: exact draws.
 
-Discrete Gaussian noise without floating point: exact draws, many at a time.
-
-A draw is an integer x with P(x) proportional to exp(-x^2 / (2 m^2)), m = 2^p. All that decides are integers.
+A Gaussian draw, of many at a time, is an integer x with P(x) proportional to exp(-x^2 / (2 m^2)), m = 2^p. All that
+decides are integers.
 
 The magnitude is |x| = k 2^b + j in one of 192 cells of width 2^b = m/16, or beyond them. A table of 2^16 equally likely
 entries holds cell k c_k times, c_k >= N e^(-k^2/512), the tail once, and "again" for the rest; j has b uniform bits.
@@ -23,13 +22,7 @@ Errors of the chord, in units of 2^-32 of a: e^(-s^2/2), s = (k + y)/16, has sec
 of its value at y = 0, hence 2^-23 max(1, s^2) of error in 1/64 of a cell: 2 max(256, (k+1)^2) units. That y is cut to
 24 bits moves a by (k + 1) units at most. Entries of the table are below a by less than 2, a shift is off by 1.
 
-Time depends on what is drawn: a side channel that is not closed. Draws end with probability 1.
-
-Source: Canonne, Kamath and Steinke 2020 (the law); Karney 2016 (sampling by cells). docs/proofs/exact_gaussian.md.
-
-Laplace noise without floating point: exact draws of the discrete Laplace law.
-
-A draw is `step` times an integer k, with
+A Laplace draw is `step` times an integer k, with
 
     P(k) = (1 - e^(-1/t)) / (1 + e^(-1/t)) e^(-|k|/t),    t = scale / step.
 
@@ -48,9 +41,11 @@ Proof that the law is exact, if the generator's bits are uniform and independent
 
 Consequences used elsewhere: a shift by a multiple of `step` costs exactly shift/scale in log probability, like that of
 the continuous law; and the draw is at most `step` above a continuous Laplace number in stochastic order (see
-`above_threshold`). Time and number of random bits depend on what is drawn: a side channel that is not closed.
+`above_threshold`). Time and number of random bits depend on what is drawn: a side channel that is not closed. All
+draws end with probability 1.
 
-Source: docs/proofs/accounting.md#discrete-laplace-noise; Canonne, Kamath and Steinke 2020, section 5.
+Source: docs/proofs/exact_gaussian.md, docs/proofs/accounting.md#discrete-laplace-noise; Canonne, Kamath and Steinke
+2020 (the laws); Karney 2016 (sampling by cells).
 """
 
 from __future__ import annotations

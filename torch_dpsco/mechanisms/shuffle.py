@@ -1,22 +1,17 @@
 """Sums in the shuffle model: users send bits, a shuffler mixes them, an analyzer counts them.
 
-Binomial noise from uniform bits, by integers alone.
-
-The bits that users add to a shuffled sum are many, and only their number counts. It is drawn by inversion: a table
-holds the binomial distribution function in units of 2^-124, computed in integers, and a uniform integer of 124 bits is
-looked up in it. So the law drawn differs from Bin(N, p) by at most 2^-110 at any point, and by less than 2^-100 in
-total variation.
+Binomial noise is made of uniform bits, by integers alone. The bits that users add to a shuffled sum are many, and only
+their number counts. It is drawn by inversion: a table holds the binomial distribution function in units of 2^-124,
+computed in integers, and a uniform integer of 124 bits is looked up in it. So the law drawn differs from Bin(N, p) by
+at most 2^-110 at any point, and by less than 2^-100 in total variation.
 
 Floating-point samplers (`torch.binomial`) evaluate N log(...) and err by about N 2^-53 in the logarithm of the law, so
 that the noise would depend on how a platform rounds.
 
-Proof: docs/proofs/heavy_tailed.md#binomial-table.
-
-How many bits the shuffled sums need, and what they cost.
-
-A record moves the count of coordinate j by an integer s_j, the noise of N = n b coins hides it, and the numeric
-accountant of `accounting.analysis.shuffle` says how well. With rounding coupled (`shuffle.round_randomly`), a value on
-the grid that moves by v_j moves a count by less than |v_j| + 1, by 0 if v_j = 0, and by at most g, the bits there are:
+Sizes and costs. A record moves the count of coordinate j by an integer s_j, the noise of N = n b coins hides it, and
+the numeric accountant of `accounting.analysis.shuffle` says how well. With rounding coupled (`shuffle.round_randomly`),
+a value on the grid that moves by v_j moves a count by less than |v_j| + 1, by 0 if v_j = 0, and by at most g, the bits
+there are:
 
     Algorithm 11, |x|_2 <= D:       |v|_2 <= g, so that |s|_2 <= g + sqrt(d);   max |s_j| <= g,   N = n b
     Algorithm 13, |x_j| <= tau:     all d coordinates may move by 2 tau at once: |s|_2 <= g sqrt(d),   max |s_j| <= g,
@@ -31,12 +26,8 @@ compared with a curve of one order at a time.
 
 N counts the noise of honest users only: `honest_fraction` of them, rounded down, in each group.
 
-Proofs: docs/proofs/heavy_tailed.md#shuffled-sums, docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
-Source: Cheu, Joseph, Mao and Peng 2021 (closed form, mode "paper").
-
-Sums in the shuffle model: each user sends bits, a shuffler mixes them, an analyzer counts them.
-
-Algorithm 14 for one number x in [0, L], with integers g (grid) and b (noise bits) and a coin of probability p:
+The protocol. Algorithm 14 for one number x in [0, L], with integers g (grid) and b (noise bits) and a coin of
+probability p:
 
     user:      k = floor(x g / L) + Ber(x g / L - floor(x g / L)) ones,  Bin(b, p) more ones,  zeros up to g + b bits
     analyzer:  (L / g) (number of ones - p b n)
@@ -51,7 +42,8 @@ against an analyzer behind a real shuffler only if the users whose noise it coun
 Differs from the paper in: 1. the sizing of g and b (`shuffle_sizing`); 2. values are moved to [0, 2 D] before they are
 rounded and clamped to the grid, so that no rounding of the machine makes a message longer.
 
-Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 11 and 14; Cheu, Joseph, Mao
+Proofs: docs/proofs/heavy_tailed.md#binomial-table, docs/proofs/heavy_tailed.md#shuffled-sums,
+docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 11 and 14; Cheu, Joseph, Mao
 and Peng 2021.
 """
 

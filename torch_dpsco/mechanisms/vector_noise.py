@@ -1,13 +1,12 @@
 """Releases of one vector: Gaussian or K-norm noise, or exact noise on a public grid.
 
-Releases of one vector. Exact ones are rounded to a public grid, and discrete noise is added in integers.
+Exact releases are rounded to a public grid, and discrete noise is added in integers. What numbers can occur does not
+depend on the data, and no law rests on the rounding of a sampler. See `theory.exact_noise` for what is charged,
+`mechanisms.discrete` for the draws.
 
-What numbers can occur does not depend on the data, and no law rests on the rounding of a sampler. See
-`theory.exact_noise` for what is charged, `mechanisms.discrete` for the draws.
+Others are Gaussian, or of the K-norm mechanism, which is purely epsilon-private:
 
-Noise on a released vector: Gaussian, or of the K-norm mechanism, which is purely epsilon-private.
-
-    K-norm: density proportional to exp(-|z| / scale):  z = r g/|g|,  r ~ Gamma(d, scale),  g standard normal
+    density proportional to exp(-|z| / scale):  z = r g/|g|,  r ~ Gamma(d, scale),  g standard normal
 
 Float64; floating-point attacks on the samplers are out of scope, as for all noise here.
 

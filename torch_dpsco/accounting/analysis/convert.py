@@ -1,6 +1,10 @@
 """Renyi curves to (epsilon, delta), with failure probabilities, and to Gaussian differential privacy.
 
-Failure probabilities in a privacy statement, and a curve summarized as Gaussian differential privacy.
+If D_a(P||Q) <= D for both orderings of every neighboring pair, the mechanism is (epsilon, delta)-DP with
+
+    epsilon = D + log((a - 1) / a) - (log(delta) + log(a)) / (a - 1)
+
+for any delta in (0, 1), and the best order may be chosen freely, as long as the curve was fixed in advance.
 
 A mechanism may be as private as its analysis says only up to an event of probability beta. Three kinds are told apart:
 
@@ -15,18 +19,8 @@ A mechanism may be as private as its analysis says only up to an event of probab
 Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
 and per-side failures add up.
 
-Source: docs/proofs/accounting.md#failure-probabilities;
-docs/proofs/output.md#accuracy-in-expectation (per side).
-
-Renyi curves to (epsilon, delta).
-
-If D_a(P||Q) <= D for both orderings of every neighboring pair, the mechanism is (epsilon, delta)-DP with
-
-    epsilon = D + log((a - 1) / a) - (log(delta) + log(a)) / (a - 1)
-
-for any delta in (0, 1), and the best order may be chosen freely, as long as the curve was fixed in advance.
-
-Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta; Balle, Barthe, Gaboardi, Hsu and
+Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation (per side),
+docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta; Balle, Barthe, Gaboardi, Hsu and
 Sato 2020; Canonne, Kamath and Steinke 2020.
 """
 

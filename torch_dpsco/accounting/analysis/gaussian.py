@@ -1,7 +1,5 @@
 """Exact privacy of the Gaussian mechanism, its inverses, and its sum over a contracting chain of steps.
 
-Exact privacy of the Gaussian mechanism, and its inverses.
-
 A release with sensitivity Delta and noise std s is dominated by the pair N(0, 1), N(mu, 1) with mu = Delta / s: it is
 mu-GDP. Its smallest delta at epsilon is
 
@@ -13,13 +11,10 @@ conservative side: `gaussian_mu` is rounded down, `gaussian_epsilon` and `gaussi
 `gaussian_sigma_zhao` is the closed form that the output-perturbation paper uses: more noise, checked against the curve.
 The classical sqrt(2 log(1.25/delta)) / epsilon is not offered: it falls short for large epsilon.
 
-Source: docs/proofs/accounting.md#gaussian-mechanism; Balle and Wang 2018.
-
-Noisy gradient descent on a strongly convex objective: a cost that converges with the number of steps.
-
-Full-batch steps w <- w - eta (g(w) + s N(0, I)) on a sum objective that is mu-strongly convex and beta-smooth, with
-0 < eta < 2 / beta: the noiseless map is c-Lipschitz, c = max(|1 - eta mu|, |1 - eta beta|) < 1, so that later steps
-forget. If only the last iterate is released, its cost stays below that of about 2 / (1 - c) steps.
+Noisy gradient descent on a strongly convex objective has a cost that converges. Full-batch steps w <- w - eta (g(w) + s
+N(0, I)) on a sum objective that is mu-strongly convex and beta-smooth, with 0 < eta < 2 / beta: the noiseless map is
+c-Lipschitz, c = max(|1 - eta mu|, |1 - eta beta|) < 1, so that later steps forget. If only the last iterate is
+released, its cost stays below that of about 2 / (1 - c) steps.
 
 Shifted interpolation. On two neighboring data sets the maps are c-Lipschitz and differ by at most eta S everywhere. Let
 z_0 = 0, z_(k+1) = c z_k + eta S - a_(k+1) >= 0 and z_T = 0: z_k bounds the distance that is left between the chains
@@ -31,7 +26,8 @@ Cauchy-Schwarz a_k proportional to c^(T-k) is the best (all z_k >= 0, since a_k 
 
 Quadratic objectives with gradients that differ by a constant attain it.
 
-Source: docs/proofs/output.md#noisy-gradient-descent; Bok, Su and Altschuler 2024 (the method is theirs).
+Source: docs/proofs/accounting.md#gaussian-mechanism, docs/proofs/output.md#noisy-gradient-descent; Balle and Wang 2018;
+Bok, Su and Altschuler 2024 (the method is theirs).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Epsilon and delta of compositions from privacy loss distributions, and from one Gaussian that dominates them.
 
-Epsilon and delta of compositions from privacy loss distributions: the tightest figures, always upper bounds.
-
-A ledger is a list of loss laws (`pld_loss`) with numbers of releases. Its laws are put on one grid that dominates them
-(`pld_grid`), tilted (`pld_plan`), and composed by Fourier transforms with an error bound (`pld_compose`). Both orders
+A ledger is a list of loss laws with numbers of releases. Its laws are put on one grid that dominates them (`pld_laws`),
+tilted, and composed by Fourier transforms with an error bound (`pld_compose`). Both orders
 of every pair count, each composed over the whole list. Unsampled Gaussians merge into one, and are exact when alone.
 
 Every answer is an upper bound whatever the grid, which decides how tight it is: it starts at the step asked for, or a
@@ -14,21 +12,19 @@ there is no figure: losses too large for the points (steps above 1/4), more than
 No answer is refused because of rounding: it is bounded and added, and mostly such answers are still far below the Renyi
 bound. Transforms are not cached, since the tilt depends on the query; grid laws are.
 
-Source: docs/proofs/accounting.md#losses-on-a-grid, docs/proofs/accounting.md#composition-by-transforms.
-
-A ledger with privacy loss laws summarized as Gaussian differential privacy, where delta is not too small.
-
-delta(epsilon) = E (1 - t e^(-L))_+ is convex in t = e^epsilon, whatever the law of the loss L. So it lies below the
-chord, in t, between any two points of an upper bound: a few compositions bound the curve everywhere. The least mu of
-the chords is found by `convert.mu_upper`, on points so fine that its own steps cost little, and intervals
-whose chord asks for more than the points themselves are halved.
+`gdp_upper` summarizes such a ledger as Gaussian differential privacy, where delta is not too small. delta(epsilon) = E
+(1 - t e^(-L))_+ is convex in t = e^epsilon, whatever the law of the loss L. So it lies below the chord, in t, between
+any two points of an upper bound: a few compositions bound the curve everywhere. The least mu of the chords is found by
+`convert.mu_upper`, on points so fine that its own steps cost little, and intervals whose chord asks for more than the
+points themselves are halved.
 
 Let E be the epsilon at delta_min. Beyond it delta is at most delta_min. So if the Gaussian curve is at least delta on
 [0, E], then for every delta >= delta_min the epsilon that mu implies is one at which the ledger has at most this delta.
 
 A central-limit mu has no such proof, and reports far too little.
 
-Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
+Source: docs/proofs/accounting.md#losses-on-a-grid, docs/proofs/accounting.md#composition-by-transforms,
+docs/proofs/accounting.md#a-mu-that-covers-a-curve.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Where and how grid laws are composed: tilt, window, Fourier transforms, and a bound on every error.
 
-Where to compose: the tilt and the window, from a summary of the laws. Nothing here can void a bound.
-
-The summary joins grid points into blocks that widen with the distance from 0 (each 1/64 of it), so that the cumulant
+Tilt and window are chosen by a summary of the laws, which joins grid points into blocks that widen with the distance
+from 0 (each 1/64 of it), so that the cumulant
 
     K(t) = sum_i T_i log E e^(t L_i)
 
 costs some thousand exponentials a law. A poor tilt or window makes the composition refuse or its figure loose, never
-wrong: `pld_compose` bounds what it leaves out by the laws themselves.
-
-Source: docs/proofs/accounting.md#composition-by-transforms.
-
-Composition of grid laws by tilted Fourier transforms, with a bound on everything that arithmetic may get wrong.
+wrong: what it leaves out is bounded by the laws themselves.
 
 Let p_i be the finite masses of law i, T_i its number of releases, theta >= 0, and c_i any numbers near
 K_i(theta) = log sum p_i e^(theta l). The tilted laws p_i e^(theta l - c_i) have masses near 1. With g the convolution

@@ -1,6 +1,10 @@
-"""Privacy loss laws of single releases, and grids that dominate them.
+"""Privacy loss laws of single releases, and laws on a grid that dominate them, rounding included.
 
-Privacy loss laws on a grid that dominate the exact laws, rounding included.
+    PoissonLoss      Gaussian noise on a Poisson sample, a unit of k records added, removed or zeroed out
+    ReplaceOneLoss   the same, one record replaced
+    FixedSizeLoss    Gaussian noise on a batch of fixed size, one record replaced or zeroed out
+    GaussianLoss     unsampled Gaussian noise
+    ApproxLoss       whatever is (epsilon, delta)-DP
 
 For a dominating pair (P, Q) the privacy loss is L = log P/Q under P. A grid law keeps the mass of L on the grid k h and
 at infinity. A bucket (k h, (k+1) h] of P-mass p and Q-mass m is replaced by two dots,
@@ -18,16 +22,6 @@ Exchanging P and Q turns w at k h into w e^(-k h) at -k h: the same dots serve b
 
 Source: docs/proofs/accounting.md#losses-on-a-grid; Doroshenko, Ghazi, Kamath, Kumar and Manurangsi 2022 (the
 chords).
-
-Privacy loss laws of single releases: values that name a mechanism, and know how to put its loss on a grid.
-
-    PoissonLoss      Gaussian noise on a Poisson sample, a unit of k records added, removed or zeroed out
-    ReplaceOneLoss   the same, one record replaced
-    FixedSizeLoss    Gaussian noise on a batch of fixed size, one record replaced or zeroed out
-    GaussianLoss     unsampled Gaussian noise
-    ApproxLoss       whatever is (epsilon, delta)-DP
-
-Source: docs/proofs/accounting.md#losses-on-a-grid.
 """
 
 from __future__ import annotations

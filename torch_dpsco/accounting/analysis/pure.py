@@ -1,7 +1,5 @@
 """Pure differential privacy converted to other notions of privacy, and the K-norm mechanism.
 
-Pure differential privacy in the other currencies: Renyi curves, zCDP and exact privacy profiles.
-
 Of all epsilon-DP pairs, randomized response
 
     P = (p, 1 - p),   Q = (1 - p, p),   p = e^epsilon / (1 + e^epsilon),
@@ -19,13 +17,9 @@ Laplace noise of scale b = 1/t on a number of sensitivity 1 is better at every o
 Both are evaluated by their excess E, a sum or product of positive terms, where it is small, and by the exponents where
 it is large, so that neither 1 + E rounds to 1 nor anything overflows.
 
-Source: docs/proofs/accounting.md#pure-mechanisms, docs/proofs/accounting.md#laplace-noise; Mironov
-2017.
-
-The L2 K-norm mechanism: noise of density proportional to exp(-epsilon |z|_2 / sensitivity), in R^dim.
-
-Measure z in units of the sensitivity. Between a data set and a neighbor the center moves by v, |v| <= 1; the moment
-E exp(c (|Z - v| - |Z|)) is convex and even in v, so |v| = 1 is the worst. The privacy loss is epsilon eta with
+The L2 K-norm mechanism has noise of density proportional to exp(-epsilon |z|_2 / sensitivity), in R^dim. Measure z in
+units of the sensitivity. Between a data set and a neighbor the center moves by v, |v| <= 1; the moment E exp(c (|Z - v|
+- |Z|)) is convex and even in v, so |v| = 1 is the worst. The privacy loss is epsilon eta with
 
     eta = |z - v| - |z|  in [-1, 1],
 
@@ -39,7 +33,8 @@ eta has the density (for the neighbor with the opposite sign in the exponent)
 So the loss is symmetric, every quantity is one integral over eta = sin(theta) in (0, 1), and (a - 1) D_a has even a
 closed form in Bessel functions, which the tests use (its functions overflow for large dim).
 
-Source: docs/proofs/accounting.md#k-norm-noise, docs/proofs/output.md#k-norm-noise.
+Source: docs/proofs/accounting.md#pure-mechanisms, docs/proofs/accounting.md#laplace-noise,
+docs/proofs/accounting.md#k-norm-noise, docs/proofs/output.md#k-norm-noise; Mironov 2017.
 """
 
 from __future__ import annotations

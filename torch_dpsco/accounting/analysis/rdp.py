@@ -1,7 +1,5 @@
 """Renyi curves of Gaussian noise: unsampled, on Poisson batches, on batches of fixed size, for several records.
 
-Gaussian mixtures of Poisson-sampled units, and the part of the Renyi integral that all their pairs share.
-
 A unit of k records, each sampled at rate q, shifts the released sum by j clips with probability Bin(j; k, q). In clip
 units the release is distributed as
 
@@ -11,21 +9,15 @@ log r is convex and increasing. Its branch points, the zeros of r, lie on the li
 multiples): as a polynomial in e^(x/z^2), r has only real negative roots, since a binomial polynomial has, and since
 e^(-j^2 t) is a multiplier sequence.
 
-Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/accounting.md#renyi-integrals.
+On batches of fixed size, drawn uniformly without replacement, gamma is the batch size over the data set size (both
+public), z the noise std over 2C, with C the clip: in any pair of neighboring data sets two batches differ by one record
+for another, at a distance of at most 2C, under ZERO_OUT too (when the differing record enters, another one leaves).
+With P = N(1, z^2), Q = N(0, z^2), r the likelihood ratio of (1-gamma) Q + gamma P to Q, the curve is tight: that of the
+exact privacy profile, attained point by point.
 
-Renyi curves of Gaussian noise on batches of fixed size, drawn uniformly without replacement.
-
-gamma is the batch size over the data set size (both public), z the noise std over 2C, with C the clip: in any pair of
-neighboring data sets two batches differ by one record for another, at a distance of at most 2C, under ZERO_OUT too
-(when the differing record enters, another one leaves). With P = N(1, z^2), Q = N(0, z^2), r the likelihood ratio of
-(1-gamma) Q + gamma P to Q, the curve is tight: that of the exact privacy profile, attained point by point.
-
-Source: docs/proofs/accounting.md#batches-of-fixed-size.
-
-Renyi curves of Gaussian noise, unsampled and under Poisson sampling; those of fixed-size batches come from `wor`.
-
-z is the noise std over the clip C of one record's contribution to the released sum, q the Poisson rate. Records enter
-the batch independently, so that neighboring data sets lead to these pairs of one-dimensional mixtures (in clip units),
+Unsampled and under Poisson sampling, z is the noise std over the clip C of one record's contribution to the released
+sum, q the Poisson rate. Records enter the batch independently, so that neighboring data sets lead to these pairs of
+one-dimensional mixtures (in clip units),
 
     ADD_REMOVE, ZERO_OUT   (1-q) N(0, z^2) + q N(1, z^2)   and   N(0, z^2),
     the same, k records    sum_j Bin(j; k, q) N(j, z^2)    and   N(0, z^2),
@@ -37,7 +29,8 @@ integrals (`quadrature`). Every function takes one order or an array of orders.
 Integer orders go by quadrature too, not by the binomial sum: one path for all orders, which agrees with the sum to
 1e-13 (test_integer_orders_agree_with_the_binomial_sum).
 
-Source: docs/proofs/accounting.md#renyi-integrals; Mironov, Talwar and Zhang 2019.
+Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/accounting.md#batches-of-fixed-size,
+docs/proofs/accounting.md#renyi-integrals; Mironov, Talwar and Zhang 2019.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Filters: whether an event still fits into a budget, in planned and in adaptive modes.
 
-The interface of filters, and the planned modes. See `filter_modes` for adaptive ones and `make_filter`.
-
 A filter is a pure function of the budget (fixed in advance) and the ledger: it keeps nothing, so that a refusal cannot
 change anything, a cheaper event may still fit, and a resumed run needs the ledger alone. Charging is `Ledger.add`.
-
-Source: docs/proofs/accounting.md#planned-budgets.
-
-Filters for events that are chosen while the run goes on, and `make_filter` for every mode.
 
 What every adaptive mode rests on: fix two neighboring data sets. Each event, given everything released before it, has a
 cost that bounds the divergence of its two output laws, in both directions; for events on parts of a partition the pair
@@ -20,7 +14,7 @@ the costs stays within a number fixed in advance, on every path. Then, whatever 
 * "rdp": sum of D_t(a) <= B(a) gives (a, B)-RDP (Feldman and Zrnic 2021), at each order fixed in advance. All orders
   must stay within their budgets. "Continue while SOME order does" is no filter: that order is chosen by the data.
 * "rdp-mixture": see `analysis.odometer`.
-* "pure": see `pure_sums`.
+* "pure": see `ledger.store`.
 
 Failures. Let an event hold its cost except with probability p, in the sense of a coupling: both output laws mix, with
 weight 1 - p, two laws within the cost. Let w be the product of 1 - p_t along the path, and P', Q' the laws of the whole
@@ -31,7 +25,7 @@ run when nothing fails. Then for every set S and t >= 0, as w is the same functi
 so that the noise is judged at delta - f, where f is the part of delta that the budget sets aside. Failures of the
 transcript (union bound: adds p) and on each side (adds (1 + e^epsilon) p) are taken from the same part.
 
-Source: docs/proofs/accounting.md#filters.
+Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""The ledger on disk, and the mark beside it that records its progress.
+"""The ledger on disk, a file of JSON lines, only added to, and the mark beside it that records its progress.
 
-The high-water mark of a ledger file: how far it has come, in a small file beside it.
-
-A ledger file that was cut at the end of a line, or replaced by an older copy, is a valid ledger file. The mark tells it
-from the right one: it names the last run that charged, the number of events, and the number of marked releases.
+A ledger file that was cut at the end of a line, or replaced by an older copy, is a valid ledger file. The mark, a small
+file `.mark`, tells it from the right one: it names the last run that charged, the number of events, and the number of
+marked releases.
 
 Order: the line of a charge is on the disk, then the mark is written, then the noise is drawn. So the mark is never
 ahead of the file: a crash between the two leaves a file that is one charge further than its mark, which is no error,
 and for that charge nothing was released. The mark is one write in place of less than a sector, complete or not made,
 whoever is killed; it is forced to the disk when the file is opened. So a power failure may leave a mark of some seconds
-ago, which refuses nothing that is right.
-
-Not noticed: file and mark restored together, or both deleted.
-
-The ledger on disk: a file of JSON lines, only added to, each on the disk before the noise that it pays for is drawn.
+ago, which refuses nothing that is right. Not noticed: file and mark restored together, or both deleted.
 
 A killed process loses nothing: `LedgerFile.append` returns after fsync, and only then `Accountant.authorize` does. Each
 line carries a digest of itself and of the lines before it. The digests find damage and slips, not forgers: who may
@@ -27,8 +22,6 @@ it; a *charge* adds an event:
 
 `at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
 `book.MARKS`. `releases` names the run of an optimizer, and how many releases it may have made once the line is there.
-
-A second file, `.mark`, knows how far the first had come (see `high_water`).
 
 A long file is made short when it is opened: a new file, whose one line is the state of all lines, takes its place at
 once. A crash leaves the old file or the new one under the name, and both know every charge.

@@ -1,30 +1,22 @@
 """The ledger in memory: counts of events per partition and part, their composed cost, and the lock of all ledgers.
 
-Sums of pure epsilons: what answers a question at delta = 0.
+Equal events share one counter, so that a million equal steps cost one entry; one row of costs per distinct event makes
+a sum over events one product. Totals are recomputed from the counts whenever they are asked for, so that saving and
+loading cannot make them drift.
 
-Let event t have P_t(S) <= e^(eps_t) Q_t(S) for every set S, whatever was released before it. Then the density ratio of
-the whole run is at most the product of the e^(eps_t) along its path: if their sum stays within a number fixed in
-advance, on every path, that number is the run's pure epsilon, whatever rule chose the events and the stop. A differing
-record lies in one part of a partition, so that of its parts the largest sum counts. No other conversion has a finite
-answer at delta = 0, and a failure probability is a delta.
+What answers a question at delta = 0 are sums of pure epsilons. Let event t have P_t(S) <= e^(eps_t) Q_t(S) for every
+set S, whatever was released before it. Then the density ratio of the whole run is at most the product of the e^(eps_t)
+along its path: if their sum stays within a number fixed in advance, on every path, that number is the run's pure
+epsilon, whatever rule chose the events and the stop. A differing record lies in one part of a partition, so that of its
+parts the largest sum counts. No other conversion has a finite answer at delta = 0, and a failure probability is a
+delta. Sums are exact, in rational numbers, and rounded once, to the nearest float.
 
-Sums are exact, in rational numbers, and rounded once, to the nearest float.
+One lock for all ledgers makes deciding and charging one operation, also where threads share an accountant: a ledger
+cannot be read while it is half changed, whoever holds it, and a fork waits until no charge is on its way, so that the
+child finds the lock free and every ledger whole.
 
-Source: docs/proofs/accounting.md#pure-sums.
-
-Composed costs of a ledger: one row per distinct event, so that a sum over events is one product.
-
-Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition.
-
-The one lock of all ledgers: deciding and charging is one operation, also where several threads share an accountant.
-
-One for all and not one each: a ledger cannot be read while it is half changed, whoever holds it, and a fork waits until
-no charge is on its way, so that the child finds the lock free and every ledger whole.
-
-The ledger: counts of events, per partition and part, with their composed cost.
-
-Equal events share one counter, so that a million equal steps cost one entry. Totals are recomputed from the counts
-whenever they are asked for, so that saving and loading cannot make them drift.
+Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition,
+docs/proofs/accounting.md#pure-sums.
 """
 
 from __future__ import annotations

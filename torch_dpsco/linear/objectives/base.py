@@ -1,8 +1,7 @@
 """What a solver needs to know about an objective, and the records that objectives are built from.
 
-In-memory records of a linear model, read in blocks: float64 arithmetic without a float64 copy of the data.
-
-Every sum over records is taken in blocks of at most 1024 rows, and the block sums are added pairwise. A term then
+Records are in memory and read in blocks: float64 arithmetic without a float64 copy of the data. Every sum is taken in
+blocks of at most 1024 rows, and the block sums are added pairwise. A term then
 passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error of a sum
 is at most gamma(depth) times the sum of the absolute terms (`gamma`).
 """

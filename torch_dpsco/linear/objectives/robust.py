@@ -1,14 +1,13 @@
 """Robust linear models: tilted means of losses, and the worst loss under attack.
 
-The tilted mean of losses: F(w) = (1/tau) log((1/n) sum_i exp(tau l_i(w))) + (reg/2) ||w||^2.
-
-tau > 0 stresses the records with large losses, tau < 0 ignores them, tau = 0 is the mean.
+Tilted mean: F(w) = (1/tau) log((1/n) sum_i exp(tau l_i(w))) + (reg/2) ||w||^2. tau > 0 stresses the records with large
+losses, tau < 0 ignores them, tau = 0 is the mean.
 
 Differs from the paper in: the regularizer stays outside of the tilt, which changes nothing; tau < 0 is allowed, with
 mu = reg - |tau| L^2. Null records keep their place in the mean, as x = 0 and y = 0: they have gradient 0 and the loss
 l(0), inside the range of the losses, so that the bound C/(C + n - 1) on the weight of a record holds with all n.
 
-Linear models under attack: F(w) = (1/N) sum_i c_i max over ||v||_p <= rho of phi(y_i <w, x_i + v>) + (reg/2)||w||^2.
+Under attack: F(w) = (1/N) sum_i c_i max over ||v||_p <= rho of phi(y_i <w, x_i + v>) + (reg/2)||w||^2.
 
 For a nonincreasing phi of the margin the maximum is phi(y <w, x> - rho ||w||_*) with the dual norm: ||w||_2 for p = 2,
 ||w||_1 for p = inf. No saddle point is needed.

@@ -1,16 +1,12 @@
 """Gradient methods: accelerated, variance-reduced, and stochastic subgradients.
 
-Katyusha: variance-reduced, accelerated stochastic gradients.
+Differs from the papers in: Katyusha's rate hides a constant and holds in expectation only, so that the number of epochs
+is a hint; the certificate C1, free at the start of every epoch, decides. Weights of the average are theta^(j - m),
+which cannot overflow. Records are drawn with replacement from a generator of the solver, never from that of the noise.
 
-Differs from the paper in: its rate hides a constant and holds in expectation only, so that the number of epochs is a
-hint; the certificate C1, free at the start of every epoch, decides. Weights of the average are theta^(j - m), which
-cannot overflow. Records are drawn with replacement from a generator of the solver, never from that of the noise.
-
-Stochastic subgradient steps with a weighted average: the first method of the paper.
-
-Differs from the paper in: its indices are off by one
-(docs/errata.md#paper-4-lowy-razaviyayn-output-perturbation, E8), the corrected ones are used; the accuracy
-holds in expectation only, which bounds no distance: whatever it returns is certified, or polished until it is.
+Of subgradient steps with a weighted average, the first method of the paper, the indices are off by one
+(docs/errata.md#paper-4-lowy-razaviyayn-output-perturbation, E8): the corrected ones are used. Their accuracy holds in
+expectation only, which bounds no distance: whatever it returns is certified, or polished until it is.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """How far apart two runs of SGD drift, and how far from 0 they go, for Hoelder-smooth convex losses.
 
-How far apart two runs of SGD on neighboring data sets can drift, for Hoelder-smooth convex losses.
-
 Two runs see the same batches of data sets that differ in one record. Their distance d grows in two ways:
 
     other records   d' <= sqrt(d^2 + a^2)                  `expansions`: a = 0 for smooth losses, L eta at exponent 0
     a hit           d' <= sqrt(d^2 + a^2) + c eta G / b    the batch of b holds the differing record
 
-with G a bound on gradient norms at the radius that the iterates can have reached (`holder_radius`), and c = 2 for a
+with G a bound on gradient norms at the radius that the iterates can have reached (`iterate_bounds`), and c = 2 for a
 replaced record, 1 for one replaced by a null record. After hits h_1..h_k and m expanding steps d <= a sqrt(m) + sum h:
 induction, by (a sqrt(m) + h)^2 + a^2 <= (a sqrt(m + 1) + h)^2. So the average sum_t v_t w_t moves by at most
 
@@ -17,11 +15,9 @@ induction, by (a sqrt(m) + h)^2 + a^2 <= (a sqrt(m + 1) + h)^2. So the average s
 over the set H of hit steps: a `RunPath`. Step 1 never expands, for both runs start at 0.
 
 Every number that scales noise is rounded up; a(eta) is evaluated in log space with an error bound for every exponent
-below 1, none is treated as 1. What rounding of the runs adds is in `holder_rounding`.
+below 1, none is treated as 1. What rounding of the runs adds is in `theory.rounding`.
 
-Source: docs/proofs/holder.md#distance-of-two-runs.
-
-How far from 0 the iterates of SGD can be, for Hoelder-smooth convex losses on an unbounded domain.
+On an unbounded domain the iterates can be as far from 0 as
 
     R_1 = 0,    R_{s+1} = min( sqrt(R_s^2 + A(eta_s)), R_s + eta_s G(R_s) )
 
@@ -35,10 +31,9 @@ c l^{alpha/(1+alpha)} and Young. The second branch is the triangle inequality. R
 depends on the data, and no realized iterate, enters.
 
 At exponent 0, A takes G at the radius. After the first 512 steps, radii are bounded in blocks of 1/64 of the steps
-before, by the same two inequalities, so that a million steps take milliseconds. The bounds may include rounding
-(`holder_rounding`).
+before, by the same two inequalities, so that a million steps take milliseconds. The bounds may include rounding.
 
-Source: docs/proofs/holder.md#radius-of-the-iterates.
+Source: docs/proofs/holder.md#distance-of-two-runs, docs/proofs/holder.md#radius-of-the-iterates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Output perturbation: constants of losses, and how far one record moves the minimizer.
 
-How far one record moves the minimizer of a strongly convex objective.
-
 Lemma. Let F and F' be mu-strongly convex on a closed convex set, w and w' their minimizers there. Then
 
     ||w - w'|| <= ||s - s'|| / mu,
@@ -14,19 +12,14 @@ Differs from the paper in: 1. only the data-dependent loss counts, where the pap
 removing a record is covered, for a public divisor. 3. Inexact minimizers are covered by a certificate of the distance,
 or by a failure probability: an accuracy in expectation is no bound. 4. Every figure is rounded up.
 
-Source: docs/proofs/output.md, from docs/proofs/output.md#how-far-a-minimizer-moves on.
-
-Constants for output and objective perturbation that the table of `losses` does not have.
-
 Diameters bound ||grad l(w, z) - grad l(w, z')|| over two records, which may be less than 2 L. A robust loss of a
 margin, max over the attacks v of phi(y w.(x + v)), is phi(y w.x - rho |w|_*) with the dual norm of the attacks. With
 u a subgradient of that norm, rho u has the length rho for attacks in the Euclidean norm, and at most rho sqrt(d) for
-those in the maximum norm.
+those in the maximum norm. Such a maximum of smooth losses is not smooth (the norm has a kink at w = 0): it is smoothed
+by a public nu, which leaves the privacy constants as they are.
 
-Differs from the paper in: a maximum of smooth losses is not smooth (the norm has a kink at w = 0): it is smoothed by a
-public nu, which leaves the privacy constants as they are.
-
-Source: docs/proofs/output.md#clipped-residuals, docs/proofs/output.md#robust-losses.
+Source: docs/proofs/output.md, from docs/proofs/output.md#how-far-a-minimizer-moves on,
+docs/proofs/output.md#clipped-residuals, docs/proofs/output.md#robust-losses.
 """
 
 from __future__ import annotations

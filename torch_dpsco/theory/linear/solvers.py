@@ -14,13 +14,10 @@ Three things count besides sums: 1. the scores' own error where a target is subt
 `Problem.score_offset`); 2. in e_gap the term with L: a score of size B |w| may be far larger than the loss, and so may
 what the dual vector loses; 3. the beta term, in sum form.
 
-Source: docs/proofs/output.md#rounding-of-a-gradient; Higham, Accuracy and Stability, ch. 3 and 4.
+No privacy rests on steps and step sizes, how long each solver runs in the worst case: what is released is certified.
 
-Steps and step sizes of the solvers: how long each runs in the worst case.
-
-No privacy rests on these figures: what is released is certified.
-
-Source: docs/proofs/output.md#solvers-that-cannot-fail
+Source: docs/proofs/output.md#rounding-of-a-gradient, docs/proofs/output.md#solvers-that-cannot-fail; Higham, Accuracy
+and Stability, ch. 3 and 4.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The plan of a filtered phase, its guarantee, and the clip that it must beat.
 
-The plan of a filtered phase: public numbers, and the guarantee that follows from them alone.
-
 A plan cannot claim more than it proves: sensitivity, failure and delta are computed from what the mechanism does, and
 the constructor refuses a delta below them. Mechanism, for at most T queries on all n users:
 
@@ -11,24 +9,22 @@ the constructor refuses a delta below them. Mechanism, for at most T queries on 
 Let H = theta - margin. A pass although both scores are below H is a bad one, of probability at most beta over the run;
 it is a function of the pair of data sets and the transcript. Otherwise the run is an AboveThreshold run of
 epsilon_svt = D/b1 + 2 D/b2, D = 2(n - 1)/n, interleaved with T Gaussians of the sensitivity proved in
-`user_sensitivity`. Hence delta(epsilon) = delta_pair + (1 + e^epsilon) beta (+ T zeta where membership is random). The
+`sensitivity`. Hence delta(epsilon) = delta_pair + (1 + e^epsilon) beta (+ T zeta where membership is random). The
 factor of beta is a reserve: a ledger that knows failures of kind "transcript" charges beta alone.
 
 All this is about real numbers. Whoever computes distances and means in floating point enlarges radii and noise by its
 rounding errors, in proportion, so that the plan's ratio of noise and sensitivity stays (`oracles.users.filtered`).
 
-Source: docs/proofs/user_level.md#guarantee-of-a-filtered-run.
-
-What a filter must beat: clipping users' gradients, around 0 or a public center, and item-level noise.
-
-Centered clipping, g = c + (1/n) sum_j (x_j - c) min(1, C/|x_j - c|) with c a function of earlier releases, moves by
-2C/n when a user is replaced and by C/(qn) when one is added to Poisson samples with the fixed divisor qn. No test, no
-failure, no halt. User-level DP-SGD is the case c = 0.
+A filter must beat clipping users' gradients, around 0 or a public center. Centered clipping, g = c + (1/n) sum_j (x_j -
+c) min(1, C/|x_j - c|) with c a function of earlier releases, moves by 2C/n when a user is replaced and by C/(qn) when
+one is added to Poisson samples with the fixed divisor qn. No test, no failure, no halt. User-level DP-SGD is the case c
+= 0.
 
 The filter has less noise than full-batch clipping at C if C > `break_even_clip`: a mean gradient several times the
 largest distance of honest users. Near an optimum the mean gradient vanishes, and clipping wins.
 
-Source: docs/proofs/user_level.md#clipped-means-of-users, docs/proofs/user_level.md#when-the-filter-wins.
+Source: docs/proofs/user_level.md#guarantee-of-a-filtered-run, docs/proofs/user_level.md#clipped-means-of-users,
+docs/proofs/user_level.md#when-the-filter-wins.
 """
 
 from __future__ import annotations
