@@ -15,9 +15,9 @@ from scipy.special import ndtr
 from tests.reference.papers.holder import log_expansion_constant, self_bounding_constant, uniform_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
+from torch_dpsco.theory.holder.paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_exponent, steps_theorem
 from torch_dpsco.theory.holder.stability import path_sensitivity
-from torch_dpsco.theory.output_sgd.paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.output_sgd.plan import plan_output
 from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.coupling.rollback import Refused
-from torch_dpsco.doctor.findings import Finding
-from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.script import Finding, Script
 from torch_dpsco.rows.precision import switches
 from torch_dpsco.sampling import PrivateLoader
 

@@ -16,8 +16,7 @@ from torch_dpsco.accounting.identify import identify
 from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, same_values, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import Evidence, isolated_rows
-from torch_dpsco.doctor.findings import Finding
-from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.script import Finding, Script
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.step import PrivateOptimizer

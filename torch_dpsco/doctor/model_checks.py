@@ -19,9 +19,8 @@ from torch_dpsco.doctor.evidence import (
     movement,
     tolerance,
 )
-from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.probe import in_place
-from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.script import Finding, Script
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows.precision import coarse_setting

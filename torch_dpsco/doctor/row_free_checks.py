@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.doctor.evidence import Evidence, coupled_records
-from torch_dpsco.doctor.findings import Finding
 from torch_dpsco.doctor.loop_checks import drawn, finalized_optimizer, fixed_seed, stale_parameters
 from torch_dpsco.doctor.model_checks import (
     batch_norm,
@@ -25,7 +24,7 @@ from torch_dpsco.doctor.model_checks import (
     stateful_model,
 )
 from torch_dpsco.doctor.probe import ROUNDING
-from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.script import Finding, Script
 from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader
 

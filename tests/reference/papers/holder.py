@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_dpsco import _validate
-from torch_dpsco.theory.holder.paper import _checked, search_split_paper
+from torch_dpsco.theory.holder.paper import _checked, _holder, search_split_paper
 from torch_dpsco.theory.holder.stability import (
     FloatArray,
     RunPath,
@@ -29,7 +29,6 @@ from torch_dpsco.theory.output_sgd.mixture import (
     _sigma,
     weighted_law,
 )
-from torch_dpsco.theory.output_sgd.paper import _holder
 from torch_dpsco.theory.rounding import scaled_up
 
 
