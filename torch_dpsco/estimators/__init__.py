@@ -14,7 +14,7 @@
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 
-* `protocol`: scikit-learn's base classes, or ours; * `data`: what `fit` reads; * `base`: what all models do.
+* `protocol`, `own`: scikit-learn's base classes, or ours; * `data`: what `fit` reads; * `base`: what all models do.
 """
 
 from torch_dpsco.estimators.classifiers import (
