@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.problems import released
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import clipped
 from torch_dpsco.oracles.adaptive import AutoClip, auto_weights
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
@@ -79,6 +80,9 @@ def test_no_row_moves_the_mean_further_than_declared(adjacency, rows):
 
 def test_rows_that_are_not_scaled_are_caught(monkeypatch):
     monkeypatch.setattr(AutoClip, "weights", lambda self, norms, clip: clipped.clip_weights(norms, 1.1 * clip))
+    with pytest.raises(PrivacyError, match="weights of AutoClip"):
+        moves("replace_one", 1, "dense")
+    monkeypatch.setattr(clipped.ClippedMean, "_require_within_clip", lambda self: None)
     assert max(moves("replace_one", 1, "dense")) > 1.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,12 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Returns the underscored names that a file reads, sets, defines or imports; dunders are Python's."""
+    """Returns the underscored names that a file reads, sets, defines or imports; not dunders."""
     found: set[str] = set()
     for node in ast.walk(tree):
         names = [getattr(node, name, None) for name in ("attr", "id", "name", "arg", "module")]
         found.update(part for name in names if isinstance(name, str) for part in name.split("."))
-    return {name for name in found if name.startswith("_") and not name.endswith("__")}
+    return {name for name in found if re.match("_[a-zA-Z]", name)}
 
 
 def test_what_a_stranger_writes_has_no_underscored_name_of_the_library() -> None:
@@ -48,6 +49,22 @@ def test_what_a_stranger_writes_has_no_underscored_name_of_the_library() -> None
 def test_the_page_shows_these_files_and_no_others() -> None:
     assert sorted(SHOWN) == sorted(path.read_text(encoding="utf-8") for path in FILES)
     assert PAGE.count("```python") == len(FILES)
+
+
+def test_the_walk_through_counts_the_lines_of_these_files(tmp_path: Path) -> None:
+    count = runpy.run_path(str(ROOT / ".ci" / "size"))["lines_of_code"]
+    counted = {}
+    for path in FILES:
+        above = tmp_path / path.name  # what only tries the file is not counted
+        above.write_text(
+            re.split(r"^(?:def train|if __name__)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
+        )
+        counted[path.name] = count(above)
+    told = re.findall(
+        r"\(tests/outside/stranger/(\w+\.py)\) \| (\d+) \|", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    )
+    assert {name: int(lines) for name, lines in told} == counted
+    assert max(counted.values()) < 60
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, clipped_gaussian
-from torch_dpsco.errors import ConditionError, SequenceError
+from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import add_normal_, normal_
 from torch_dpsco.oracles.base import Cut, MeanOracle, Release, clip_weights, clipped_slopes, cuts, in_float32, views
@@ -122,8 +122,25 @@ class ClippedMean(MeanOracle):
             self._summation = plan_summation(self.batch_size, self._dim)
             self._dtype = torch.float64 if any(dtype == torch.float64 for _, dtype, _ in form) else torch.float32
             self._flat = None
+            self._require_within_clip()
         if self._exact:
             self._plan_grid()
+
+    def _require_within_clip(self) -> None:
+        """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
+        if type(self).weights is ClippedMean.weights:
+            return
+        device = self._form[0][2] if self._form else None
+        norms = torch.logspace(-300, 300, 601, dtype=torch.float64, device=device)
+        norms = torch.cat([norms, norms.new_tensor([self.clip, 0.0, math.inf, math.nan])])
+        weights = self.weights(norms.clone(), self.clip)
+        reached = torch.where(norms.isfinite(), weights * norms, weights * math.inf)  # 0 * inf is NaN: nothing
+        # PRIVACY: (test_weights_of_ones_own_that_pass_the_clip_are_refused)
+        if bool((weights < 0).any() or weights.isnan().any() or (reached > self.clip).any()):
+            raise PrivacyError(
+                f"weights of {type(self).__name__} must be >= 0, keep weight * norm <= clip, and be 0 where a norm is "
+                "infinite or NaN: see oracles.clip_weights"
+            )
 
     def use_exact_noise(self) -> None:
         """Draws the noise of all releases in integers; see `MeanOracle.use_exact_noise`."""
