@@ -177,7 +177,7 @@ def test_a_record_touches_one_group_only():
             oracle.open([torch.zeros(3)])
             for part in table.split(5):
                 oracle.observe(batch(part))
-            sums.append(oracle._open.sums.clone())
+            sums.append(oracle._sums.clone())
         changed = (sums[0] != sums[1]).any(dim=1)
         assert changed.tolist() == [g == place // 3 for g in range(4)]
 
@@ -283,8 +283,8 @@ def test_settings_metrics_and_copies():
     oracle.observe(batch(torch.ones(4, 3)))
     twin = copy.deepcopy(oracle)
     twin.discard()
-    assert oracle._open.n_rows == 4
-    assert twin._open.n_rows == 0
+    assert oracle._n_rows == 4
+    assert twin._n_rows == 0
     for name in ("clip", "groups", "noise_multiplier", "noise", "group_size"):
         with pytest.raises(dp.PrivacyError, match="fixed at construction"):
             setattr(oracle, name, 1)

@@ -70,31 +70,6 @@ def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
     return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
 
 
-class GroupSums:
-    """Sums of consecutive rows by group, across the physical batches of a logical one.
-
-    Args:
-        batch_size: s, rows of a logical batch.
-        groups: m in 1..s.
-        zeros: (m, d), the empty sums.
-    """
-
-    def __init__(self, batch_size: int, groups: int, zeros: Tensor) -> None:
-        self.sums, self.n_rows = zeros, 0
-        self._batch_size, self._size = batch_size, batch_size // groups
-        self._used = groups * self._size
-
-    def add(self, rows: Tensor) -> None:
-        """Adds (B, d) rows; raises SequenceError past batch_size, which leaves the sums as they were."""
-        start, stop = self.n_rows, self.n_rows + len(rows)
-        if stop > self._batch_size:
-            # PRIVACY: a group with more rows than its divisor (test_more_rows_than_the_batch_size_are_refused)
-            raise SequenceError(f"a logical batch must have at most {self._batch_size} rows, its fixed size")
-        places = torch.arange(start, min(stop, max(start, self._used)), device=rows.device)
-        self.sums.index_add_(0, places // self._size, rows[: len(places)])
-        self.n_rows = stop
-
-
 class Coordinatewise(MeanOracle):
     """Noisy coordinate-wise median of means of rows clipped to [-tau, tau] in each coordinate.
 
@@ -136,18 +111,19 @@ class Coordinatewise(MeanOracle):
         self.group_size = self.batch_size // self.groups
         self._event = Gaussian(self.noise_multiplier, _UNITS)
         self._shapes: list[torch.Size] = []
-        self._open: GroupSums | None = None
+        self._sums: Tensor | None = None  # (m, d), of the rows of each group so far
+        self._n_rows = 0
 
-    def _rows_so_far(self) -> GroupSums:
-        if self._open is None:
+    def _sums_so_far(self) -> Tensor:
+        if self._sums is None:
             raise SequenceError("no logical batch was opened: call open(query) first")
-        return self._open
+        return self._sums
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch of the shapes of the query; forgets an unfinished one."""
         self._shapes = [p.shape for p in query]
         self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-        self._zeros = torch.zeros(self.groups, self._dim, dtype=torch.float64, device=query[0].device)
+        self._device = query[0].device
         self.discard()
 
     @property
@@ -158,15 +134,25 @@ class Coordinatewise(MeanOracle):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the sums of their groups."""
-        open_batch, dense = self._rows_so_far(), rows.dense()
+        sums, dense = self._sums_so_far(), rows.dense()
         if [part.shape[1:] for part in dense] != self._shapes:
             raise ValueError(f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})")
+        start, stop = self._n_rows, self._n_rows + len(rows)
+        if stop > self.batch_size:
+            # PRIVACY: a group with more rows than its divisor (test_more_rows_than_the_batch_size_are_refused)
+            raise SequenceError(f"a logical batch must have at most {self.batch_size} rows, its fixed size")
+        used = self.groups * self.group_size
+        places = torch.arange(start, min(stop, max(start, used)), device=self._device)
         # PRIVACY: every coordinate passes the clip (test_no_neighbor_moves_the_release_past_the_sensitivity)
-        open_batch.add(clipped_rows(dense, self.clip))
+        sums.index_add_(0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)])
+        self._n_rows = stop
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
-        self._open = GroupSums(self.batch_size, self.groups, self._zeros.clone()) if self._shapes else None
+        self._n_rows = 0
+        self._sums = None
+        if self._shapes:
+            self._sums = torch.zeros(self.groups, self._dim, dtype=torch.float64, device=self._device)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the median and of the vector of group means, rounding included."""
@@ -195,7 +181,7 @@ class Coordinatewise(MeanOracle):
 
     def release(self, generator: Source) -> Release:
         """Adds the noise, takes medians, and ends the batch."""
-        means = self._rows_so_far().sums / self.group_size
+        means = self._sums_so_far() / self.group_size
         if self.noise == "before_median":
             flat = medians(self._noisy(means, generator))
         else:

@@ -162,13 +162,7 @@ def _drop_factored(p: Tensor) -> None:
 
 def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
     """Returns what no optimizer privatizes: buffers and frozen parameters, with their names."""
-    return [
-        (f"{type(m).__name__}.{name}", t)
-        for m in layers
-        for tensors in (m._buffers, m._parameters)
-        for name, t in tensors.items()
-        if t is not None and not t.requires_grad
-    ]
+    return [(f"{type(m).__name__}.{name}", t) for m, name, t in _everything(layers) if not t.requires_grad]
 
 
 def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
