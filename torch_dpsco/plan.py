@@ -1,7 +1,7 @@
 """Plans: every public number of a run, fixed before anything is spent.
 
     plan = dp.HolderSGD.plan(problem=problem, n=n, budget=budget)   # the only list of keywords
-    print(plan)                                                     # what it promises, costs and takes for granted
+    print(plan)                                                     # what it promises, costs and assumes
     optimizer = dp.HolderSGD(model.parameters(), plan)
 
 A plan holds no tensor and nothing that was computed from records, so that it may be printed, saved, sent and compared.

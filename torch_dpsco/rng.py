@@ -3,13 +3,13 @@
 `Keystream` is the default everywhere: a cryptographic generator that the operating system seeds (AES-256 in counter
 mode, by OpenSSL). It holds no state here, so that nothing can be saved, copied or pickled; a fork draws bytes of its
 own. Statistical generators (torch's Mersenne Twister, numpy's PCG) are no substitute: their outputs are linear in, or
-easily inverted to, a state of a few thousand bits, and who knows the noise of one release knows that of all others.
+easily inverted to, a state of a few thousand bits, and the noise of one release reveals that of all others.
 
 | stream | bits | for |
 |---|---|---|
 | `Keystream` | fresh for every call | noise, batches |
 | `KeyedStream` | a function of 256 secret bits (SHAKE256; 256-bit security) | what is drawn twice alike: ranks, cuts |
-| `Repeatable` | of a generator of the caller's, torch's or numpy's | tests: whoever knows its seed knows all |
+| `Repeatable` | of a generator of the caller's, torch's or numpy's | tests: its seed reveals all |
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Repeatable(Stream):
     """Bytes of the caller's own generator: not secret, for tests only.
 
     Args:
-        generator: whoever knows its seed, or enough of what it drew, knows all of it.
+        generator: its seed, or enough of what it drew, reveals all of it.
     """
 
     def __init__(self, generator: torch.Generator | np.random.Generator) -> None:

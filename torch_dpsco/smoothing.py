@@ -6,7 +6,7 @@ of a step is what it is without, and y may even be published. What the shift cos
 
 Private optimizers do it in phases that have `Phase(smoothing=)`, as `UserFilteredSGD` with `smoothing=`; `shifted` does
 it in a loop of your own. In a private run the parameters hold w + y between steps, not the iterate w, which is kept in
-the optimizer's state, so that a checkpoint of model and optimizer goes on exactly.
+the optimizer's state, so that a checkpoint of model and optimizer continues exactly.
 
 | parameters at `lift` | taken for the iterate |
 |---|---|

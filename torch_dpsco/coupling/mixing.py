@@ -1,6 +1,6 @@
 """Do records reach each other? In a function of a batch, and in the operations of a loss.
 
-No value of a record has a say: tensors of the shapes and dtypes of a batch are filled with numbers in (0.25, 0.75), or
+Values of records play no part: tensors of the shapes and dtypes of a batch are filled with numbers in (0.25, 0.75), or
 with ones for integers. One record is then made 1000 times as small, 10,000 times as large, NaN, or another one, and the
 median of small and large records is moved by one; what the function gives for the other records must stay.
 

@@ -1,4 +1,4 @@
-"""Noisy gradient descent on all records, whose last iterate alone is released: its cost converges.
+"""Noisy gradient descent on all records that releases only its last iterate: its cost converges.
 
     w <- w - eta (sum of gradients + reg w + N(0, sigma^2 I)),   T steps from a public start
 

@@ -2,7 +2,7 @@
 
 * OutputPerturbation: any solver, a certificate, noise on the answer;
 * ObjectivePerturbation: a secret random term in the objective;
-* NoisyGD: gradient descent on all records with noise in each step, whose last iterate alone is released.
+* NoisyGD: gradient descent on all records with noise in each step, which releases only its last iterate.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class OutputPerturbation(SolvedOptimizer):
         0, at the sensitivity of the exact minimizer and what the certificate leaves. Rows are clipped and unknown
         labels ignored by the code. Assumes: n under replace_one and zero_out is public; with guarantee "markov" the
         promised expected accuracy of the loop, on every data set.
-        Source: docs/proofs/output.md; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their mended forms.
+        Source: docs/proofs/output.md; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their corrected forms.
 
     Example:
         >>> import torch, torch_dpsco as dp

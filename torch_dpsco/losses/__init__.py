@@ -2,7 +2,7 @@
 
     loss = Logistic()
     X = enforce_bounds(X, bound_x=1.0)                 # the constants hold for bounded records only
-    problem = loss.problem(bound_x=1.0, radius=10.0)   # what HolderSGD and its kin calibrate to
+    problem = loss.problem(bound_x=1.0, radius=10.0)   # what HolderSGD and others calibrate to
     loss(model(X), y).backward()                       # an ordinary torch criterion
 
 | class | loss | exponent |

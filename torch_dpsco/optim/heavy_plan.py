@@ -68,7 +68,7 @@ class ClippedPlan(StepPlan):
         factors: step sizes over `lr`, one per step; empty where all are `lr`.
         weights: one per factor, of the iterates after their steps in the answer.
         risk_bound: on the expected excess risk, if a theorem chose steps and clip; else None. What it
-            takes for granted: docs/proofs/heavy_tailed.md#defaults-without-a-theorem.
+            assumes: docs/proofs/heavy_tailed.md#defaults-without-a-theorem.
     """
 
     clip: float | None

@@ -145,7 +145,7 @@ class UserFilteredSGD(UserOptimizer):
     Guarantee:
         Unit: user. Adjacency: replace_one with n_users public, or add_remove with Poisson batches. Event: one noisy
         test for the run, the Gaussians of all planned steps, the search if there is one, and a failure of kind
-        "transcript", charged when the run opens, with no refund for a halt (a new process goes on with it by `resume`);
+        "transcript", charged when the run opens, with no refund for a halt (a new process continues it by `resume`);
         Poisson: an event per step. A step that ends between its charge and its answer (Ctrl-C, an error) ends the run
         in this process: `resume` a new optimizer (with the ledger file), or `finalize()`. Assumes nothing about users'
         rows but that they do not depend on other users.

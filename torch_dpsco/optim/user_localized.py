@@ -80,7 +80,7 @@ class LocalizedUserSGD(UserOptimizer):
 
     Guarantee:
         Unit: user; replace_one. Each user is in one phase at most; a phase is charged when it opens, and the largest
-        counts. A phase that halts keeps its answer; later phases go on from it. A step that ends between its charge and
+        counts. A phase that halts keeps its answer; later phases start from it. A step that ends between its charge and
         its answer ends the run in this process, as for `UserFilteredSGD`.
         Source: Asi and Liu 2023, Theorem 4.11; docs/proofs/user_level.md#phases-on-disjoint-users.
 

@@ -110,7 +110,7 @@ class AdaptiveClipped(ClippedMean):
 
     Guarantee:
         Unit: one row per record. Event per step: Gaussian in clip units with multiplier z_eff (see the module). Assumes
-        that a record's row does not depend on other records, but for the rounding of a mean loss.
+        that a record's row does not depend on other records, except for the rounding of a mean loss.
 
     Example:
         >>> from torch_dpsco.rows import DenseBlock

@@ -7,7 +7,7 @@ state dict. After attach no non-private gradient survives a backward:
 * `p.grad` is dropped as soon as it is accumulated;
 * in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
   outside of its layer: it raises, naming `reg=`; in other layers the first batch is compared with the sum of its rows;
-* a training forward that changes a buffer (batch normalization and its kin couple the rows) raises.
+* a training forward that changes a buffer (batch normalization and similar layers couple the rows) raises.
 """
 
 from __future__ import annotations

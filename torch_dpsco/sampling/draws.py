@@ -1,6 +1,6 @@
 """Which delivered rows a step may use, and whether a run that continues has the same records.
 
-A keyed fingerprint of the records of a loader: whether a run that goes on has the data set that it began with.
+A keyed fingerprint of the records of a loader: whether a run that continues has the data set that it began with.
 
 One tag of 128 bits over all records in their order, under a random key of 128 bits (BLAKE2b). Without the key it tells
 nothing; with the key one can try data sets, so that key and tag stay in the private checkpoint. That two data sets
@@ -91,7 +91,7 @@ class Chunk(NamedTuple):
         slots: (rows,) int64, ascending: where the records are in the batch, all other rows of which are filling; None
             for a batch of records only.
         block: rows of the batch, filling included; None for `rows`.
-        places: of the draw's units, see `Slots`: who delivers the draw again gives them the same.
+        places: of the draw's units, see `Slots`: a draw that is delivered again keeps them.
     """
 
     draw: Draw

@@ -1,6 +1,6 @@
 """Samplers of one pass: a partition of the records that is drawn once, and whose parts are used in order.
 
-The partition belongs to the run and not to a loader: a run that was broken off goes on with the parts that are left
+The partition belongs to the run and not to a loader: an interrupted run continues with the parts that are left
 (`resume`), since a fresh partition would put a record into two parts. Why the largest part is all that counts, and what
 breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
 """
@@ -54,7 +54,7 @@ class OnePassSampler(DesignSampler):
         size: number of records.
         steps: draws of the iteration; default all that are left.
         seed: makes the draws repeatable (and warns); tests only.
-        resume: partition of a run that goes on.
+        resume: partition of a run that continues.
 
     Raises:
         SequenceError: nothing is left of the partition.

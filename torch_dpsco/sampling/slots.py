@@ -5,7 +5,7 @@ last bits of all others, which a kink of the loss makes as large as it likes. So
 exactly M rows, M public, filled up with rows of zeros that no oracle ever sees; a record's row in its block (its slot)
 does not depend on the other records:
 
-* units (records, or users) get places in [0, capacity), uniformly without replacement, from a stream that nobody sees;
+* units (records, or users) get places in [0, capacity), uniformly without replacement, from a secret stream;
   a unit more takes a place that was free, and all others stay. Only where a draw has more units than the capacity does
   one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-60;
 * the rows of a user stand side by side in one block, in as many columns as the next power of 2, the first of them a

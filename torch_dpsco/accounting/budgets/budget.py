@@ -1,6 +1,6 @@
 """Budgets, and what a filter needs to decide before an event whether it still fits.
 
-Parameters are either fixed in advance or chosen while the run goes on, and the two need different arithmetic:
+Parameters are either fixed in advance or chosen during the run, and the two need different arithmetic:
 
 * "planned": noise, rates and numbers of steps are fixed in advance: the accountant refuses what was not planned before
   the first release (see `plans`). An event is admitted while the composed epsilon stays within the target. Stopping

@@ -153,7 +153,7 @@ class Run:
         steps: made so far, >= 0.
         planned: steps declared in advance; None if they were not.
         finalized: whether the answer was installed, so that no step can follow.
-        assumptions: what its oracle takes for granted beside what all do.
+        assumptions: what its oracle assumes beyond what all do.
         repeatable: whether the noise comes from a generator of the caller's.
     """
 

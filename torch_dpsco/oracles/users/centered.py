@@ -56,7 +56,7 @@ class Centered(MeanOracle):
     Guarantee:
         Unit: user, all rows of one. Event: that of `clipping`, with users for rows: add_remove, zero_out and
         replace_one (n_users public). The sampling of a design must be one of users. Assumes that a user's rows do not
-        depend on other users, but for the rounding of a mean loss.
+        depend on other users, except for the rounding of a mean loss.
 
     Example:
         >>> from torch_dpsco.oracles.clipped import Clipped

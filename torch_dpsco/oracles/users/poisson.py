@@ -9,7 +9,7 @@ Of the users in the batch B, N in number, with e_j = #{k in B : |x_j - x_k| > ta
 |---|---|
 | no rows | not in the batch |
 | fewer than min_items rows, NaN, inf, or farther than reach tau from the public center | e_j = N - 1, weight 0 |
-| batch below N_min, or test failed | nothing is released in this step; the run goes on, and the step is charged |
+| batch below N_min, or test failed | nothing is released in this step; the run continues, and the step is charged |
 
 Given the sample of the others, a user moves v by less than 2 and, in a good step (N >= N_min, the smaller v is at most
 V), the mean by at most 2 tau Rp. Test and mean together are one Gaussian mechanism with mu^2 = (2/s)^2 +

@@ -1,4 +1,4 @@
-"""Kinds that are not the library's are tried on made-up records before they see others."""
+"""Kinds that are not the library's are tried on synthetic records before they see real ones."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class PoissonFilterPlan:
 
     Guarantee:
         Each step is a Poisson-subsampled Gaussian of multiplier `noise_multiplier` and rate q, for a user added or
-        removed, but for `failure`, of kind "transcript", of all steps. In real numbers, as `UserFilterPlan`.
+        removed, except for `failure`, of kind "transcript", of all steps. In real numbers, as `UserFilterPlan`.
     """
 
     n_users: int
