@@ -99,8 +99,6 @@ def accelerated_plan(
     data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     check.nonnegative(smoothness=smoothness)
     check.positive(diameter=diameter)
-    if clip is not None:
-        check.positive(clip=clip)
     paper_epsilon = math.sqrt(2.0 * rho) if check_mode(mode, adjacency) == "paper" else None
 
     def planned(T: int) -> AcceleratedPlan:

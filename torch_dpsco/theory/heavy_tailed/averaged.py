@@ -191,8 +191,6 @@ def strongly_convex_plan(
     mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
     # |w_0 - w*| <= |grad F(w_0)|/mu <= r_1/mu, and r_1 <= r_2 <= r_k
     distance = min(check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu)
-    if clip is not None:
-        check.positive(clip=clip)
     paper = check_mode(mode, adjacency) == "paper"
 
     def planned(T: int, scheduled: bool) -> StronglyConvexPlan:

@@ -54,15 +54,6 @@ _PROVED = _Constants(48.0, 12.0, 144.0, 72.0, 3.0)
 _PLAIN = _Constants(4.0, 1.0, 1.0, 8.0, 1.0)
 
 
-@dataclass(frozen=True)
-class _Law:
-    """Moments rt_k, k and rt_2, checked."""
-
-    moment: float
-    order: float
-    second: float
-
-
 def boosted_localized_schedule(
     *,
     n: int,
@@ -121,16 +112,13 @@ def boosted_localized_schedule(
         >>> schedule.phases_count, round(schedule.bound, 3), [phase.n for phase in schedule.phases]
         (6, 58.9, [106, 53, 26, 13, 6, 3])
     """
-    law = _Law(
-        check.positive(moment=moment),
-        check_order(moment_order, allow_infinite_variance),
-        check.positive(second_moment=second_moment),
-    )
+    moment, k = check.positive(moment=moment), check_order(moment_order, allow_infinite_variance)
+    second = check.positive(second_moment=second_moment)
     check.positive(diameter=diameter)
     cap = None if max_steps is None else check.positive_count(max_steps=max_steps)
     groups = _groups(n, copies, phases)
     c = _PROVED if conservative else _PLAIN
-    made = [_made(m, noise_level(m, dim, rho, adjacency), law, c, cap, ball) for m in groups]
+    made = [_made(m, noise_level(m, dim, rho, adjacency), moment, k, second, c, cap, ball) for m in groups]
     root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
     regs = scaled_regs(root / diameter if reg is None else check.positive(reg=reg), len(made))
     parts = tuple(
@@ -141,7 +129,7 @@ def boosted_localized_schedule(
             clip=one.clip,
             steps=one.steps,
             reg=lam,
-            radius=min(diameter, 2.0 * law.second / lam) if ball else math.inf,
+            radius=min(diameter, 2.0 * second / lam) if ball else math.inf,
             # PRIVACY: all records of the group enter each of its steps (test_every_phase_costs_rho_and_no_more).
             noise_std=mean_noise_std(one.clip, m, rho, one.steps, adjacency),
             error=one.error,
@@ -152,7 +140,7 @@ def boosted_localized_schedule(
     )
     if ball:
         warn_if_capped(parts)
-    first = law.second if first_moment is None else check.positive(first_moment=first_moment)
+    first = second if first_moment is None else check.positive(first_moment=first_moment)
     enough = groups[-1] >= _SMALLEST_GROUP and all(one.steps >= 2 for one in made)
     return LocalizedSchedule(
         phases=parts,
@@ -190,10 +178,12 @@ class _Made:
     error: float
 
 
-def _made(m: int, level: float, law: _Law, c: _Constants, cap: int | None, ball: bool) -> _Made:
-    lipschitz = 2.0 * law.second  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
+def _made(
+    m: int, level: float, moment: float, k: float, second: float, c: _Constants, cap: int | None, ball: bool
+) -> _Made:
+    lipschitz = 2.0 * second  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
     if ball:
-        C = clip_threshold_square(law.moment, law.order, c.bias, 4.0 * c.optimization * level)
+        C = clip_threshold_square(moment, k, c.bias, 4.0 * c.optimization * level)
         wanted = max(1, math.ceil((1.0 + lipschitz / C) ** 2 / level))
         T = capped_steps(wanted, cap)
         X = (4.0 * level * C**2 * T + 4.0 * (C + lipschitz) ** 2) / (T + 1.0)
@@ -201,10 +191,10 @@ def _made(m: int, level: float, law: _Law, c: _Constants, cap: int | None, ball:
         wanted = ballfree_steps(level)
         T = capped_steps(wanted, cap)
         unit = 3.0 * ballfree_rate(level, T) ** 2
-        C = clip_threshold_square(law.moment, law.order, c.bias, c.optimization * unit)
+        C = clip_threshold_square(moment, k, c.bias, c.optimization * unit)
         X = unit * C**2
-    bias = clip_bias(law.moment, law.order, C)
-    error = math.sqrt(c.generalization / m) * law.second + math.sqrt(c.optimization * X + c.bias * bias**2)
+    bias = clip_bias(moment, k, C)
+    error = math.sqrt(c.generalization / m) * second + math.sqrt(c.optimization * X + c.bias * bias**2)
     return _Made(C, T, wanted, error)
 
 

@@ -124,8 +124,6 @@ def proximal_pl_plan(
     """
     data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     check.positive(initial_gap=initial_gap)
-    if clip is not None:
-        check.positive(clip=clip)
     paper = check_mode(mode, adjacency) == "paper"
 
     def planned(T: int) -> ProximalPlan:
