@@ -53,7 +53,7 @@ _TESTED = frozenset(RECORDED)
 def register(layer: type[nn.Module], kind: Kind) -> None:
     """Makes `attach` record the rows of a layer of yours, which are otherwise formed by torch.func, slower.
 
-    The kind is tried on made-up records of the shape of the layer's first input after each `attach`: output, rows and
+    The kind is tried on synthetic records of the shape of the layer's first input after each `attach`: output, rows and
     input gradient must be those of autograd for each record alone, and rows must lie within their norms.
 
     Args:
