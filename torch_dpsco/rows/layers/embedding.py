@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torch_dpsco.rows.base import NORM_ERROR, Block, Summation, row_norms, work_dtype
@@ -146,10 +145,6 @@ class EmbeddingKind(Kind):
         require_dims(layer, x, 1)
         return x
 
-    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns the output."""
-        return (F.embedding(x, weight, layer.padding_idx),)
-
     def rows(self, use: Use) -> Kept:
         """Returns the rows by record and item."""
         n_records, (n_items, width) = len(use.x), use.weight.shape
@@ -162,7 +157,3 @@ class EmbeddingKind(Kind):
         if use.scale != 1:
             rows.vectors.mul_(use.scale)
         return Items(rows)
-
-    def input_gradient(self, use: Use) -> Tensor:
-        """Never called: ids have no gradient."""
-        raise NotImplementedError

@@ -65,10 +65,6 @@ class LayerNormKind(Kind):
 class GroupNormKind(Kind):
     """x is (B, C, ...)."""
 
-    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns the output."""
-        return (F.group_norm(x, layer.num_groups, weight, bias, layer.eps),)
-
     def rows(self, use: Use) -> Kept:
         """Returns the rows."""
         x = use.x.to(work_dtype(use.x.dtype))
