@@ -49,4 +49,4 @@ if __name__ == "__main__":
     except dp.NotCertifiedError as error:
         print("a bolder promise:", str(error).partition(",")[0])
     plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6))
-    print("steps", plan.steps, "batch", plan.batch_size, "noise", round(plan.noise_multiplier, 2))
+    print("steps", plan.steps, "batch", plan.batch_size, "epsilon", round(plan.epsilon(), 3))
