@@ -51,3 +51,10 @@ def test_weights_of_ones_own_that_pass_the_clip_are_refused(weights) -> None:
 )
 def test_weights_within_the_clip_are_taken(weights) -> None:
     oracle(weights).open([torch.zeros(3)])
+
+
+def test_weights_that_are_put_on_an_instance_are_tried_too() -> None:
+    mine = dp.oracles.Clipped(1.0, 1.0, 10)
+    mine.weights = unguarded
+    with pytest.raises(dp.PrivacyError, match="weights of Clipped must be"):
+        mine.open([torch.zeros(3)])
