@@ -49,6 +49,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.theory import clipping
 from torch_dpsco.theory.heavy_tailed.accelerated import accelerated_plan
 from torch_dpsco.theory.heavy_tailed.averaged import strongly_convex_plan
@@ -426,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="risk, speed and memory, tiny")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    warnings.filterwarnings("ignore", category=dp.UtilityWarning)  # small pilots: the table shows what comes of it
+    warnings.filterwarnings("ignore", category=UtilityWarning)  # small pilots: the table shows what comes of it
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread\n")
     if args.smoke:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import break_even_clip, clipping_noise_std
 from torch_dpsco.theory.user_level.schedules import published_noise_std
@@ -60,7 +61,7 @@ def print_noise() -> None:
     )
     for n, steps, epsilon, delta in NOISE:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dp.UtilityWarning)  # that it is no proved calibration
+            warnings.simplefilter("ignore", UtilityWarning)  # that it is no proved calibration
             published = published_noise_std(n, steps, epsilon, delta, 1.0)
         budget = {"n_users": n, "steps": steps, "epsilon": epsilon, "delta": delta}
         plan = calibrate_filter(**budget, pair_radius=1.0, typical_score=n)
@@ -155,7 +156,7 @@ def risk(name: str, n: int, m: int, runs: int, test: tuple[Tensor, Tensor]) -> f
     """Returns the best median over the grid; None if nothing is proved for so few users."""
     try:
         rows = [[excess(w, test) for w in METHODS[name](*made(n, m, seed), n, m)] for seed in range(runs)]
-    except dp.InfeasibleError:
+    except InfeasibleError:
         return None
     return min(statistics.median(column) for column in zip(*rows, strict=True))
 

@@ -87,7 +87,7 @@ def _outstanding(model: nn.Module, setting: Setting, size: int) -> tuple[dp.Hold
     """Returns an optimizer, and what makes a batch outstanding: what the loader does, without its gathering."""
     design = dp.Poisson(size, 100 * size)
     optimizer = _optimizer(model, setting, size, design)
-    sampler: DesignSampler = optimizer.bind(dp.PoissonSampler(design))
+    sampler: DesignSampler = optimizer.bind(dp.sampling.PoissonSampler(design))
     chunk = Chunk(Draw(size), size, last=True)
     return optimizer, lambda: sampler.log.deliver(chunk)
 

@@ -62,7 +62,7 @@ def fit_private(name: str, data: TensorDataset) -> tuple[nn.Linear, float]:
         optimizer = dp.OutputPerturbation(model.parameters(), plan)
     optimizer.solve(data)
     optimizer.finalize()
-    return model, optimizer.privacy_spent().epsilon
+    return model, optimizer.report().epsilon
 
 
 def attacked(model: nn.Linear, features: Tensor, labels: Tensor, radius: float, norm: float) -> Tensor:

@@ -48,7 +48,7 @@ def train(epochs: float) -> dict[str, float]:
     with torch.no_grad():
         scores = model(data.test_features)
     figures = {"accuracy": accuracy(scores, data.test_labels), "auc": auc(scores, data.test_labels)}
-    report = optimizer.privacy_spent()
+    report = optimizer.report().figures
     if dist.get_rank() == 0:
         print(f"\n{dist.get_world_size()} processes, {optimizer.steps} steps")
         print(f"test set of 16,281 people: accuracy {figures['accuracy']:.4f}  AUC {figures['auc']:.4f}")

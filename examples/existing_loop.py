@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             scores = model(data.test_features)
         figures[name] = auc(scores, data.test_labels)
         print(f"{name:<12} accuracy {accuracy(scores, data.test_labels):.4f}  AUC {figures[name]:.4f}")
-    report = optimizer.privacy_spent()
+    report = optimizer.report().figures
     print(f"spent: {report}")
     return {"baseline_auc": figures["not private"], "auc": figures["private"], "epsilon": report.epsilon}
 

@@ -27,7 +27,7 @@ and `after`, which docs/from_opacus.md goes through:
          )
          train(model, optimizer, loader, nn.BCEWithLogitsLoss(), epochs)
     -    return model, engine.get_epsilon(DELTA)
-    +    return model, optimizer.privacy_spent()
+    +    return model, optimizer.report().figures
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up
 
 EPSILON, DELTA = 1.0, 1e-5
 BATCH_SIZE, EPOCHS, LR = 512, 10, 0.3
@@ -93,7 +93,7 @@ def before(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, fl
     return model, engine.get_epsilon(DELTA)
 
 
-def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, dp.PrivacyReport]:
+def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, PrivacyReport]:
     """Returns a model trained with torch_dpsco, and the report of what was spent."""
     model = nn.Linear(dim, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -108,7 +108,7 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, dp.
         n=PEOPLE,
     )
     train(model, optimizer, loader, nn.BCEWithLogitsLoss(), epochs)
-    return model, optimizer.privacy_spent()
+    return model, optimizer.report().figures
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

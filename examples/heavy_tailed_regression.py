@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for _ in range(runs):
             model, optimizer = train(name, dataset, args.epsilon)
             found.append(mae(model(data.test_features)))
-        figures[f"{name}_epsilon"] = optimizer.privacy_spent().epsilon
+        figures[f"{name}_epsilon"] = optimizer.report().epsilon
         figures[f"{name}_mae"] = statistics.median(found)
         spread = f"{min(found):.4f} to {max(found):.4f}"
         print(f"{name:<34}{optimizer.steps:>7}{figures[f'{name}_mae']:>10.4f}{spread:>20}", flush=True)

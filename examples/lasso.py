@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         found, false = int((w[task.truth != 0] != 0).sum()), int((w[task.truth == 0] != 0).sum())
         clip = optimizer.metrics["clip"]  # a private release: public
         figures |= {f"{name}_excess": excess, f"{name}_found": found, f"{name}_false": false}
-        figures[f"{name}_epsilon"] = optimizer.privacy_spent().epsilon
+        figures[f"{name}_epsilon"] = optimizer.report().epsilon
         print(f"{name:<24}{excess:>12.4f}{found:>7}{false:>7}{clip:>8.2f}")
     x, y = task.records.tensors
     public = torch.linalg.lstsq(x, y).solution[:, 0]

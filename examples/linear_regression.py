@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for name in LOSSES if args.loss == "both" else (args.loss,):
             model, optimizer = train(name, variant, data, args.epsilon, epochs)
             total.record(optimizer.design.event(optimizer.oracle.event(), optimizer.steps))
-            figures[f"{variant}_{name}_epsilon"] = optimizer.privacy_spent().epsilon
+            figures[f"{variant}_{name}_epsilon"] = optimizer.report().epsilon
             fit = fit_huber if name == "huber" else fit_least_squares
             with torch.no_grad():
                 scores[f"{name}, private"] = (model(test_x), f"{variant}_{name}")
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for label, (predicted, key) in scores.items():
             figures[f"{key}_mae"], figures[f"{key}_rmse"] = errors(predicted, data.test_hours)
             print(f"{label:<40}{figures[f'{key}_mae']:>10.4f}{figures[f'{key}_rmse']:>10.4f}")
-        print(f"\nspent on one model: {optimizer.privacy_spent()}\n")
+        print(f"\nspent on one model: {optimizer.report().figures}\n")
     figures["epsilon_total"] = total.get_epsilon(DELTA)
     print(f"publishing all of them: epsilon {rounded_up(figures['epsilon_total'])}")
     return figures

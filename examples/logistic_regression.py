@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     private = evaluate(model, data.test_features, data.test_labels)
     baseline = evaluate(fit_baseline(data.train_features, data.train_labels), data.test_features, data.test_labels)
-    report = optimizer.privacy_spent()
+    report = optimizer.report().figures
     print(f"\n{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}")
     print(f"{'private':<28}{private[0]:>10.4f}{private[1]:>10.4f}")
     print(f"{'not private':<28}{baseline[0]:>10.4f}{baseline[1]:>10.4f}")

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name in ("not private", *METHODS):
         if name != "not private":
             model, optimizer = fit_private(name, data, n, QUICK_STEPS if args.quick else None)
-            results[name], spent[name] = evaluate(model, people), optimizer.privacy_spent().epsilon
+            results[name], spent[name] = evaluate(model, people), optimizer.report().epsilon
         shown = "".join(f"{value:>10.4f}" for value in results[name].values())
         print(f"{name:<28}{shown}   {f'({spent[name]:.4g}, {METHODS[name]:g})' if name in spent else '-'}")
     headline = str(optimizer.report()).splitlines()[0]  # the whole of it says what that means, and what it does not

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer = train(name, users, args.epsilon, args.honest)
             found.append(float((model.weight.detach()[0] - truth).square().sum()) / 2.0)
         figures[f"{name}_excess"] = statistics.median(found)
-        figures[f"{name}_epsilon"] = optimizer.privacy_spent().epsilon
+        figures[f"{name}_epsilon"] = optimizer.report().epsilon
         print(f"{name:<36}{figures[f'{name}_excess']:>10.4f}{figures[f'{name}_epsilon']:>10.4f}")
     print(f"\nof the shuffled model: {optimizer.report().headline}")
     print("  A central simulation; it holds for the protocol, with honest users and a shuffler that only shuffles.")

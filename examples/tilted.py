@@ -99,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     def keep(name: str, label: str, w: Tensor, optimizer: Solved | None) -> None:
         found, noise, spent = evaluate(w, people), "-", ""
         if optimizer is not None:
-            found["epsilon"] = optimizer.privacy_spent().epsilon
+            found["epsilon"] = optimizer.report().epsilon
             spent = f"({found['epsilon']:.4g}, {DELTA:g})"
         if isinstance(optimizer, dp.OutputPerturbation):
-            found["noise"] = optimizer.privacy_spent().charges[0].event.sigma
+            found["noise"] = optimizer.report().figures.charges[0].event.sigma
             noise = f"{found['noise']:.3f}"
         shown = "".join(f"{found[kind]:>9.4f}" for kind in ("auc", "mean", "worst"))
         print(f"{label:<34}{noise:>8}{shown}   {spent}".rstrip())

@@ -304,10 +304,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         for name in METHODS:
             try:
                 model, optimizer = train(name, setting, fleet)
-            except dp.InfeasibleError as error:  # public numbers decide
+            except dp.errors.InfeasibleError as error:  # public numbers decide
                 print(f"{name:<40}infeasible: {error}")
                 continue
-            figures[f"{loss}_{name}_epsilon"] = optimizer.privacy_spent().epsilon
+            figures[f"{loss}_{name}_epsilon"] = optimizer.report().epsilon
             auc, mean = scores(loss, model(fleet.test_features), fleet.test_hours)
             figures[f"{loss}_{name}_auc"], figures[f"{loss}_{name}_loss"] = auc, mean
             print(f"{name:<40}{optimizer.steps:>7}{auc:>9.4f}{mean:>9.4f}  {describe(optimizer)}".rstrip(), flush=True)

@@ -18,6 +18,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from tests.streams import count_noise, seeded
 from torch_dpsco.accounting.designs import Design, Full, Undeclared
+from torch_dpsco.errors import BudgetExceeded
 from torch_dpsco.rows import has_rows
 
 FALSE_ALARM = 1e-6
@@ -106,7 +107,7 @@ def check_that_a_refused_batch_is_forgotten() -> None:
     opt.accountant.budget = dp.Budget(opt.accountant.ledger.evaluate(1e-5, "replace_one", extra=event).epsilon, 1e-5)
     opt.accountant.record(event)
     model(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         opt.step()
     opt.accountant.budget = dp.Budget(1e6, 1e-5)
     opt._noise = seeded(2)

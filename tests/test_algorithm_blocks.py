@@ -118,7 +118,7 @@ def test_the_lines_beside_it_train_within_the_budget(heading: str, code: str) ->
         scope["linear"] = lambda: _zeroed(before())
         exec(compile(code, "docs/algorithms.md", "exec"), scope)
     optimizer, weight = scope["optimizer"], scope["model"].weight
-    assert 0.0 < optimizer.privacy_spent().epsilon <= optimizer.accountant.budget.epsilon
+    assert 0.0 < optimizer.report().epsilon <= optimizer.accountant.budget.epsilon
     assert bool(torch.isfinite(weight).all())
     assert bool(weight.any()) or optimizer.halted  # users are tested with noise
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from tests.problems import gradients, make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import PrivacyError, SequenceError
 
 
 class Leak(nn.Module):
@@ -40,7 +41,7 @@ class Leak(nn.Module):
 @pytest.mark.parametrize("how", ["in place", "assigned", "frozen", "data"])
 def test_changing_buffers_are_refused(how):
     model = dp.attach(Leak(how))
-    with pytest.raises(dp.PrivacyError, match="kept"):
+    with pytest.raises(PrivacyError, match="kept"):
         model(torch.ones(2, 1))
 
 
@@ -57,7 +58,7 @@ def test_a_batch_that_was_given_up_leaves_nothing_for_the_next_one(rows):
 
 def test_a_model_with_an_attached_part_is_refused():
     model = nn.Sequential(dp.attach(nn.Linear(2, 2)), nn.Linear(2, 1))
-    with pytest.raises(dp.SequenceError, match="attached already"):
+    with pytest.raises(SequenceError, match="attached already"):
         dp.attach(model)
 
 

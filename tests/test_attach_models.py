@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from tests.problems import TwoHeads, gradients, make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import GradBatch, has_rows
 from torch_dpsco.rows.attach import is_attached
 
@@ -154,7 +155,7 @@ def test_attaching_twice_is_refused_and_changes_nothing(first, second):
     model = dp.attach(mixed(), rows=first)
     expected, before = gradients(model, inputs(), "mean"), hooks(model)
     for target in (model, nn.Sequential(model, nn.Linear(1, 1))):
-        with pytest.raises(dp.SequenceError, match="attached already"):
+        with pytest.raises(SequenceError, match="attached already"):
             dp.attach(target, rows=second)
     assert hooks(model) == before
     assert_same_rows(gradients(model, inputs(), "mean"), expected)
@@ -168,7 +169,7 @@ def test_a_part_of_an_attached_model_is_refused(rows, copied):
         return  # nothing of the attachment is in the copy of a part
     model = dp.attach(mixed(), rows=rows)
     part = copied(model[0])
-    with pytest.raises(dp.SequenceError, match="attached already"):
+    with pytest.raises(SequenceError, match="attached already"):
         dp.attach(part, loss_reduction="sum")
     assert_same_rows(gradients(model, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean"))
 
@@ -176,7 +177,7 @@ def test_a_part_of_an_attached_model_is_refused(rows, copied):
 def test_detaching_what_is_not_attached_is_refused():
     model = nn.Linear(2, 1)
     for _ in range(2):
-        with pytest.raises(dp.SequenceError, match="not attached"):
+        with pytest.raises(SequenceError, match="not attached"):
             dp.detach(model)
         dp.detach(dp.attach(model))
     assert not is_attached(model)
@@ -295,7 +296,7 @@ def test_regularizer_in_the_loss_is_refused(penalty, rows):
         loss_of(model, PENALTIES[penalty], factor).backward()
         opt.step()
 
-    with pytest.raises(dp.SequenceError, match="reg="):
+    with pytest.raises(SequenceError, match="reg="):
         private_step(0.5)
     assert all(p.grad is None for p in model.parameters())
     assert len(opt.accountant) == 0
@@ -314,7 +315,7 @@ def test_a_weight_used_outside_of_its_layer_is_refused(rows):
         model(inputs()).mean().backward()
         GradBatch.consume(list(model.parameters()))
 
-    with pytest.raises(dp.SequenceError, match="reg="):
+    with pytest.raises(SequenceError, match="reg="):
         consume()
 
 
@@ -341,7 +342,7 @@ def test_a_second_forward_before_the_backward_is_refused_or_right():
         (first + second).backward()
         return GradBatch.consume(list(model.parameters()))
 
-    with pytest.raises(dp.SequenceError, match="waiting for its backward"):
+    with pytest.raises(SequenceError, match="waiting for its backward"):
         both(dense)
     found = both(factored)
     assert found.passes == 2
@@ -367,7 +368,7 @@ def test_a_head_without_a_backward_is_refused():
     model = dp.attach(TwoHeads(), loss_reduction="sum")
     opt = make_optimizer(model, Undeclared(2))
     model(torch.ones(2, 1), "a").sum().backward()
-    with pytest.raises(dp.SequenceError, match="missing for parameter 1"):
+    with pytest.raises(SequenceError, match="missing for parameter 1"):
         opt.step()
     model(torch.ones(2, 1), "ab").sum().backward()
     opt.step()
@@ -396,7 +397,7 @@ def test_rows_that_cancel_are_not_taken_for_a_regularizer(seed):
 def test_weights_that_attach_has_not_seen_are_refused():
     model = dp.attach(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    with pytest.raises(dp.SequenceError, match=r"did not have at dp\.attach"):
+    with pytest.raises(SequenceError, match=r"did not have at dp\.attach"):
         torch.func.functional_call(model, weights, (torch.ones(4, 3),))
     model(torch.ones(4, 3)).sum().backward()
     model.eval()
@@ -413,7 +414,7 @@ def test_an_input_that_is_overwritten_before_the_step_is_refused(layer, times):
     model(buffer).sum().backward()
     buffer.copy_(next_batch)
     if any(isinstance(m, nn.Linear) for m in model.modules()) and not times:  # left as factors
-        with pytest.raises(dp.SequenceError, match="overwritten between backward and step"):
+        with pytest.raises(SequenceError, match="overwritten between backward and step"):
             GradBatch.consume(list(model.parameters()))
         return
     rows = GradBatch.consume(list(model.parameters())).dense()  # formed in the backward, and not moved
@@ -431,7 +432,7 @@ def test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed
     model(buffer).sum().backward()
     buffer.fill_(1e6)
     if waits:  # its weight has more numbers than its input and output
-        with pytest.raises(dp.SequenceError, match="overwritten between backward and step"):
+        with pytest.raises(SequenceError, match="overwritten between backward and step"):
             GradBatch.consume(list(model.parameters()))
         return
     for found, right in zip(GradBatch.consume(list(model.parameters())).dense(), expected, strict=True):

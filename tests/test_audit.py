@@ -21,6 +21,7 @@ from tests.streams import picks
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Event, Gaussian, PoissonGaussian, Repeat, WORGaussian
 from torch_dpsco.audit import bound
+from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.oracles.clipped import ClippedMean
 
 SURE = 1 - 1e-6
@@ -333,7 +334,7 @@ def maker(design: Design, adjacency: str, noise_multiplier: float, steps: int = 
     def make():
         model = torch.nn.Linear(width, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
-        with pytest.warns(dp.UtilityWarning, match="repeatable"):
+        with pytest.warns(UtilityWarning, match="repeatable"):
             optimizer = dp.HolderSGD(
                 model.parameters(),
                 dp.HolderSGD.plan(
@@ -492,9 +493,9 @@ def test_canaries_that_do_not_go_with_the_adjacency_are_refused():
         make = maker(dp.Full(2), adjacency, 1.0)
         return dp.audit_training(make, data, canary, loss=LOSS, trials=10, **{"delta": 0.1} | arguments)
 
-    with pytest.raises(dp.AdjacencyError, match="other must be None under add_remove"):
+    with pytest.raises(AdjacencyError, match="other must be None under add_remove"):
         training("add_remove", other=OPPOSITE)
-    with pytest.raises(dp.AdjacencyError, match="other must be given under zero_out"):
+    with pytest.raises(AdjacencyError, match="other must be given under zero_out"):
         training("zero_out")
     with pytest.raises(ValueError, match="dataset must hold a record"):
         training("replace_one", data=torch.utils.data.TensorDataset(torch.zeros(0, 1), torch.zeros(0, 1)))
@@ -506,7 +507,7 @@ def test_canaries_that_do_not_go_with_the_adjacency_are_refused():
 
 def test_runs_that_share_an_accountant_are_refused():
     make = maker(dp.Full(2), "replace_one", 1.0, shared=dp.Accountant(adjacency="replace_one"))
-    with pytest.raises(dp.SequenceError, match="an accountant of its own"):
+    with pytest.raises(SequenceError, match="an accountant of its own"):
         dp.audit_training(make, DATA, CANARY, loss=LOSS, delta=0.1, trials=10)
 
 

@@ -24,6 +24,7 @@ from torch_dpsco.clip_selection import (
     rank_error,
     target_quantile,
 )
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError, UtilityWarning
 from torch_dpsco.mechanisms.exponential import geometric_grid
 
 NORMS = np.random.default_rng(0).exponential(size=2000)
@@ -59,7 +60,7 @@ def test_each_rule_gives_its_quantile(rule, rate, expected):
 
 def test_where_noise_dominates_the_quantile_is_a_tenth_and_a_warning_says_so():
     for rule in ("theory", "balanced"):
-        with pytest.warns(dp.UtilityWarning, match="noise dominates"):
+        with pytest.warns(UtilityWarning, match="noise dominates"):
             assert target_quantile(rule, 0.91, **PILOT) == 0.1
 
 
@@ -68,7 +69,7 @@ def test_a_quantile_past_what_the_pilot_resolves_is_lowered_and_reported():
     assert error == pytest.approx(2 * math.log(107 / 0.05))
     just = 2 * error / 2000
     assert target_quantile("theory", just * 1.001, **PILOT) == pytest.approx(1 - just * 1.001)
-    with pytest.warns(dp.UtilityWarning, match=r"quantile 0.985 instead of 0.999"):
+    with pytest.warns(UtilityWarning, match=r"quantile 0.985 instead of 0.999"):
         lowered = target_quantile("theory", 0.001, **PILOT)
     assert lowered == pytest.approx(1 - just)
 
@@ -76,7 +77,7 @@ def test_a_quantile_past_what_the_pilot_resolves_is_lowered_and_reported():
 def test_quantiles_near_the_end_are_kept_away_from_thresholds_above_every_norm():
     """At 1 - rank_error / n itself, more than a quarter of the draws are above every norm."""
     norms = np.random.default_rng(1).standard_t(2.5, size=2000)
-    with pytest.warns(dp.UtilityWarning):
+    with pytest.warns(UtilityWarning):
         quantile = target_quantile("theory", 1e-9, **PILOT)
     law = quantile_probabilities(np.abs(norms), geometric_grid(C_MIN, C_MAX), quantile, 1.0)
     above = sum(p for p, tau in zip(law, geometric_grid(C_MIN, C_MAX), strict=True) if tau >= np.abs(norms).max())
@@ -85,9 +86,9 @@ def test_quantiles_near_the_end_are_kept_away_from_thresholds_above_every_norm()
 
 def test_a_pilot_that_resolves_nothing_is_refused_with_the_size_that_does():
     least = math.floor(rank_error(0.01, 107)) + 1
-    with pytest.raises(dp.InfeasibleError, match=f"pilot_size must be >= {least}"):
+    with pytest.raises(InfeasibleError, match=f"pilot_size must be >= {least}"):
         target_quantile("median", pilot_size=least - 1, epsilon=0.01, grid_size=107)
-    with pytest.warns(dp.UtilityWarning, match="resolves ranks"):
+    with pytest.warns(UtilityWarning, match="resolves ranks"):
         assert 0 < target_quantile("median", pilot_size=least, epsilon=0.01, grid_size=107) < 0.01
 
 
@@ -107,7 +108,7 @@ def test_wrong_rules_are_named(arguments, message):
 
 def test_a_pilot_is_a_twentieth_and_at_least_200():
     assert [pilot_size(n) for n in (201, 4000, 4001, 100_000)] == [200, 200, 201, 5000]
-    with pytest.raises(dp.InfeasibleError, match="n must be > 200"):
+    with pytest.raises(InfeasibleError, match="n must be > 200"):
         pilot_size(200)
 
 
@@ -176,7 +177,7 @@ def test_nothing_is_drawn_that_was_not_charged(release, monkeypatch):
     monkeypatch.setattr(clip_selection, "draw_quantile", draw)
     monkeypatch.setattr(clip_selection, "normal", draw)
     accountant = dp.Accountant(dp.Budget(0.1, 1e-6))
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         release(accountant=accountant)
     assert len(accountant) == 0
     accountant = dp.Accountant()
@@ -188,15 +189,15 @@ def test_nothing_is_drawn_that_was_not_charged(release, monkeypatch):
 @pytest.mark.parametrize("release", [quantile, moment])
 def test_without_a_public_size_add_remove_is_refused(release):
     budget = dp.Budget(100.0, 1e-6, adjacency=ADD_REMOVE)
-    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+    with pytest.raises(AdjacencyError, match="add_remove"):
         release(accountant=dp.Accountant(budget))
     release(accountant=dp.Accountant(budget), n=2000)
 
 
 def test_a_threshold_at_an_end_of_the_grid_warns_by_the_output_alone():
-    with pytest.warns(dp.UtilityWarning, match="c_max is probably wrong"):
+    with pytest.warns(UtilityWarning, match="c_max is probably wrong"):
         quantile(np.geomspace(1.0, 1e6, 4000), epsilon=5.0, c_max=100.0)
-    with pytest.warns(dp.UtilityWarning, match="c_min is probably wrong"):
+    with pytest.warns(UtilityWarning, match="c_min is probably wrong"):
         quantile(np.geomspace(1e-6, 1.0, 4000), quantile=0.1, epsilon=5.0, c_min=0.1)
 
 
@@ -228,7 +229,7 @@ def test_one_norm_moves_the_moment_by_at_most_1(monkeypatch):
 def test_the_moment_has_its_noise(monkeypatch):
     monkeypatch.setattr(clip_selection, "draw_quantile", lambda *arguments: 2.0)
     rho, n, generator = 0.02, 400, torch.Generator().manual_seed(4)
-    with pytest.warns(dp.UtilityWarning, match="generator= makes"):
+    with pytest.warns(UtilityWarning, match="generator= makes"):
         draws = [moment(np.full(n, 1.5), 2.0, rho=rho, generator=generator) for _ in range(2000)]
     noise = (np.square(np.asarray(draws) / 2.0) - 0.5625) * n
     # (1/2) sensitivity^2 / std^2 is half of rho
@@ -238,7 +239,7 @@ def test_the_moment_has_its_noise(monkeypatch):
 
 def test_a_moment_that_drowns_in_noise_is_0_and_says_so(monkeypatch):
     monkeypatch.setattr(clip_selection, "normal", lambda std, source: -1e9)
-    with pytest.warns(dp.UtilityWarning, match="drowned"):
+    with pytest.warns(UtilityWarning, match="drowned"):
         assert moment() == 0.0
 
 

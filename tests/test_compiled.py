@@ -21,6 +21,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from tests.rows.test_rows import MODELS, built, mlp, trained
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.optim import compiled
 from torch_dpsco.rows import GradBatch, has_rows
 from torch_dpsco.rows.attach import is_attached
@@ -133,7 +134,7 @@ def test_rows_of_the_filling_never_count(monkeypatch: pytest.MonkeyPatch) -> Non
     # were they not cut off, the optimizer would see more rows than were drawn
     rows = vectorized(model, size=4)
     rows._rows = lambda inputs, targets, part: rows._call(rows._eager, *(fill(t[part], 4) for t in (inputs, targets)))
-    with pytest.raises(dp.SequenceError, match="at most the rows of one draw, and got more"):
+    with pytest.raises(SequenceError, match="at most the rows of one draw, and got more"):
         means(model, x, y, rows)
 
 
@@ -305,7 +306,7 @@ class _Counting(nn.Module):
 @pytest.mark.parametrize("write", ["in place", "by data", "records"])
 def test_a_forward_that_writes_is_refused(write: str) -> None:
     model = _Counting(write)
-    with pytest.raises((dp.PrivacyError, ValueError), match=r"must not change buffers|vectorizes.*(inplace|in-place)"):
+    with pytest.raises((PrivacyError, ValueError), match=r"must not change buffers|vectorizes.*(inplace|in-place)"):
         means(model, torch.ones(3, 2), torch.ones(3), vectorized(model))
 
 
@@ -316,11 +317,11 @@ def test_models_that_cannot_be_attached_are_refused() -> None:
     rows = vectorized(model)
     ours = make_optimizer(model, dp.Full(3))
     dp.attach(model)
-    with pytest.raises(dp.SequenceError, match=r"call dp\.detach\(model\) first"):
+    with pytest.raises(SequenceError, match=r"call dp\.detach\(model\) first"):
         vectorized(model)
-    with pytest.raises(dp.SequenceError, match=r"call dp\.detach\(model\) first"):
+    with pytest.raises(SequenceError, match=r"call dp\.detach\(model\) first"):
         rows.step(ours, torch.ones(3, 2), torch.ones(3))
-    with pytest.raises(dp.SequenceError, match="exactly the model's trainable parameters"):
+    with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
         vectorized(nn.Linear(2, 1)).step(ours, torch.ones(3, 2), torch.ones(3))
     with pytest.raises(ValueError, match="must be a PrivateOptimizer"):
         vectorized(nn.Linear(2, 1)).step(torch.optim.SGD(model.parameters()), torch.ones(3, 2), torch.ones(3))
@@ -384,7 +385,7 @@ def test_what_cannot_be_compiled_is_vectorized_with_a_warning() -> None:
     model, x = built("mlp")
     y = torch.ones(5, dtype=torch.float64)
     rows = vectorized(model, backend=backend)
-    with pytest.warns(dp.UtilityWarning, match=r"vectorized, but not compiled: torch\.compile raised .*"):
+    with pytest.warns(UtilityWarning, match=r"vectorized, but not compiled: torch\.compile raised .*"):
         mean = means(model, x, y, rows)
     assert torch.equal(mean, means(model, x, y, vectorized(model)))
 
@@ -448,7 +449,7 @@ def test_fit_goes_on_without_what_cannot_be_compiled_and_says_why() -> None:
     cases = [(_Branching(), None, "vmap"), (single, _own_function, "autograd.Function"), (attached, None, "detach")]
     for model, loss, reason in cases:
         plain = copy.deepcopy(model)
-        with pytest.warns(dp.UtilityWarning, match=f"compile=True is not possible, so that fit goes on .*{reason}"):
+        with pytest.warns(UtilityWarning, match=f"compile=True is not possible, so that fit goes on .*{reason}"):
             ours = fitted(model, loss, compile=True)
         assert ours.steps == len(ours.accountant) == 3
         assert is_attached(model)

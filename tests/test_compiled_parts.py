@@ -15,6 +15,7 @@ from tests.problems import make_optimizer
 from torch_dpsco import train
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import GradBatch, has_rows, micro_batches
 from torch_dpsco.rows.micro_batches import micro_batch_size
 from torch_dpsco.rows.precomputed import forget_rows, leave_rows
@@ -86,20 +87,20 @@ def test_left_rows_are_taken_in_the_order_of_the_optimizer() -> None:
     assert (taken.norms() >= exact).all()
     torch.testing.assert_close(taken.norms(), exact, rtol=2.0**-13, atol=0.0)
     leave_rows(params, rows)
-    with pytest.raises(dp.SequenceError, match="exactly the parameters whose rows were left"):
+    with pytest.raises(SequenceError, match="exactly the parameters whose rows were left"):
         GradBatch.consume(params[:2])
 
 
 def test_rows_are_not_left_beside_others() -> None:
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
     leave_rows(params, left(params))
-    with pytest.raises(dp.SequenceError, match="rows are waiting for a step already"):
+    with pytest.raises(SequenceError, match="rows are waiting for a step already"):
         leave_rows(params, left(params))
     forget_rows(params)
     assert not has_rows(params)
     params[1].grad_sample = torch.ones(6, 3)  # type: ignore[attr-defined]
     forget_rows(params)  # those of others stay
-    with pytest.raises(dp.SequenceError, match="rows are waiting for a step already"):
+    with pytest.raises(SequenceError, match="rows are waiting for a step already"):
         leave_rows(params, left(params))
 
 

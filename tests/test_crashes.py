@@ -19,6 +19,7 @@ import torch_dpsco as dp
 from tests.crashes.runs import CASES, EVERY, train
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError, UtilityWarning
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.secret import SecretState
 
@@ -121,7 +122,7 @@ def check(name: str, point: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["accelerated", "localized-user"])
 def test_a_killed_run_goes_on_or_loses(name: str, released: bool, tmp_path: Path, monkeypatch: Any) -> None:
     killed(name, tmp_path, EVERY + 2, monkeypatch, released=released)
-    with pytest.warns(dp.UtilityWarning, match=f"^2 steps after step {EVERY} were lost to a crash"):
+    with pytest.warns(UtilityWarning, match=f"^2 steps after step {EVERY} were lost to a crash"):
         optimizer, accountant = train(CASES[name], tmp_path)
     assert optimizer.finalized
     assert optimizer.steps == 7
@@ -133,7 +134,7 @@ def test_a_killed_run_goes_on_or_loses(name: str, released: bool, tmp_path: Path
         assert [found[f"{part} Gaussian"] for part in range(2)] == [4, 3]
         assert [found[f"{part} AboveThreshold"] for part in range(2)] == [1, 1]
     accountant.close()
-    with pytest.warns(dp.UtilityWarning, match="nothing was trained"):  # the script, run once more
+    with pytest.warns(UtilityWarning, match="nothing was trained"):  # the script, run once more
         again, ledger = train(CASES[name], tmp_path)
     assert again.finalized
     assert counts(ledger) == found
@@ -141,9 +142,9 @@ def test_a_killed_run_goes_on_or_loses(name: str, released: bool, tmp_path: Path
 
 def test_a_second_crash_before_the_next_checkpoint_loses_more(tmp_path: Path, monkeypatch: Any) -> None:
     killed("holder-poisson", tmp_path, 2, monkeypatch)
-    with pytest.warns(dp.UtilityWarning, match="^2 steps after step 0"):
+    with pytest.warns(UtilityWarning, match="^2 steps after step 0"):
         killed("holder-poisson", tmp_path, 1, monkeypatch)
-    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 2"):  # a resumed run is saved at once
+    with pytest.warns(UtilityWarning, match="^1 steps after step 2"):  # a resumed run is saved at once
         optimizer, accountant = train(CASES["holder-poisson"], tmp_path)
     assert (optimizer.steps, len(accountant)) == (8, 8)
 
@@ -152,7 +153,7 @@ def test_a_line_torn_by_the_crash_costs_nothing(tmp_path: Path, monkeypatch: Any
     killed("accelerated", tmp_path, EVERY + 1, monkeypatch)
     with (tmp_path / "ledger").open("ab") as file:
         file.write(b'{"at": 4, "cou')
-    with pytest.warns(dp.UtilityWarning) as told:
+    with pytest.warns(UtilityWarning) as told:
         optimizer, accountant = train(CASES["accelerated"], tmp_path)
     assert "it is dropped" in str(told[0].message)
     assert str(told[1].message).startswith(f"1 steps after step {EVERY}")
@@ -162,7 +163,7 @@ def test_a_line_torn_by_the_crash_costs_nothing(tmp_path: Path, monkeypatch: Any
 
 def test_a_run_that_lost_its_last_steps_finishes(tmp_path: Path, monkeypatch: Any) -> None:
     killed("holder-poisson", tmp_path, 8, monkeypatch)
-    with pytest.warns(dp.UtilityWarning, match="^2 steps after step 6"):
+    with pytest.warns(UtilityWarning, match="^2 steps after step 6"):
         optimizer, accountant = train(CASES["holder-poisson"], tmp_path)
     assert (optimizer.finalized, len(accountant)) == (True, 8)
 
@@ -170,7 +171,7 @@ def test_a_run_that_lost_its_last_steps_finishes(tmp_path: Path, monkeypatch: An
 def test_a_halt_that_the_checkpoint_missed_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
     killed("user-halting", tmp_path, 1, monkeypatch, released=True)
     assert not state_in(tmp_path)["dpsco"]["halted"]
-    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 0"):
+    with pytest.warns(UtilityWarning, match="^1 steps after step 0"):
         optimizer, accountant = train(CASES["user-halting"], tmp_path)
     assert optimizer.halted
     assert optimizer.oracle._test.asked == 1  # no query was answered after the halt
@@ -188,7 +189,7 @@ def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> Non
         patched.setattr(PrivateOptimizer, "_note_halt", kill)
         with pytest.raises(Killed):
             train(CASES["user-halting"], tmp_path)
-    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 0"):
+    with pytest.warns(UtilityWarning, match="^1 steps after step 0"):
         optimizer, _ = train(CASES["user-halting"], tmp_path)
     assert optimizer.halted
     assert optimizer.oracle._test.asked == 2
@@ -196,7 +197,7 @@ def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> Non
 
 def test_a_search_that_was_lost_ends_the_run_at_its_start(tmp_path: Path, monkeypatch: Any) -> None:
     killed("user-searched", tmp_path, 1, monkeypatch)
-    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 0"):
+    with pytest.warns(UtilityWarning, match="^1 steps after step 0"):
         optimizer, accountant = train(CASES["user-searched"], tmp_path)
     assert (optimizer.halted, optimizer.steps) == (True, 5)
     assert counts(accountant)[" Pure"] == 1
@@ -209,8 +210,8 @@ def test_an_answer_lost_to_a_crash_is_charged_again_or_refused(tmp_path: Path, m
         patched.setattr(checkpoint.Checkpoint, "save", _kill_when_charged)
         with pytest.raises(Killed):
             train(case, tmp_path)
-    lost = pytest.warns(dp.UtilityWarning, match="was charged before the crash and is lost")
-    with lost, pytest.raises(dp.BudgetExceeded):
+    lost = pytest.warns(UtilityWarning, match="was charged before the crash and is lost")
+    with lost, pytest.raises(BudgetExceeded):
         train(case, tmp_path)
 
 
@@ -254,7 +255,7 @@ def test_a_run_is_resumed_with_its_own_ledger_file_only(tmp_path: Path) -> None:
     begun(tmp_path / "other")[0].accountant.close()
     (tmp_path / "older").write_bytes(older)
     case = CASES["holder-poisson"]
-    with pytest.warns(dp.UtilityWarning, match="has no mark"):
+    with pytest.warns(UtilityWarning, match="has no mark"):
         behind = dp.Accountant(case.budget, ledger_path=tmp_path / "older")
     for accountant in (
         dp.Accountant(case.budget),
@@ -263,14 +264,14 @@ def test_a_run_is_resumed_with_its_own_ledger_file_only(tmp_path: Path) -> None:
         behind,
     ):
         fresh = case.build(dp.attach(case.model()).parameters(), accountant)
-        with pytest.raises(dp.PrivacyError, match="ledger file of the run, as new as its checkpoint"):
+        with pytest.raises(PrivacyError, match="ledger file of the run, as new as its checkpoint"):
             fresh.resume(newer)
         assert fresh.steps == 0
     own = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
-    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 2"):
+    with pytest.warns(UtilityWarning, match="^1 steps after step 2"):
         assert own.resume(state) == 1
     assert (own.steps, own.run, len(own.accountant)) == (3, optimizer.run, 3)
-    with pytest.raises(dp.SequenceError, match="must be called on a new optimizer"):
+    with pytest.raises(SequenceError, match="must be called on a new optimizer"):
         own.resume(state)
 
 
@@ -285,7 +286,7 @@ def test_a_checkpoint_of_the_start_names_its_ledger(tmp_path: Path) -> None:
             assert fresh.resume(state) == 0
             assert fresh.run == optimizer.run
         else:
-            with pytest.raises(dp.PrivacyError, match="ledger file of the run"):
+            with pytest.raises(PrivacyError, match="ledger file of the run"):
                 fresh.resume(state)
 
 
@@ -298,13 +299,13 @@ def test_steps_without_their_charges_are_refused(tmp_path: Path) -> None:
         forged = copy.deepcopy(state)
         forged["dpsco"]["ledger"] = accountant.state_dict()
         fresh = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget))
-        with pytest.raises(dp.PrivacyError, match="must hold the charges of its 4 steps"):
+        with pytest.raises(PrivacyError, match="must hold the charges of its 4 steps"):
             fresh.load_state_dict(forged)
         assert fresh.steps == 0
     forged["dpsco"]["version"] = 2
     for name in ("run", "since"):
         del forged["dpsco"][name]
-    with pytest.raises(dp.PrivacyError, match="must hold the charges of its 4 steps"):
+    with pytest.raises(PrivacyError, match="must hold the charges of its 4 steps"):
         fresh.load_state_dict(forged)
 
 
@@ -369,7 +370,7 @@ def test_a_run_of_noisy_tests_goes_on_in_one_place(tmp_path: Path) -> None:
     first, second = both
     first.step(next(iter(first.opt.loader(data, ids, padding=False))))
     charged = len(accountant)
-    with pytest.raises(dp.SequenceError, match="goes on with the same run"):
+    with pytest.raises(SequenceError, match="goes on with the same run"):
         second.step(next(iter(second.opt.loader(data, ids, padding=False))))
     assert (second.opt.steps, len(accountant)) == (0, charged)
     first.step(next(iter(first.opt.loader(data, ids, padding=False))))
@@ -396,13 +397,13 @@ def test_ctrl_c_between_charge_and_answer_ends_a_run_of_noisy_tests(
             run.step(next(iter(loader)))
     charged = len(run.opt.accountant)
     assert charged
-    with pytest.raises(dp.SequenceError, match=r"failed after its charge: resume the run .* or finalize\(\)"):
+    with pytest.raises(SequenceError, match=r"failed after its charge: resume the run .* or finalize\(\)"):
         run.step(next(iter(run.opt.loader(data, ids, resume=True))))
     assert (run.opt.steps, len(run.opt.accountant)) == (0, charged)
     run.opt.finalize()
     run.opt.accountant.close()
     run.opt = case.build(run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
-    with pytest.warns(dp.UtilityWarning, match="^1 steps after step 0 were lost"):
+    with pytest.warns(UtilityWarning, match="^1 steps after step 0 were lost"):
         assert run.opt.resume(state) == 1
     run.step(next(iter(run.opt.loader(data, ids, resume=True))))
     assert run.opt.steps == 2
@@ -410,7 +411,7 @@ def test_ctrl_c_between_charge_and_answer_ends_a_run_of_noisy_tests(
 
 def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(tmp_path: Path, monkeypatch: Any) -> None:
     killed("localized-pilot", tmp_path, 1, monkeypatch, released=True)
-    with pytest.warns(dp.UtilityWarning) as told:
+    with pytest.warns(UtilityWarning) as told:
         optimizer, _ = train(CASES["localized-pilot"], tmp_path)
     assert "the pilot's threshold was lost to a crash" in str(told[0].message)
     pilot = optimizer.oracle.phases[0][0]
@@ -471,7 +472,7 @@ def test_a_partition_goes_on_with_its_own_records_only(wrapped: Any, saved: bool
         optimizer = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget))
         optimizer.load_state_dict(state)
     for other in (permuted(data), changed(data)):
-        with pytest.raises(dp.PrivacyError, match="must hold the records of the run") as caught:
+        with pytest.raises(PrivacyError, match="must hold the records of the run") as caught:
             optimizer.loader(wrapped(other), resume=True)
         assert "17" not in str(caught.value)
     assert len(optimizer.loader(wrapped(data), resume=True)) == 6
@@ -481,7 +482,7 @@ def test_ids_of_users_are_records_too() -> None:
     run = runs.localized(runs.phased(runs.plan(200, 1), runs.plan(300, 1), n_users=500))
     data, ids = runs.agreeing(500)
     run.step(next(iter(run.opt.loader(data, ids, padding=False))))
-    with pytest.raises(dp.PrivacyError, match="must hold the records of the run"):
+    with pytest.raises(PrivacyError, match="must hold the records of the run"):
         run.opt.loader(data, ids.roll(1), resume=True)
     run.opt.loader(data, ids, resume=True)
 
@@ -506,7 +507,7 @@ def test_a_checkpoint_needs_a_ledger_file(tmp_path: Path) -> None:
     case = CASES["holder-poisson"]
     model = case.model()
     optimizer = case.build(model.parameters(), dp.Accountant(case.budget))
-    with pytest.raises(dp.PrivacyError, match="must have a ledger file for a run with checkpoints"):
+    with pytest.raises(PrivacyError, match="must have a ledger file for a run with checkpoints"):
         dp.fit(model, optimizer, case.data()[0], case.loss, checkpoint=tmp_path / "checkpoint", progress=False)
     assert not (tmp_path / "checkpoint").exists()
 
@@ -518,14 +519,14 @@ def test_a_finished_run_says_that_it_trains_nothing(name: str, tmp_path: Path) -
     _, accountant = train(case, tmp_path)
     accountant.close()
     text = "nothing was trained: checkpoint='.*checkpoint' is of a finished run"
-    with pytest.warns(dp.UtilityWarning, match=text):
+    with pytest.warns(UtilityWarning, match=text):
         optimizer, ledger = train(replace(case, data=lambda: (changed(case.data()[0]), case.data()[1])), tmp_path)
     ledger.close()
     assert optimizer.finalized
     fewer = torch.utils.data.TensorDataset(*(t[1:] for t in case.data()[0].tensors))
     if optimizer.accountant.unit == "user":
         return  # who are not all in the data
-    with pytest.raises(dp.UnitError, match="n must be the number of records under replace_one"):
+    with pytest.raises(UnitError, match="n must be the number of records under replace_one"):
         train(replace(case, data=lambda: (fewer, None)), tmp_path)
 
 
@@ -540,7 +541,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.torch, "save", torn)
-        with pytest.warns(dp.UtilityWarning, match="lost to a crash"), pytest.raises(Killed):
+        with pytest.warns(UtilityWarning, match="lost to a crash"), pytest.raises(Killed):
             train(CASES["holder-poisson"], tmp_path)
     assert (tmp_path / "checkpoint").read_bytes() == before
 
@@ -563,6 +564,6 @@ def test_a_checkpoint_of_another_plan_or_run_is_refused(tmp_path: Path) -> None:
     model = case.model()
     other = case.build(model.parameters(), optimizer.accountant)
     other._steps = 1
-    with pytest.raises(dp.PrivacyError, match="must be a file of this run"):
+    with pytest.raises(PrivacyError, match="must be a file of this run"):
         dp.fit(model, other, case.data()[0], case.loss, checkpoint=tmp_path / "checkpoint", progress=False)
     assert (tmp_path / "checkpoint").read_bytes() == before

@@ -17,6 +17,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.sampling import make_sampler
@@ -78,7 +79,7 @@ def test_a_loop_cannot_leave_a_draw_out(design: Design, make: Callable[..., Any]
         while len(x) <= N:
             (x,) = next(iter(loader))
 
-    with pytest.raises(dp.SequenceError, match=r"the previous batch was not used.* optimizer.discard\(\)"):
+    with pytest.raises(SequenceError, match=r"the previous batch was not used.* optimizer.discard\(\)"):
         choose()
     assert opt.steps == len(opt.accountant) == 0
 
@@ -91,7 +92,7 @@ def test_a_draw_that_was_given_up_is_the_next_one_again(design: Design, make: Ca
     batches = iter(loader)
     seen = next(batches)[0][:, 0].tolist()
     opt.discard()
-    with pytest.raises(dp.SequenceError, match="the draw was given up"):
+    with pytest.raises(SequenceError, match="the draw was given up"):
         next(batches)
     for _ in range(3):  # as often as one likes
         assert next(iter(loader))[0][:, 0].tolist() == seen
@@ -112,7 +113,7 @@ def test_a_step_that_fails_does_not_exchange_its_draw(design: Design) -> None:
             break
         step(model, opt, x)
     made = opt.steps
-    with pytest.raises(dp.SequenceError, match="per-sample gradients are missing"):
+    with pytest.raises(SequenceError, match="per-sample gradients are missing"):
         opt.step()  # without a backward
     (again,) = next(iter(loader))
     assert again.tolist() == x.tolist()
@@ -123,7 +124,7 @@ def test_a_step_that_fails_does_not_exchange_its_draw(design: Design) -> None:
 def test_a_draw_given_up_goes_to_the_next_loader_whole_or_in_parts() -> None:
     model, opt = run(dp.Fixed(10, N))
     (x,) = next(iter(opt.loader(DATA)))
-    with pytest.raises(dp.SequenceError, match="the previous batch was not used"):
+    with pytest.raises(SequenceError, match="the previous batch was not used"):
         opt.loader(DATA)
     opt.discard()
     parts = []
@@ -138,7 +139,7 @@ def test_a_draw_given_up_is_refused_on_a_data_set_of_another_size() -> None:
     opt = make_optimizer(model, dp.Poisson(4, N), noise=1.0, adjacency="add_remove")
     next(iter(opt.loader(DATA)))
     opt.discard()
-    with pytest.raises(dp.SequenceError, match="a loader of the same data set"):
+    with pytest.raises(SequenceError, match="a loader of the same data set"):
         opt.loader(TensorDataset(torch.zeros(N - 1, 1)))
 
 
@@ -146,10 +147,10 @@ def test_of_several_loaders_only_the_newest_delivers() -> None:
     _, opt = run(dp.Poisson(4, N))
     loaders = [opt.loader(DATA) for _ in range(3)]
     for old in loaders[:-1]:
-        with pytest.raises(dp.SequenceError, match="replaced by a later one"):
+        with pytest.raises(SequenceError, match="replaced by a later one"):
             next(iter(old))
     next(iter(loaders[-1]))
-    with pytest.raises(dp.SequenceError, match="the previous batch was not used"):
+    with pytest.raises(SequenceError, match="the previous batch was not used"):
         opt.bind(loaders[0])
     opt.discard()
     opt.bind(loaders[0])
@@ -161,7 +162,7 @@ def test_an_iteration_that_was_begun_delivers_nothing_after_its_loader_was_repla
     older = iter(opt.loader(DATA))
     step(model, opt, next(older)[0])
     opt.loader(DATA)
-    with pytest.raises(dp.SequenceError, match="replaced by a later one"):
+    with pytest.raises(SequenceError, match="replaced by a later one"):
         next(older)
 
 
@@ -170,7 +171,7 @@ def test_a_loader_whose_draw_was_seen_is_not_bound() -> None:
     loaders = [DataLoader(DATA, batch_sampler=make_sampler(opt.design)) for _ in range(3)]
     for loader in loaders:
         next(iter(loader))
-        with pytest.raises(dp.SequenceError, match="must be bound before its first batch is drawn"):
+        with pytest.raises(SequenceError, match="must be bound before its first batch is drawn"):
             opt.bind(loader)
 
 
@@ -181,16 +182,16 @@ def test_a_loader_has_one_optimizer() -> None:
     loader = opt.loader(DATA)
     batches = iter(loader)
     next(batches)
-    with pytest.raises(dp.SequenceError, match="must be bound before its first batch is drawn"):
+    with pytest.raises(SequenceError, match="must be bound before its first batch is drawn"):
         sink.bind(loader)
     opt.discard()
-    with pytest.raises(dp.SequenceError, match="must be bound before its first batch is drawn"):
+    with pytest.raises(SequenceError, match="must be bound before its first batch is drawn"):
         sink.bind(loader)
     step(model, opt, next(iter(loader))[0])
     sink.bind(loader)  # between two steps it may change hands
     (x,) = next(iter(loader))
     model(x).sum().backward()
-    with pytest.raises(dp.SequenceError, match="no batch is outstanding"):
+    with pytest.raises(SequenceError, match="no batch is outstanding"):
         opt.step()
     sink.discard()
     step(sink_model, sink, next(iter(loader))[0])
@@ -204,7 +205,7 @@ def test_a_draw_that_was_given_up_is_of_no_other_partition(design: Design) -> No
         step(model, opt, next(batches)[0])
     seen = next(batches)[0].tolist()
     opt.discard()
-    with pytest.raises(dp.SequenceError, match=r"resume=True|start again"):
+    with pytest.raises(SequenceError, match=r"resume=True|start again"):
         opt.loader(DATA)
     for _ in range(2):
         loader = opt.loader(DATA, resume=True)
@@ -239,7 +240,7 @@ def test_a_draw_that_was_given_up_does_not_come_in_a_pass_of_another_optimizer()
     next(iter(opt.loader(DATA)))
     opt.discard()
     other.loader(DATA)
-    with pytest.raises(dp.SequenceError, match="was given up and is the next one again"):
+    with pytest.raises(SequenceError, match="was given up and is the next one again"):
         opt.bind(other.loader(DATA, resume=True))
 
 
@@ -248,9 +249,9 @@ def test_phases_are_begun_and_ended_by_one_optimizer() -> None:
     loader = opt.loader(DATA)
     batches = iter(loader)
     step(model, opt, next(batches)[0])
-    with pytest.raises(dp.SequenceError, match=r"go on with draw 0 of the phases \(got one at draw 1\)"):
+    with pytest.raises(SequenceError, match=r"go on with draw 0 of the phases \(got one at draw 1\)"):
         other.bind(loader)
-    with pytest.raises(dp.SequenceError, match=r"go on with draw 1 of the phases \(got one at draw 0\)"):
+    with pytest.raises(SequenceError, match=r"go on with draw 1 of the phases \(got one at draw 0\)"):
         opt.bind(DataLoader(DATA, batch_sampler=make_sampler(PHASES)))
     step(other_model, other, next(iter(other.loader(DATA, resume=True)))[0])
     step(model, opt, next(batches)[0])
@@ -276,7 +277,7 @@ def test_a_pass_goes_on_at_the_place_of_its_checkpoint_only() -> None:
     state = opt.state_dict()
     step(model, opt, next(batches)[0])
     opt.load_state_dict(state)
-    with pytest.raises(dp.SequenceError, match="this loader was replaced"):
+    with pytest.raises(SequenceError, match="this loader was replaced"):
         next(batches)
     for (x,) in opt.loader(DATA, resume=True):
         records += step(model, opt, x)
@@ -316,7 +317,7 @@ def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
             break
         step(model, opt, rows)
     opt.discard()
-    with pytest.raises(dp.SequenceError, match="goes on with the same dataset object"):
+    with pytest.raises(SequenceError, match="goes on with the same dataset object"):
         loader(other)
     assert opt.steps == 2
     (rows,) = next(iter(loader(same)))

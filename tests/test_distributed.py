@@ -39,6 +39,7 @@ from tests.processes import (
 from tests.streams import gaussians, seeded
 from torch_dpsco import distributed
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.errors import SequenceError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler
@@ -71,7 +72,7 @@ def fitted(rank: int) -> dict[str, Any]:
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
         dp.fit(model, optimizer, data, dp.losses.Logistic(), physical_batch_size=3)
-    spent = optimizer.privacy_spent()
+    spent = optimizer.report().figures
     facts = {"steps": optimizer.steps, "planned": optimizer.schedule.steps, "epsilon": spent.epsilon}
     return facts | {"answer": numbers(model), "shown": shown.getvalue(), "ledger": optimizer.accountant.ledger.digest()}
 
@@ -136,7 +137,7 @@ def noise_alone(rank: int, mutated: bool) -> Tensor:
     model = layer(inputs=20_000, dtype=torch.float32)
     model.bias.requires_grad_(False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dp.UtilityWarning)  # of the seed
+        warnings.simplefilter("ignore", UtilityWarning)  # of the seed
         optimizer = full(model, 4, noise=2.0, generator=torch.Generator().manual_seed(rank))
     for features, target in optimizer.loader(TensorDataset(x, x[:, :1]), steps=1):
         backward(model, optimizer, features, target)
@@ -289,14 +290,14 @@ def test_an_optimizer_made_before_the_process_group_is_refused(monkeypatch: pyte
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for call in (optimizer.step, lambda: optimizer.loader(records())):
-        with pytest.raises(dp.SequenceError, match="world_size must be 1 for an optimizer made in one process"):
+        with pytest.raises(SequenceError, match="world_size must be 1 for an optimizer made in one process"):
             call()
     assert len(optimizer.accountant) == optimizer.steps == 0
 
 
 def test_the_part_of_a_rank_is_no_batch_of_one_process() -> None:
     sampler = RankSampler(dp.Full(N), rank=0, processes=2, key=bytes(32))
-    with pytest.raises(dp.UnknownSamplerError, match="got the part of one of several processes"):
+    with pytest.raises(UnknownSamplerError, match="got the part of one of several processes"):
         full(layer()).bind(DataLoader(records(), batch_sampler=sampler))
 
 
@@ -344,7 +345,7 @@ def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(pr
     answer = oracles[0].release(torch.Generator()).mean[0]  # without noise
     torch.testing.assert_close(answer, total.float(), rtol=1e-6, atol=0.0)
     assert f"{processes} processes that trust each other" in oracles[0].assumptions[0]
-    with pytest.raises(dp.SequenceError, match="a logical batch must have at most"):
+    with pytest.raises(SequenceError, match="a logical batch must have at most"):
         oracles[0].replace_sum(total, oracles[0]._summation.max_rows + 1)
     with pytest.raises(ValueError, match="processes must be <= 1020"):
         oracles[0].share(1021)

@@ -38,6 +38,7 @@ from tests.processes import (
 )
 from torch_dpsco import distributed as agreement
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.oracles import AdaptiveClipped, AutoClip, Clipped
 from torch_dpsco.rules import SGD, TorchRule
 
@@ -65,7 +66,7 @@ def offered(optimizer: dp.PrivateOptimizer, loader: Any, steps: int, most: int) 
             return
         try:
             batch = next(batches)
-        except dp.SequenceError:
+        except SequenceError:
             batches = iter(loader)
             batch = next(batches)
         yield batch
@@ -81,7 +82,7 @@ def missing_rows(rank: int) -> dict[str, Any]:
             backward(model, optimizer, x, y)
         try:
             optimizer.step()
-        except dp.SequenceError as error:
+        except SequenceError as error:
             errors.append((k, str(error)))
     return {"errors": errors, "steps": optimizer.steps, "charged": len(optimizer.accountant), "answer": numbers(model)}
 
@@ -97,7 +98,7 @@ def failed_chunk(rank: int) -> dict[str, Any]:
             backward(model, optimizer, x, y)
         try:
             optimizer.step()
-        except dp.SequenceError as error:
+        except SequenceError as error:
             errors.append((k, str(error)))
     return {"errors": errors, "steps": optimizer.steps, "charged": len(optimizer.accountant), "answer": numbers(model)}
 
@@ -108,7 +109,7 @@ def steps_of(model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int) -> li
         backward(model, optimizer, x, y)
         try:
             optimizer.step()
-        except dp.PrivacyError as error:
+        except PrivacyError as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors
 
@@ -127,7 +128,7 @@ def failed_charge(rank: int) -> dict[str, Any]:
     if rank == 1:
 
         def refuse(*args: Any, **options: Any) -> None:
-            raise dp.PrivacyError("no disk")
+            raise PrivacyError("no disk")
 
         optimizer.accountant.authorize = refuse
     errors = steps_of(model, optimizer, 2)
@@ -141,7 +142,7 @@ def failed_release(rank: int) -> list[str]:
     optimizer = full(model, noise=1.0)
 
     def refuse(noise: torch.Generator) -> None:
-        raise dp.SequenceError("no noise")
+        raise SequenceError("no noise")
 
     optimizer.oracle.release = refuse  # of the object, as a fault would: the class is the one that was checked
     return steps_of(model, optimizer, 1)
@@ -152,7 +153,7 @@ def over_budget(rank: int) -> dict[str, Any]:
     optimizer = full(model, noise=30.0, accountant=dp.Accountant(dp.Budget(1.0, 1e-3)))
     errors = steps_of(model, optimizer, 50)
     facts = {"steps": optimizer.steps, "charged": len(optimizer.accountant), "kinds": sorted({e[:14] for e in errors})}
-    return facts | {"answer": numbers(model), "spent": optimizer.privacy_spent().epsilon}
+    return facts | {"answer": numbers(model), "spent": optimizer.report().epsilon}
 
 
 def given_up(rank: int) -> list[str]:
@@ -178,7 +179,7 @@ def other_draw(rank: int) -> list[str]:
     loader.batch_sampler.draws = lambda: itertools.islice(draws(), rank, None)
     x, y, _ = next(iter(loader))
     backward(model, optimizer, x, y)
-    return [message(dp.SequenceError, optimizer.step), str(len(optimizer.accountant))]
+    return [message(SequenceError, optimizer.step), str(len(optimizer.accountant))]
 
 
 def other_lr(rank: int) -> list[str]:
@@ -194,7 +195,7 @@ def other_call(rank: int) -> list[str]:
     optimizer = full(model, noise=1.0)
     for x, y, _ in optimizer.loader(records(), steps=1):
         backward(model, optimizer, x, y)
-        return [message(dp.SequenceError, optimizer.step if rank == 0 else optimizer.finalize)]
+        return [message(SequenceError, optimizer.step if rank == 0 else optimizer.finalize)]
     return []
 
 
@@ -212,7 +213,7 @@ def refusals(rank: int) -> dict[str, str]:
 
     adaptive = AdaptiveClipped(1.0, 1.0, 6, count_noise=5.0)
     smooth = dp.Schedule((dp.Phase(3, smoothing=0.1),))
-    all_positions = DataLoader(data, batch_sampler=dp.PoissonSampler(dp.Poisson(6, N)))
+    all_positions = DataLoader(data, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(6, N)))
     poisson = holder(layer(), noise=1.0)
     refused = {
         "clip": lambda: own(dp.Full(N), Clipped(1.0 + rank, 1.0, N))(),
@@ -244,7 +245,7 @@ def refusals(rank: int) -> dict[str, str]:
             ),
         ),
     }
-    return {name: message((dp.PrivacyError, ValueError), call) for name, call in refused.items()}
+    return {name: message((PrivacyError, ValueError), call) for name, call in refused.items()}
 
 
 def continued(rank: int) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def others(rank: int) -> dict[str, Any]:
     for kind in ("proximal", "adam"):
         model = layer()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dp.UtilityWarning)  # no theorem is left
+            warnings.simplefilter("ignore", UtilityWarning)  # no theorem is left
             if kind == "proximal":
                 plan = dp.ClippedSGD.plan(lr=0.1, clip=0.5, noise_multiplier=1.0, sampling=dp.Poisson(6, N))
                 optimizer = dp.ClippedSGD(model.parameters(), plan, prox=dp.prox.L1(0.01))
@@ -294,7 +295,7 @@ def others(rank: int) -> dict[str, Any]:
                 )
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
             for _ in range(2):
-                train(model, optimizer, dp.PhysicalBatches(optimizer.loader(records(), steps=3), 2))
+                train(model, optimizer, dp.sampling.PhysicalBatches(optimizer.loader(records(), steps=3), 2))
                 schedule.step()
         optimizer.finalize()
         said = str(optimizer.report(1e-3))
@@ -314,7 +315,7 @@ def ledger_file(rank: int, folder: str) -> dict[str, Any]:
         charged.append(len(accountant))
         accountant.close()
     own = dp.Accountant(ledger_path=f"{folder}/ledger{rank}")
-    return {"charged": charged, "everywhere": message(dp.SequenceError, lambda: full(layer(), accountant=own))}
+    return {"charged": charged, "everywhere": message(SequenceError, lambda: full(layer(), accountant=own))}
 
 
 def dying(rank: int) -> str:
@@ -327,7 +328,7 @@ def dying(rank: int) -> str:
         backward(model, optimizer, x, y)
         if k == 0:
             optimizer.step()
-    return message(dp.SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+    return message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import torch_dpsco as dp
 from tests.streams import picks, seeded
+from torch_dpsco.errors import (
+    AdjacencyError,
+    InfeasibleError,
+    MissingConstantError,
+    SequenceError,
+    UnitError,
+    UtilityWarning,
+)
 from torch_dpsco.make_private import make_private
 from torch_dpsco.rows.attach import is_attached
 
@@ -88,11 +96,11 @@ def test_one_line_makes_an_ordinary_loop_private(build: Any, shape: tuple[int, .
     assert is_attached(model)
     assert len(loader) == 5
     train(model, optimizer, loader, epochs=3, loss=nn.BCEWithLogitsLoss())
-    with pytest.raises(dp.SequenceError, match="all 15 planned steps are made"):
+    with pytest.raises(SequenceError, match="all 15 planned steps are made"):
         train(model, optimizer, loader)
     optimizer.finalize()
     assert optimizer.steps == len(optimizer.accountant) == 15
-    assert 0.99 < optimizer.privacy_spent().epsilon <= BUDGET.epsilon
+    assert 0.99 < optimizer.report().epsilon <= BUDGET.epsilon
     for old, new in zip(before, values(model), strict=True):
         assert bool(new.isfinite().all())
         assert not torch.equal(old, new)
@@ -170,7 +178,7 @@ def test_groups_keep_their_learning_rates_and_follow_a_scheduler_of_the_torch_op
         if rates == (0.2, 0.05):
             train(model, optimizer, loader)
         else:
-            with pytest.warns(dp.UtilityWarning, match="lr was changed"):
+            with pytest.warns(UtilityWarning, match="lr was changed"):
                 train(model, optimizer, loader)
         for old, p, rate in zip(before, model.parameters(), rates, strict=True):
             torch.testing.assert_close(p.detach(), old - rate * p.grad)
@@ -250,7 +258,7 @@ def test_any_sampler_of_the_old_loader_is_replaced_by_the_accounted_one() -> Non
     ):
         _, optimizer, loader = private(linear(), loader=plain)
         assert loader.design == optimizer.design == dp.Poisson(BATCH, N)
-        assert isinstance(loader.batch_sampler, dp.PoissonSampler)
+        assert isinstance(loader.batch_sampler, dp.sampling.PoissonSampler)
 
 
 def test_under_add_remove_n_is_a_reference_and_not_read_from_the_data() -> None:
@@ -270,7 +278,7 @@ def test_a_shared_accountant_is_charged_and_its_budget_respected() -> None:
     train(model, optimizer, loader)
     assert optimizer.accountant is accountant
     assert len(accountant) == 5
-    with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= .* for one step"):
+    with pytest.raises(InfeasibleError, match=r"epsilon must be >= .* for one step"):
         private(linear(), accountant=accountant, epochs=1)
     assert len(accountant) == 5
     assert accountant.get_epsilon(BUDGET.delta) <= BUDGET.epsilon
@@ -287,16 +295,16 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"n": N + 1}, dp.UnitError, r"declared 61, the data set has 60\); declare the right one"),
+        ({"n": N + 1}, UnitError, r"declared 61, the data set has 60\); declare the right one"),
         ({"n": 5}, ValueError, r"batch_size must be <= n=5 \(got 12\)"),
         ({"epochs": 0}, ValueError, r"epochs must be > 0 \(got 0.0\)"),
         ({"reg": -1}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
         ({"average": "best"}, ValueError, r"average must be one of last, uniform, weighted \(got 'best'\)"),
         ({"rows": "sparse"}, ValueError, r"rows must be one of auto, dense, factored, ghost \(got 'sparse'\)"),
         ({"loss_reduction": "none"}, ValueError, r"loss_reduction must be one of mean, sum \(got 'none'\)"),
-        ({"accountant": dp.Accountant(dp.Budget(2.0, 1e-3))}, dp.AdjacencyError, r"must have the budget"),
-        ({"budget": dp.Budget(1e-9, 1e-12)}, dp.InfeasibleError, r"epsilon must be >= .*take fewer steps"),
-        ({"problem": dp.Problem()}, dp.MissingConstantError, r"give Problem a lipschitz constant"),
+        ({"accountant": dp.Accountant(dp.Budget(2.0, 1e-3))}, AdjacencyError, r"must have the budget"),
+        ({"budget": dp.Budget(1e-9, 1e-12)}, InfeasibleError, r"epsilon must be >= .*take fewer steps"),
+        ({"problem": dp.Problem()}, MissingConstantError, r"give Problem a lipschitz constant"),
         ({"loader": DataLoader(records(), batch_size=None)}, ValueError, r"fixed batch_size \(got None\)"),
         (
             {"loader": DataLoader(records(), batch_sampler=BatchSampler(RandomSampler(records()), 4, False))},
@@ -322,18 +330,18 @@ def test_bad_arguments_are_refused_and_leave_the_model_as_it_was(
 
 def test_what_is_private_already_is_refused() -> None:
     model, optimizer, loader = private(linear())
-    with pytest.raises(dp.SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"):
+    with pytest.raises(SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"):
         private(model, optimizer)
     with pytest.raises(ValueError, match=r"data_loader must be a DataLoader \(got PrivateLoader\)"):
         private(linear(), loader=loader)
-    with pytest.raises(dp.SequenceError, match=r"attached already: call dp.detach\(model\) first"):
+    with pytest.raises(SequenceError, match=r"attached already: call dp.detach\(model\) first"):
         private(model)
     assert len(optimizer.accountant) == 0
 
 
 def test_an_optimizer_of_other_parameters_or_one_that_evaluates_the_loss_is_refused() -> None:
     model = conv()
-    with pytest.raises(dp.SequenceError, match=r"model 4, optimizer 2, in common 2\); freeze the others"):
+    with pytest.raises(SequenceError, match=r"model 4, optimizer 2, in common 2\); freeze the others"):
         private(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"one gradient per step \(got LBFGS"):
         private(model, torch.optim.LBFGS(model.parameters()))

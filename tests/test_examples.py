@@ -268,8 +268,8 @@ def test_the_tour_of_the_readme_learns_its_data_and_spends_its_budget(capsys: py
     scope: dict[str, Any] = {}
     shown = printed_by(blocks("python")[0], scope, capsys)
     model, optimizer = scope["model"], scope["optimizer"]
-    assert str(optimizer.privacy_spent()) in shown
-    assert optimizer.privacy_spent().epsilon <= 1.0
+    assert str(optimizer.report().figures) in shown
+    assert optimizer.report().epsilon <= 1.0
     assert (optimizer.steps, optimizer.finalized) == (scope["private_sgd"].schedule.steps, True)
     assert scope["private_sgd"].steps == 0
     assert float(scope["features"].norm(dim=1).max()) <= 3.47 * (1 + 1e-6)

@@ -26,6 +26,7 @@ from torch_dpsco import train
 from torch_dpsco.coupling import first_step, loss_trace, mixing
 from torch_dpsco.coupling import mixing as repeated_loss
 from torch_dpsco.doctor.evidence import Evidence
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows
 from torch_dpsco.rows.attach import first_step_of
 
@@ -139,28 +140,26 @@ def verdicts(model: nn.Module) -> tuple[str, str]:
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_records_that_reach_each_other_are_found_at_the_first_step(name: str) -> None:
     operation, loss = LOSSES[name]
-    with pytest.raises(dp.PrivacyError, match=rf"in the loss .*\(at ({operation}): with .*dp.per_record"):
+    with pytest.raises(PrivacyError, match=rf"in the loss .*\(at ({operation}): with .*dp.per_record"):
         step(loss)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_that_couples_records_is_found_at_the_first_step(name: str) -> None:
-    with pytest.raises(
-        dp.PrivacyError, match=r"in the model \(in the forward of Model: with .*functions of one record"
-    ):
+    with pytest.raises(PrivacyError, match=r"in the model \(in the forward of Model: with .*functions of one record"):
         step(nn.MSELoss(reduction="sum"), Model(MODELS[name]))
 
 
 def test_the_module_in_which_records_meet_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Largest()), nn.Linear(3, 1))
-    with pytest.raises(dp.PrivacyError, match=r"\(in Largest '1.1': with (NaN|a large one)"):
+    with pytest.raises(PrivacyError, match=r"\(in Largest '1.1': with (NaN|a large one)"):
         step(nn.MSELoss(reduction="sum"), model)
 
 
 def test_hooks_of_the_model_are_a_part_of_it() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].register_forward_hook(lambda module, args, out: out - out.mean(0))
-    with pytest.raises(dp.PrivacyError, match=r"\(in (Factored)?Linear '0'"):
+    with pytest.raises(PrivacyError, match=r"\(in (Factored)?Linear '0'"):
         step(nn.MSELoss(reduction="sum"), model)
 
 
@@ -168,11 +167,11 @@ def test_integers_and_times_are_looked_at() -> None:
     tokens = Wired(
         lambda m, i: m.layer(m.table(i).mean(1).softmax(0)), table=nn.Embedding(50, 4), layer=nn.Linear(4, 1)
     )
-    with pytest.raises(dp.PrivacyError, match=r"in the model .*another integer"):
+    with pytest.raises(PrivacyError, match=r"in the model .*another integer"):
         dp.attach(tokens)(torch.randint(0, 50, (B, 6)))
     times = Wired(lambda m, x: m.layer(m.lstm(x)[0]), lstm=DPLSTM(3, 5), layer=nn.Linear(5, 2))
     dp.attach(times, batch_first=False)
-    with pytest.raises(dp.PrivacyError, match=r"in the loss .*softmax"):
+    with pytest.raises(PrivacyError, match=r"in the loss .*softmax"):
         times(torch.randn(4, B, 3)).softmax(1).square().mean().backward()
 
 
@@ -190,7 +189,7 @@ def test_all_kinds_of_rows_are_looked_at(rows: str) -> None:
             dp.ghost_backward(model, made) if rows == "ghost" else made.mean().backward()
 
         if mix:
-            with pytest.raises(dp.PrivacyError, match=r"in the loss .*softmax"):
+            with pytest.raises(PrivacyError, match=r"in the loss .*softmax"):
                 backward()
         else:
             backward()
@@ -200,14 +199,14 @@ def test_all_kinds_of_rows_are_looked_at(rows: str) -> None:
 def test_a_coupled_model_or_loss_is_refused_again_and_again() -> None:
     model = dp.attach(Model(MODELS["centered"]))
     for _ in range(2):
-        with pytest.raises(dp.PrivacyError, match="in the model"):
+        with pytest.raises(PrivacyError, match="in the model"):
             model(torch.randn(B, 3))
     assert verdicts(model)[0] == "records REACH each other"
     model = dp.attach(Model())
     for _ in range(2):
         loss = model(torch.randn(B, 3)).softmax(0).square().mean()
         for _ in range(2):
-            with pytest.raises(dp.PrivacyError, match="in the loss"):
+            with pytest.raises(PrivacyError, match="in the loss"):
                 loss.backward()
         assert all(p.grad is None for p in model.parameters())
 
@@ -217,9 +216,9 @@ def test_a_release_follows_no_coupled_loss() -> None:
     model = dp.attach(nn.Linear(3, 1))
     opt = optimizer_of(model)
     x, y = next(iter(opt.loader(data, steps=2)))
-    with pytest.raises(dp.PrivacyError):
+    with pytest.raises(PrivacyError):
         LOSSES["centered"][1](model(x), y).backward()
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         opt.step()
     assert opt.steps == len(opt.accountant) == 0
 
@@ -236,7 +235,7 @@ def test_make_private_looks_at_the_loss_of_the_loop() -> None:
     assert "in the model: checked by the probes of dp.doctor" in said
     assert "in the loss: not checked, no loss.backward() of a batch was seen" in said
     x, y = next(batch for batch in loader if len(batch[0]) > 1)
-    with pytest.raises(dp.PrivacyError, match="in the loss"):
+    with pytest.raises(PrivacyError, match="in the loss"):
         LOSSES["centered"][1](model(x), y).backward()
 
 
@@ -247,7 +246,7 @@ def check_that_couplings_are_found() -> None:
     for name, loss, model in cases:
         try:
             step(loss, model)
-        except dp.PrivacyError:
+        except PrivacyError:
             continue
         missed.append(name)
     assert missed == []
@@ -401,7 +400,7 @@ def test_compiled_models_and_losses_are_looked_at(what: str) -> None:
         loss: Any = torch.compile(nn.MSELoss(), backend="eager") if what == "loss" else nn.MSELoss()
         for k in range(2):
             if not sound:
-                with pytest.raises(dp.PrivacyError, match=r"in Largest '(_orig_mod.)?1'"):
+                with pytest.raises(PrivacyError, match=r"in Largest '(_orig_mod.)?1'"):
                     run(torch.randn(B, 3))
                 continue
             loss(run(torch.randn(B, 3)), torch.randn(B, 1)).backward()
@@ -631,7 +630,7 @@ def test_another_backward_is_not_seen_and_the_next_step_is_looked_at() -> None:
     assert verdicts(model) == (CHECKED, "not checked, no loss.backward() of a batch was seen")
     clear_rows(list(model.parameters()))
     model(torch.randn(B, 3))  # nobody uses it
-    with pytest.raises(dp.PrivacyError, match="in the loss"):
+    with pytest.raises(PrivacyError, match="in the loss"):
         model(torch.randn(B, 3)).softmax(0).square().mean().backward()
 
 
@@ -650,7 +649,7 @@ def test_a_small_batch_is_followed_by_another_look_and_its_size_is_in_no_verdict
     model(torch.randn(size, 3)).softmax(0).sum().backward()
     assert verdicts(model)[1] == verdicts(dp.attach(Model()))[1]
     clear_rows(list(model.parameters()))
-    with pytest.raises(dp.PrivacyError, match="in the loss"):
+    with pytest.raises(PrivacyError, match="in the loss"):
         model(torch.randn(2, 3)).softmax(0).square().sum().backward()
 
 
@@ -786,5 +785,5 @@ def test_the_doctor_finds_what_it_finds_in_an_attached_model_and_the_first_step_
     opt = optimizer_of(model)
     found = dp.doctor(model, nn.MSELoss(), opt.loader(DATA), opt)
     assert [finding.name for finding in found.critical] == ["coupled-records"]
-    with pytest.raises(dp.PrivacyError, match="in the model"):
+    with pytest.raises(PrivacyError, match="in the model"):
         model(torch.randn(B, 3))

@@ -102,7 +102,7 @@ def test_the_printed_headline_is_that_of_every_model_and_within_the_budget(name:
     assert len(made) == MODELS[name]
     quoted = re.search(r": \((\S+), (\S+)\)-differential privacy for one example \(replace_one\)", text)
     assert float(quoted[2]) == DELTAS[name]
-    own = [optimizer.privacy_spent().epsilon for _, optimizer in made]
+    own = [optimizer.report().epsilon for _, optimizer in made]
     assert own[-1] <= float(quoted[1]) <= 1.0
     assert all(0.9 < epsilon <= 1.0 for epsilon in own)
     assert sorted(value for key, value in figures.items() if key.endswith("_epsilon")) == sorted(own)

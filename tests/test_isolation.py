@@ -21,6 +21,7 @@ from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
@@ -165,7 +166,7 @@ def test_a_mean_of_a_private_number_is_refused():
         optimizer = make_optimizer(model, Poisson(8, 9), adjacency=adjacency)
         for (x,) in optimizer.loader(data, steps=1, padding=padding):
             model(x).mean(1).mean().backward()
-            refused = pytest.raises(dp.SequenceError, match="must be a sum where the number of rows is private")
+            refused = pytest.raises(SequenceError, match="must be a sum where the number of rows is private")
             with refused if raises else nullcontext():
                 optimizer.step()
         assert len(optimizer.accountant) == (not raises)
@@ -225,7 +226,7 @@ def test_fewer_rows_than_were_delivered_are_refused(cut):
     optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove")
     for (x,) in optimizer.loader(TensorDataset(torch.ones(9, 2)), steps=1):
         model(cut(x)).sum().backward()
-        with pytest.raises(dp.SequenceError, match="rows"):
+        with pytest.raises(SequenceError, match="rows"):
             optimizer.step()
     assert len(optimizer.accountant) == 0
 

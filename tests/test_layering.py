@@ -11,7 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+import torch_dpsco
 from torch_dpsco.compat import ATTRIBUTES
 
 ROOT = Path(__file__).parents[1]
@@ -253,6 +257,16 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
 
 def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train():
     assert offenders(lambda name: forbidden(parsed(name), name)) == {}
+
+
+def test_the_top_level_has_at_most_40_names_and_says_where_others_are():
+    names = [name for name in torch_dpsco.__all__ if not isinstance(getattr(torch_dpsco, name), ModuleType)]
+    assert len(names) <= 40
+    for name, where in (("BudgetExceeded", "dp.errors"), ("PoissonSampler", "dp.sampling")):
+        with pytest.raises(AttributeError, match=rf"dp\.{name} is now {where}\.{name}"):
+            getattr(torch_dpsco, name)
+    with pytest.raises(AttributeError, match="module 'torch_dpsco' has no attribute 'Typo'"):
+        _ = torch_dpsco.Typo
 
 
 # The checks themselves: each must see what it is there to see.

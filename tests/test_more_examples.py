@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.errors import BudgetExceeded, SequenceError
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -351,7 +352,7 @@ def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> 
         assert len(optimizer.accountant) == 1
         foreign = next(iter(DataLoader(loader.dataset, batch_size=8)))
         loss_fn(model(foreign[0]), foreign[1]).backward()
-        with pytest.raises(dp.SequenceError):
+        with pytest.raises(SequenceError):
             optimizer.step()
         assert len(optimizer.accountant) == 1
 
@@ -362,7 +363,7 @@ def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> 
     assert kept[0].design == kept[1].design == dp.Poisson(512, 32_561)
     assert kept[0].schedule == kept[1].schedule
     event = kept[0].design.event(kept[0].oracle.event(), kept[0].schedule.steps)
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         kept[0].accountant.authorize(event)
     assert kept[0].adjacency == "add_remove"
     assert f"under replace_one the same run spends {re.search('replace_one: epsilon (.*)', text)[1]}" in text
@@ -450,4 +451,4 @@ def test_the_code_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> No
     shown = " ".join(capsys.readouterr().out.split())
     assert " ".join(blocks("")[0].split()) in shown
     assert scope["private"].oracle.clip == 1.0
-    assert scope["private"].privacy_spent().epsilon <= 3.0
+    assert scope["private"].report().epsilon <= 3.0

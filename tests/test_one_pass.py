@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
+from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.sampling import Partition, make_sampler
 from torch_dpsco.sampling.one_pass import AssignedSampler, DisjointSampler, PartsSampler, partition_name
 
@@ -77,10 +78,10 @@ def test_a_second_pass_is_refused(design: Any) -> None:
             next(iterator)
         if stop == 0:
             next(iterator)
-        with pytest.raises(dp.SequenceError, match="each record may be used once"):
+        with pytest.raises(SequenceError, match="each record may be used once"):
             next(sampler.draws())
     whole = replace(partition_of(design), made=design.steps_per_epoch)
-    with pytest.raises(dp.SequenceError, match="each record may be used once"):
+    with pytest.raises(SequenceError, match="each record may be used once"):
         make_sampler(design, resume=whole)
 
 
@@ -149,7 +150,7 @@ def test_copies_draw_other_partitions_unless_they_are_drawn(design: Any) -> None
         assert drawn(twin)[0][0] != drawn(make_sampler(design))[0][0]
     drawn(sampler)
     twin = copy.deepcopy(sampler)
-    with pytest.raises(dp.SequenceError, match="each record may be used once"):
+    with pytest.raises(SequenceError, match="each record may be used once"):
         next(twin.draws())
 
 
@@ -158,19 +159,19 @@ def test_samplers_are_of_their_designs_and_sizes() -> None:
     for design in DESIGNS:
         assert type(make_sampler(design)) is kinds[type(design)]
         for other in set(kinds.values()) - {kinds[type(design)]}:
-            with pytest.raises(dp.UnknownSamplerError, match="design must be"):
+            with pytest.raises(UnknownSamplerError, match="design must be"):
                 other(design)
         with pytest.raises(ValueError, match=r"data set.*(size|got)"):
             make_sampler(design, resume=Partition(np.arange(25), size=25))
     for design in (dp.Disjoint(5, 24), PARTS):
-        with pytest.raises(dp.UnitError, match="n=24"):
+        with pytest.raises(UnitError, match="n=24"):
             make_sampler(design, size=23)
 
 
 def test_a_cut_of_an_older_version_is_refused() -> None:
     """Its keys came from another generator: what is left of it would be other parts, and records be used twice."""
     for cut in (np.arange(4), np.zeros(31, dtype=np.uint8), np.zeros(32)):
-        with pytest.raises(dp.SequenceError, match="resume must be of this version"):
+        with pytest.raises(SequenceError, match="resume must be of this version"):
             drawn(make_sampler(dp.Assigned(5, 24), resume=Partition(cut, made=1, size=24)))
 
 

@@ -114,7 +114,7 @@ def test_each_solved_model_scores_and_spends_what_is_printed(quick: dict[str, Ru
         assert tuple(map(float, line[:3])) == pytest.approx(found, abs=6e-5)
         kept = [figures[f"{name}: {kind}"] for kind in ("accuracy", "auc", "log_loss")]
         assert kept == pytest.approx(found, abs=1e-5)
-        spent = optimizer.privacy_spent()
+        spent = optimizer.report().figures
         assert figures[f"{name}: epsilon"] == spent.epsilon
         assert 0.99 < spent.epsilon <= 1.0
         assert spent.adjacency == "add_remove"
@@ -133,8 +133,8 @@ def test_an_own_loop_has_the_noise_of_the_library_s_solver(quick: dict[str, Run]
     # the same promise, whoever solved: the regularizer and the certified distance decide
     optimizers = [optimizer for _, optimizer in quick["output_perturbation"].made]
     own, default = optimizers[4], optimizers[3]
-    assert [charge.event for charge in own.privacy_spent().charges] == [
-        charge.event for charge in default.privacy_spent().charges
+    assert [charge.event for charge in own.report().figures.charges] == [
+        charge.event for charge in default.report().figures.charges
     ]
 
 
@@ -165,7 +165,7 @@ def test_each_tilted_model_scores_what_is_printed(quick: dict[str, Run], people:
         if optimizer is None:
             assert (noise, epsilon) == ("-", "")
         else:
-            assert 2.99 < optimizer.privacy_spent().epsilon <= 3.0 == float(epsilon)
+            assert 2.99 < optimizer.report().epsilon <= 3.0 == float(epsilon)
             assert optimizer.accountant.adjacency == "replace_one"
 
 

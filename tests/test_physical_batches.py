@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.sampling import make_sampler
 
 N = 7
@@ -37,8 +38,8 @@ def manager(loader, optimizer, size: int = 2) -> BatchMemoryManager:
     return BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer)
 
 
-def physical(loader, optimizer, size: int = 2) -> dp.PhysicalBatches:
-    return dp.PhysicalBatches(loader, size)
+def physical(loader, optimizer, size: int = 2) -> dp.sampling.PhysicalBatches:
+    return dp.sampling.PhysicalBatches(loader, size)
 
 
 def train(model: nn.Linear, optimizer, batches) -> list[Tensor]:
@@ -82,7 +83,7 @@ def test_one_release_per_draw_holds_each_record_of_it_once(wrap, design, dataset
 def test_a_bound_data_loader_can_be_split(wrap):
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
-    sampler = dp.FixedSampler(optimizer.design, steps=3)
+    sampler = dp.sampling.FixedSampler(optimizer.design, steps=3)
     loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler))
     with wrap(loader, optimizer) as batches:
         released = train(model, optimizer, batches)
@@ -93,7 +94,9 @@ def test_a_bound_data_loader_can_be_split(wrap):
 def test_a_bound_data_loader_delivers_empty_draws():
     model = scores()
     optimizer = make_optimizer(model, dp.Poisson(1, N), clip=10.0, noise=1.0, adjacency="add_remove")
-    sampler = dp.PoissonSampler(dp.Poisson(1, N), steps=40)  # 0.34 of the draws are empty; none with chance 6e-8
+    sampler = dp.sampling.PoissonSampler(
+        dp.Poisson(1, N), steps=40
+    )  # 0.34 of the draws are empty; none with chance 6e-8
     sizes = []
     for (x,) in optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler)):
         sizes.append(len(x))
@@ -107,7 +110,7 @@ def test_workers_may_run_ahead_of_physical_batches():
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
     loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
-    released = train(model, optimizer, dp.PhysicalBatches(loader, 2))
+    released = train(model, optimizer, dp.sampling.PhysicalBatches(loader, 2))
     assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
 
 
@@ -116,7 +119,7 @@ def test_a_foreign_loader_with_workers_is_refused(design):
     """It runs ahead of the steps, so that nobody could see which of its batches a step uses."""
     optimizer = make_optimizer(scores(), design)
     loader = DataLoader(Tuples(), batch_sampler=make_sampler(design, steps=3), num_workers=2)
-    with pytest.raises(dp.SequenceError, match=r"run ahead .* optimizer.loader\(dataset, num_workers"):
+    with pytest.raises(SequenceError, match=r"run ahead .* optimizer.loader\(dataset, num_workers"):
         optimizer.bind(loader)
 
 
@@ -125,7 +128,7 @@ def test_flags_of_a_loader_that_runs_ahead_are_refused():
     optimizer = make_optimizer(model, dp.Fixed(5, N))
     loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
     message = r"optimizer.loader\(dataset, physical_batch_size=\.\.\., num_workers"
-    with manager(loader, optimizer) as batches, pytest.raises(dp.SequenceError, match=message):
+    with manager(loader, optimizer) as batches, pytest.raises(SequenceError, match=message):
         next(iter(batches))
     assert optimizer.steps == len(optimizer.accountant) == 0
 
@@ -165,7 +168,7 @@ def test_a_part_that_was_skipped_stops_the_manager():
     with manager(optimizer.loader(TensorDataset(torch.eye(N))), optimizer) as batches:
         parts = iter(batches)
         next(parts)
-        with pytest.raises(dp.SequenceError, match="the previous batch was not used"):
+        with pytest.raises(SequenceError, match="the previous batch was not used"):
             next(parts)
 
 
@@ -177,13 +180,13 @@ def test_a_part_used_twice_is_refused():
             model(x).sum().backward()
             optimizer.step()
             model(x).sum().backward()
-            with pytest.raises(dp.SequenceError, match="no batch is outstanding"):
+            with pytest.raises(SequenceError, match="no batch is outstanding"):
                 optimizer.step()
             break
         for (x,) in batches:
             model(x).sum().backward()
             model(x).sum().backward()
-            with pytest.raises(dp.SequenceError, match="at most the rows of one draw"):
+            with pytest.raises(SequenceError, match="at most the rows of one draw"):
                 optimizer.step()
             break
     assert optimizer.steps == len(optimizer.accountant) == 0
@@ -199,7 +202,7 @@ def test_a_draw_that_was_given_up_between_its_parts_is_delivered_from_its_start(
             model(next(parts)[0]).sum().backward()
             optimizer.step()
         optimizer.discard()
-        with pytest.raises(dp.SequenceError, match="the draw was given up"):
+        with pytest.raises(SequenceError, match="the draw was given up"):
             next(parts)
         released = train(model, optimizer, batches)
     assert [mean.round().int().tolist() for mean in released] == [[1] * N] * 2
@@ -208,9 +211,9 @@ def test_a_draw_that_was_given_up_between_its_parts_is_delivered_from_its_start(
 
 def test_a_flag_without_a_draw_is_refused():
     model = scores()
-    with pytest.raises(dp.SequenceError, match="must follow a new draw of the optimizer's own loader"):
+    with pytest.raises(SequenceError, match="must follow a new draw of the optimizer's own loader"):
         make_optimizer(model, dp.Full(N)).signal_skip_step()
-    with pytest.raises(dp.SequenceError, match="several backward passes per step need a declared sampling"):
+    with pytest.raises(SequenceError, match="several backward passes per step need a declared sampling"):
         make_optimizer(model, Undeclared(N)).signal_skip_step(True)
 
 
@@ -223,15 +226,15 @@ def test_a_draw_that_was_said_to_go_on_cannot_be_followed_by_another():
     optimizer.signal_skip_step(True)
     model(x).sum().backward()
     optimizer.step()
-    with pytest.raises(dp.SequenceError, match="the previous draw is not complete"):
+    with pytest.raises(SequenceError, match="the previous draw is not complete"):
         next(batches)
     assert optimizer.steps == 0
 
 
 def test_physical_batches_need_a_sampler_of_ours():
-    with pytest.raises(dp.UnknownSamplerError, match=r"must draw by a sampler of torch_dpsco \(got BatchSampler"):
-        dp.PhysicalBatches(DataLoader(Tuples(), batch_size=2), 2)
+    with pytest.raises(UnknownSamplerError, match=r"must draw by a sampler of torch_dpsco \(got BatchSampler"):
+        dp.sampling.PhysicalBatches(DataLoader(Tuples(), batch_size=2), 2)
     loader = make_optimizer(scores(), dp.Full(N)).loader(Tuples(), steps=4)
-    assert len(dp.PhysicalBatches(loader, 2)) == 4
+    assert len(dp.sampling.PhysicalBatches(loader, 2)) == 4
     with pytest.raises(ValueError, match="physical_batch_size must be"):
-        dp.PhysicalBatches(loader, 0)
+        dp.sampling.PhysicalBatches(loader, 0)

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.edited_plans import edited
+from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
 from torch_dpsco.optim.planned import StepPlan
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan
@@ -174,7 +175,7 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     assert type(loaded).from_dict(plan.to_dict()) == plan
     optimizer = run(cls, loaded)
     delta = 1e-4
-    assert optimizer.privacy_spent(delta).epsilon == plan.epsilon(delta)
+    assert optimizer.report(delta).epsilon == plan.epsilon(delta)
     if plan.budget is not None:
         assert plan.epsilon() <= plan.budget.epsilon
 
@@ -196,10 +197,10 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str) -> None:
             plan = Plan.from_dict(saved)
             said = plan.epsilon(1e-4)
             optimizer = run(cls, plan)
-        except (ValueError, dp.DpscoError):
+        except (ValueError, DpscoError):
             continue
         ran += 1
-        assert optimizer.privacy_spent(1e-4).epsilon <= said, what
+        assert optimizer.report(1e-4).epsilon <= said, what
         if plan.budget is not None:
             assert plan.epsilon() <= plan.budget.epsilon * (1 + 1e-12), what
     assert ran
@@ -273,7 +274,7 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
     ):
         (said,) = re.findall(rf"exact noise {chosen}, by secure='exact': about (\d+) ns more per step", text)
         assert [round(value, -1) for value in more] == [int(said)] * len(more)
-    with pytest.warns(dp.UtilityWarning, match="no sampling declared"):
+    with pytest.warns(UtilityWarning, match="no sampling declared"):
         silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
     assert "exact noise" not in str(silent)  # nothing to draw
     assert "3 steps, step size" in str(silent)  # of no number of records that is known
@@ -294,9 +295,9 @@ def test_a_plan_is_frozen_and_checked() -> None:
         plan.lr = 1.0
     with pytest.raises(ValueError, match=r"delta must be given: the plan has noise and steps of yours"):
         holder(noise_multiplier=3.0, steps=3)().epsilon()
-    with pytest.raises(dp.ConditionError, match="no last step"):
+    with pytest.raises(ConditionError, match="no last step"):
         holder(noise_multiplier=3.0)().event()
-    with pytest.raises(dp.ConditionError, match="what the iterates before it make it cost"):
+    with pytest.raises(ConditionError, match="what the iterates before it make it cost"):
         holder(noise="absolute", noise_std=1.0, steps=3)().event()
     assert "not known beforehand" in str(holder(noise="absolute", noise_std=1.0, steps=3)())
 
@@ -331,7 +332,7 @@ def test_a_plan_is_run_by_its_own_class() -> None:
 
 
 def test_an_accountant_of_another_budget_is_refused_by_the_plan() -> None:
-    with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
+    with pytest.raises(AdjacencyError, match="accountant must have the budget"):
         dp.HolderSGD(
             nn.Linear(DIM, 1).parameters(), holder(budget=BUDGET)(), accountant=dp.Accountant(dp.Budget(1.0, 1e-4))
         )

@@ -17,6 +17,7 @@ from tests.edited_plans import edited
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import KNorm
+from torch_dpsco.errors import DpscoError
 from torch_dpsco.optim import row_free
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.row_free_plan import RowFreePlan
@@ -82,7 +83,7 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     optimizer = run(loaded)
     assert optimizer.event == plan.event()
     for delta in (1e-4, 0.1):
-        assert optimizer.report(delta).report.epsilon == plan.epsilon(delta)
+        assert optimizer.report(delta).figures.epsilon == plan.epsilon(delta)
     if plan.budget is not None:
         assert plan.epsilon() <= plan.budget.epsilon
 
@@ -167,7 +168,7 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypat
         try:
             plan = Plan.from_dict(saved)
             optimizer, drawn = answered(cls, plan, monkeypatch)
-        except (ValueError, dp.DpscoError):
+        except (ValueError, DpscoError):
             continue
         ran += 1
         event, drawn = optimizer.event, drawn * (1 + 1e-9)

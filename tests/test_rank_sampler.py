@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
+from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.sampling import RankSampler
 from torch_dpsco.sampling import samplers as parts
 
@@ -87,7 +88,7 @@ def test_more_ranks_than_records_draw_nothing() -> None:
 
 @pytest.mark.parametrize("design", [dp.Fixed(2, 8), dp.Shuffled(2, 8), dp.Disjoint(2, 8), dp.Assigned(2, 8)], ids=str)
 def test_designs_whose_positions_depend_on_each_other_are_refused(design: Any) -> None:
-    with pytest.raises(dp.UnknownSamplerError, match="design must be Poisson or Full in a run of several processes"):
+    with pytest.raises(UnknownSamplerError, match="design must be Poisson or Full in a run of several processes"):
         RankSampler(design, rank=0, processes=2, key=bytes(32))
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.errors import PrivacyError, UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
 from torch_dpsco.sampling.draws import fingerprint
@@ -42,7 +43,7 @@ def test_a_copy_goes_on_with_the_records_of_its_run_only() -> None:
     model, optimizer = one_pass()
     step(model, optimizer, next(iter(optimizer.loader(data()))))
     twin_model, twin = copy.deepcopy((model, optimizer))
-    with pytest.raises(dp.PrivacyError, match="dataset must hold the records of the run"):
+    with pytest.raises(PrivacyError, match="dataset must hold the records of the run"):
         twin.loader(data(shift=1), resume=True)
     step(twin_model, twin, next(iter(twin.loader(data(), resume=True))))
     assert twin.steps == 2
@@ -64,12 +65,12 @@ def test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run(tmp_pat
     optimizer.accountant.close()
     _, other = run("second")
     other.accountant.load_state_dict(saved["dpsco"]["ledger"])
-    with pytest.raises(dp.PrivacyError, match="ledger file of the run"):
+    with pytest.raises(PrivacyError, match="ledger file of the run"):
         other.resume(saved)
     other.accountant.close()
-    with pytest.raises(dp.PrivacyError, match="ledger file of the run"):
+    with pytest.raises(PrivacyError, match="ledger file of the run"):
         run("second")[1].resume(saved)
-    with pytest.warns(dp.UtilityWarning, match="1 step"):
+    with pytest.warns(UtilityWarning, match="1 step"):
         assert run("first")[1].resume(saved) == 1
 
 
@@ -78,9 +79,9 @@ def test_a_budget_is_not_taken_away_once_charged() -> None:
     accountant.budget = None  # nothing was released yet
     accountant.budget = BUDGET
     accountant.authorize(EVENT)
-    with pytest.raises(dp.PrivacyError, match="must not be taken away"):
+    with pytest.raises(PrivacyError, match="must not be taken away"):
         accountant.budget = None
-    with pytest.raises(dp.PrivacyError, match="must be planned"):
+    with pytest.raises(PrivacyError, match="must be planned"):
         accountant.authorize(PoissonGaussian(2.0, 0.02))
 
 
@@ -91,7 +92,7 @@ def test_a_mark_that_was_replaced_while_open_is_noticed(tmp_path: Path) -> None:
     content = mark.read_bytes()
     os.rename(mark, tmp_path / "elsewhere")
     mark.write_bytes(content)
-    with pytest.raises(dp.PrivacyError, match="or its mark was"):
+    with pytest.raises(PrivacyError, match="or its mark was"):
         accountant.authorize(EVENT)
     assert len(accountant) == 1
 
@@ -105,7 +106,7 @@ class Odd:
 
 @pytest.mark.parametrize("leaf", [Odd(), torch.eye(2).to_sparse(), {1: Odd()}], ids=["object", "sparse", "nested"])
 def test_records_that_cannot_be_told_apart_are_refused(leaf: Any) -> None:
-    with pytest.raises(dp.PrivacyError, match="dataset must hold dense tensors"):
+    with pytest.raises(PrivacyError, match="dataset must hold dense tensors"):
         fingerprint("00" * 16, [leaf])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.sampling.loader import to_device
 
@@ -179,7 +180,7 @@ def test_fit_is_the_loop_that_one_would_write(reduction: str) -> None:
     second.load_state_dict(first.state_dict())
     optimizers = []
     for model in (first, second):
-        with pytest.warns(dp.UtilityWarning, match="generator="):
+        with pytest.warns(UtilityWarning, match="generator="):
             optimizers.append(planned(model, batch_size=N, epochs=4, generator=torch.Generator().manual_seed(3)))
     loss = partial(LOSS, reduction=reduction)
     dp.fit(first, optimizers[0], records(), loss, loss_reduction=reduction, progress=False)
@@ -252,7 +253,7 @@ def test_more_steps_than_are_planned_are_refused_and_the_plan_can_still_be_made(
     refused(ValueError, r"steps must be <= 5, what is left of the 5 planned ones \(got 6\)", model, optimizer, steps=6)
     assert not optimizer.finalized
     dp.fit(model, optimizer, records(), LOSS, steps=5, progress=False)
-    refused(dp.SequenceError, "finalized: make a new one", model, optimizer)
+    refused(SequenceError, "finalized: make a new one", model, optimizer)
 
 
 def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
@@ -261,7 +262,7 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
     for inputs, targets in optimizer.loader(records(), steps=1):
         LOSS(model(inputs), targets).backward()
         optimizer.step()
-    refused(dp.SequenceError, r"all 1 planned steps are made: call optimizer.finalize\(\)", model, optimizer)
+    refused(SequenceError, r"all 1 planned steps are made: call optimizer.finalize\(\)", model, optimizer)
 
 
 @pytest.mark.representatives(1)
@@ -279,14 +280,14 @@ def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_c
     optimizer = dp.PrivateOptimizer(
         model.parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=own, accountant=accountant
     )
-    with pytest.raises(dp.InfeasibleError, match=r"steps must be <= \d+, .*the budget admits \(got 500\)") as caught:
+    with pytest.raises(InfeasibleError, match=r"steps must be <= \d+, .*the budget admits \(got 500\)") as caught:
         dp.fit(model, optimizer, records(), LOSS, steps=500, progress=False)
     admitted = int(re.search(r"<= (\d+)", str(caught.value))[1])
     assert len(accountant) == (1 if already and design is dp.Shuffled else already)
-    refused(dp.InfeasibleError, f"<= {admitted},", model, optimizer, steps=admitted + 1)
+    refused(InfeasibleError, f"<= {admitted},", model, optimizer, steps=admitted + 1)
     dp.fit(model, optimizer, records(), LOSS, steps=admitted, progress=False)
     assert optimizer.steps == admitted > 0
-    assert optimizer.privacy_spent().epsilon <= 3.0
+    assert optimizer.report().epsilon <= 3.0
 
 
 def test_an_unknown_number_of_steps_and_a_bad_delta_are_refused() -> None:
@@ -299,8 +300,8 @@ def test_an_unknown_number_of_steps_and_a_bad_delta_are_refused() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = mlp()
-    refused(dp.SequenceError, r"model 4, optimizer 2, in common 0", model, holder(linear()))
-    refused(dp.SequenceError, r"in common 2\); freeze the others with requires_grad_", model, holder(model[0]))
+    refused(SequenceError, r"model 4, optimizer 2, in common 0", model, holder(linear()))
+    refused(SequenceError, r"in common 2\); freeze the others with requires_grad_", model, holder(model[0]))
     model[2].requires_grad_(False)
     dp.fit(model, holder(model[0]), records(), LOSS, progress=False)
 
@@ -361,7 +362,7 @@ def test_a_loss_that_couples_records_is_refused(attached: bool) -> None:
     def tilted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp((output - target).square().flatten(), 0)
 
-    refused(dp.PrivacyError, "coupled records", model, holder(model), loss=tilted)
+    refused(PrivacyError, "coupled records", model, holder(model), loss=tilted)
     assert is_attached(model) == attached
 
 
@@ -395,12 +396,12 @@ def test_an_interrupted_fit_keeps_steps_and_ledger_and_can_go_on(physical: int |
         dp.fit(model, optimizer, records(), loss, physical_batch_size=physical, progress=False)
     assert not optimizer.finalized
     assert optimizer.steps == len(optimizer.accountant) == 2
-    assert 0 < optimizer.privacy_spent().epsilon < 1
+    assert 0 < optimizer.report().epsilon < 1
     with optimizer.released():
         assert all(bool(p.isfinite().all()) for p in model.parameters())
     dp.fit(model, optimizer, records(), loss, progress=False)
     assert optimizer.steps == len(optimizer.accountant) == 5
-    assert optimizer.privacy_spent().epsilon <= 1
+    assert optimizer.report().epsilon <= 1
 
 
 def test_a_charge_whose_step_was_lost_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +416,7 @@ def test_a_charge_whose_step_was_lost_is_not_forgotten(monkeypatch: pytest.Monke
         with pytest.raises(KeyboardInterrupt):
             dp.fit(model, optimizer, records(), LOSS, progress=False)
     assert (optimizer.steps, len(optimizer.accountant)) == (0, 1)
-    refused(dp.InfeasibleError, r"steps must be <= 4, .*\(got 5\); give steps=", model, optimizer)
+    refused(InfeasibleError, r"steps must be <= 4, .*\(got 5\); give steps=", model, optimizer)
     dp.fit(model, optimizer, records(), LOSS, steps=4, progress=False)
     assert (optimizer.steps, len(optimizer.accountant)) == (4, 5)
 
@@ -452,11 +453,11 @@ def full_steps(model: nn.Module) -> dp.PrivateOptimizer:
 def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
     model = Tokens()
     optimizer = full_steps(model)
-    with pytest.raises(dp.PrivacyError, match="coupled records"):  # by the doctor, whatever the labels are
+    with pytest.raises(PrivacyError, match="coupled records"):  # by the doctor, whatever the labels are
         dp.fit(model, optimizer, token_labels(True), nn.CrossEntropyLoss(), steps=1, progress=False)
     single = nn.Sequential(nn.Linear(5, 3))
     refused = full_steps(single)
-    with pytest.raises(dp.PrivacyError, match="must not ignore targets"):
+    with pytest.raises(PrivacyError, match="must not ignore targets"):
         dp.fit(single, refused, token_labels(False), nn.CrossEntropyLoss(), steps=1, progress=False)
     assert len(optimizer.accountant) == len(refused.accountant) == 0
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import break_even_clip
 
@@ -103,7 +104,7 @@ def test_the_example_says_how_to_run_it_and_stays_short() -> None:
 def test_each_method_trains_each_loss_within_a_budget_for_users(quick: Run) -> None:
     assert len(quick.made) == len(LOSSES) * len(METHODS)
     for _, optimizer in quick.made:
-        spent = optimizer.privacy_spent()
+        spent = optimizer.report().figures
         assert spent.unit == "user"
         assert optimizer.adjacency == "replace_one"
         assert optimizer.finalized
@@ -116,7 +117,7 @@ def test_each_method_trains_each_loss_within_a_budget_for_users(quick: Run) -> N
 
 def test_the_printed_headline_names_the_user_and_the_universe(quick: Run) -> None:
     quoted = re.search(r"\((\S+), 1e-06\)-differential privacy for one user \(replace_one\)", quick.text)
-    last = quick.made[-1][1].privacy_spent().epsilon
+    last = quick.made[-1][1].report().epsilon
     assert quoted[1] == rounded_up(last)
     assert f"universe: aircraft with at least 50 flights, {USERS:,} of them" in quick.text
 
@@ -273,7 +274,7 @@ def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
         for steps, least in zip((20, 100, 1000), map(int, smallest.split("/")), strict=True):
             works = {"epsilon": float(epsilon), "delta": 1e-6, "pair_radius": 1.0, "steps": steps}
             calibrate_filter(n_users=least, **works)
-            with pytest.raises(dp.InfeasibleError, match=f"works is {least} "):
+            with pytest.raises(InfeasibleError, match=f"works is {least} "):
                 calibrate_filter(n_users=least - 1, **works)
 
 

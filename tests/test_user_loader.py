@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
+from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
 from torch_dpsco.sampling import PhysicalBatches, PrivateLoader, UserLoader, make_sampler, user_ids
 
 # Seeds warn in every test here.
@@ -129,7 +130,7 @@ BAD = {
 def test_ids_that_cannot_be_are_refused_by_name(name: str) -> None:
     ids, message = BAD[name]
     run = runs.clipped(10)
-    with pytest.raises(dp.UnitError, match=message):
+    with pytest.raises(UnitError, match=message):
         run.opt.loader(runs.dataset(np.ones((3, 2))), ids)
 
 
@@ -148,7 +149,7 @@ def test_any_ids_that_hash_are_numbered() -> None:
 
 def test_more_names_than_users_are_refused_without_quoting_one() -> None:
     run = runs.clipped(2)
-    with pytest.raises(dp.UnitError, match="users must be < n_users=2") as caught:
+    with pytest.raises(UnitError, match="users must be < n_users=2") as caught:
         run.opt.loader(runs.dataset(np.ones((3, 2))), ["ann", "bob", "eve"])
     assert not any(name in str(caught.value) for name in ("ann", "bob", "eve"))
 
@@ -168,10 +169,10 @@ def test_names_train_like_numbers(adjacency: str) -> None:
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 def test_ids_out_of_the_universe_are_refused(adjacency: str) -> None:
     run = runs.clipped(10, batch_size=5, adjacency=adjacency)
-    with pytest.raises(dp.UnitError, match="users must be < n_users=10"):
+    with pytest.raises(UnitError, match="users must be < n_users=10"):
         run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 10])
     assert len(run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 9])) == 1
-    with pytest.raises(dp.UnitError, match="users must be < n_users=6"):
+    with pytest.raises(UnitError, match="users must be < n_users=6"):
         UserLoader(ROWS, make_sampler(dp.Full(6), size=6), IDS + 1)
 
 
@@ -225,7 +226,7 @@ def test_under_add_remove_the_data_say_how_many_users_there_are(users: int) -> N
 def test_under_add_remove_users_beyond_the_reference_are_refused_at_once() -> None:
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
     data, ids = runs.agreeing(45, rows=2)
-    with pytest.raises(dp.UnitError, match=r"users must be numbered below n_users=30, the reference \(got a larger"):
+    with pytest.raises(UnitError, match=r"users must be numbered below n_users=30, the reference \(got a larger"):
         run.opt.loader(data, ids)
 
 
@@ -233,9 +234,9 @@ def test_only_loaders_of_users_are_bound_to_an_optimizer_that_protects_users() -
     """With a row per position of the draw a user with more rows is drawn more often than charged."""
     run = runs.clipped(30, batch_size=15, steps=3)
     data, _ = runs.agreeing(30)
-    with pytest.raises(dp.PrivacyError, match="users"):
+    with pytest.raises(PrivacyError, match="users"):
         run.opt.bind(PrivateLoader(data, make_sampler(run.opt.design, size=30, steps=3)))
-    with pytest.raises(dp.PrivacyError, match="users"):
+    with pytest.raises(PrivacyError, match="users"):
         run.opt.bind(torch.utils.data.DataLoader(data, batch_sampler=make_sampler(run.opt.design, size=30, steps=3)))
 
 
@@ -244,19 +245,19 @@ def test_a_loader_of_users_is_not_bound_to_an_optimizer_that_protects_examples()
     plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=1.0, sampling=dp.Poisson(15, 30), steps=3)
     opt = dp.ClippedSGD(layer.parameters(), plan)
     data, ids = runs.agreeing(30, rows=2)
-    with pytest.raises(dp.PrivacyError, match="loader must draw examples"):
+    with pytest.raises(PrivacyError, match="loader must draw examples"):
         opt.bind(UserLoader(data, make_sampler(opt.design, size=30, steps=3), ids))
 
 
 def test_physical_batches_do_not_turn_a_loader_of_users_into_one_of_rows() -> None:
     run = runs.clipped(30, batch_size=15, steps=3)
     data, ids = runs.agreeing(30)
-    with pytest.raises(dp.PrivacyError, match=r"loader must draw records \(got UserLoader\)"):
+    with pytest.raises(PrivacyError, match=r"loader must draw records \(got UserLoader\)"):
         PhysicalBatches(run.opt.loader(data, ids), 2)
 
 
 def test_the_loader_of_an_optimizer_that_protects_users_needs_their_ids_and_the_step_knows_them() -> None:
-    with pytest.raises(dp.UnitError, match="users must be given for UserClippedSGD, which protects users"):
+    with pytest.raises(UnitError, match="users must be given for UserClippedSGD, which protects users"):
         runs.clipped(3).opt.loader(runs.dataset(np.ones((3, 2))))
     data, ids = runs.agreeing(12, rows=4)
     given, known = (runs.clipped(12, clip=0.7, steps=2) for _ in range(2))
@@ -285,7 +286,7 @@ def test_ids_that_were_not_delivered_are_refused(name: str, partial: bool) -> No
     owners = [0] * 8 + [1, 2]
     rows, targets, ids = next(iter(run.opt.loader(runs.dataset(np.ones((10, 2))), owners)))
     runs.linear_loss(run.model(rows), targets).backward()
-    with pytest.raises(dp.UnitError, match="users must be the ids that the loader delivered"):
+    with pytest.raises(UnitError, match="users must be the ids that the loader delivered"):
         (run.opt.accumulate if partial else run.opt.step)(users=IDS_OF_ROWS[name](ids))
     assert (run.opt.steps, len(run.opt.accountant), run.weights.tolist()) == (0, 0, [0.0, 0.0])
 
@@ -295,7 +296,7 @@ def test_ids_that_the_loop_overwrites_are_refused() -> None:
     rows, targets, ids = next(iter(run.opt.loader(runs.dataset(np.ones((10, 2))), [0] * 8 + [1, 2])))
     runs.linear_loss(run.model(rows), targets).backward()
     ids.copy_(torch.arange(len(ids)))
-    with pytest.raises(dp.UnitError, match="users must be the ids that the loader delivered"):
+    with pytest.raises(UnitError, match="users must be the ids that the loader delivered"):
         run.opt.step(users=ids)
 
 
@@ -354,7 +355,7 @@ def test_phases_do_not_start_again() -> None:
     for batch in run.opt.loader(data, ids):
         run.step(batch)
         break
-    with pytest.raises(dp.SequenceError, match="phases must not start again"):
+    with pytest.raises(SequenceError, match="phases must not start again"):
         run.opt.loader(data, ids)
 
 

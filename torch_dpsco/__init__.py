@@ -8,30 +8,15 @@ optimizer = dp.HolderSGD(model.parameters(), plan)
 for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
 """
 
-from torch_dpsco import losses, oracles, prox, rules
+from typing import TYPE_CHECKING
+
+from torch_dpsco import errors, losses, oracles, prox, rules, sampling
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
-from torch_dpsco.accounting.report.figures import PrivacyReport
-from torch_dpsco.accounting.report.statement import Statement
-from torch_dpsco.audit import Audit, audit, audit_outputs, audit_training
-from torch_dpsco.doctor import Diagnosis, Finding, doctor
-from torch_dpsco.errors import (
-    AdjacencyError,
-    BudgetExceeded,
-    CalibrationError,
-    ConditionError,
-    DpscoError,
-    InfeasibleError,
-    MissingConstantError,
-    NotCertifiedError,
-    PrivacyError,
-    SequenceError,
-    UnitError,
-    UnknownSamplerError,
-    UtilityWarning,
-)
+from torch_dpsco.audit import audit, audit_outputs, audit_training
+from torch_dpsco.doctor import doctor
 from torch_dpsco.linear.optimizers import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.make_private import make_private
 from torch_dpsco.optim.compiled import CompiledRows
@@ -49,15 +34,6 @@ from torch_dpsco.per_record import per_record
 from torch_dpsco.problem import Problem
 from torch_dpsco.rows import ghost_backward
 from torch_dpsco.rows.attach import attach, detach
-from torch_dpsco.sampling import (
-    DisjointSampler,
-    FixedSampler,
-    FullSampler,
-    PhysicalBatches,
-    PoissonSampler,
-    PrivateLoader,
-    ShuffledSampler,
-)
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.train import fit
 
@@ -66,62 +42,41 @@ __version__ = "0.1.0"
 __all__ = [
     "AcceleratedSGD",
     "Accountant",
-    "AdjacencyError",
     "Assigned",
-    "Audit",
     "BoltOnPSGD",
     "Budget",
-    "BudgetExceeded",
-    "CalibrationError",
     "ClippedSGD",
-    "CorrelatedSGD",
     "CompiledRows",
-    "ConditionError",
-    "Diagnosis",
+    "CorrelatedSGD",
     "Cyclic",
     "Disjoint",
-    "DisjointSampler",
-    "DpscoError",
-    "Finding",
     "Fixed",
-    "FixedSampler",
     "Full",
-    "FullSampler",
     "HolderOutputSGD",
     "HolderSGD",
-    "InfeasibleError",
     "LocalizedSGD",
     "LocalizedUserSGD",
-    "MissingConstantError",
-    "NotCertifiedError",
+    "NoisyGD",
+    "ObjectivePerturbation",
+    "OutputPerturbation",
     "Parts",
     "Phase",
     "Pilot",
-    "PhysicalBatches",
     "Poisson",
-    "PoissonSampler",
-    "PrivacyError",
-    "PrivacyReport",
-    "PrivateLoader",
     "PrivateOptimizer",
     "Problem",
     "ProximalSGD",
     "Schedule",
-    "SequenceError",
     "Shuffled",
-    "ShuffledSampler",
-    "Statement",
-    "UnitError",
-    "UnknownSamplerError",
     "UserClippedSGD",
     "UserFilteredSGD",
-    "UtilityWarning",
     "attach",
     "audit",
     "audit_outputs",
     "audit_training",
     "detach",
     "doctor",
+    "errors",
     "fit",
     "ghost_backward",
     "losses",
@@ -130,7 +85,13 @@ __all__ = [
     "per_record",
     "prox",
     "rules",
-    "NoisyGD",
-    "ObjectivePerturbation",
-    "OutputPerturbation",
+    "sampling",
 ]
+
+if not TYPE_CHECKING:  # or type checkers would take every name for one that exists
+
+    def __getattr__(name: str) -> None:
+        for place in (errors, sampling):
+            if hasattr(place, name):
+                raise AttributeError(f"dp.{name} is now dp.{place.__name__.rpartition('.')[2]}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ import torch
 import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.ledger import file as ledger_file
+from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
 
@@ -84,7 +85,7 @@ def check(folder: Path) -> tuple[int, int]:
     assert all(len(noise) == BYTES for noise in drawn)
     assert len(set(drawn)) == len(drawn), "noise was used twice"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dp.UtilityWarning)
+        warnings.simplefilter("ignore", UtilityWarning)
         accountant = Accountant(ledger_path=folder / "ledger")
     accountant.close()
     assert len(accountant) >= len(drawn), "the ledger is under the truth"

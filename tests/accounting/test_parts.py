@@ -15,6 +15,7 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Gaussian, Parallel, Repeat, Sequential, clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded
 
 DELTA = 1e-5
 BASE = clipped_gaussian(4.0)
@@ -108,9 +109,9 @@ def test_partitions_compose_and_parts_of_one_do_not() -> None:
 @settings(derandomize=True, max_examples=20)
 @given(design=designs())
 def test_parts_cut_by_position_refuse_add_remove(design: dp.Parts) -> None:
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         epsilon(design.event(BASE, 1), "add_remove")
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         spent(design, [BASE] * len(design.parts), 0, 1).epsilon(DELTA, "add_remove")
 
 
@@ -172,7 +173,7 @@ def test_assigned_batches_of_a_query_of_one_adjacency_hold_under_that_only() -> 
     ledger = Ledger([dp.Assigned(6, 26).draw_event(base, Draw(3, "assigned/x/5", "0"))])
     assert ledger.epsilon(DELTA, "zero_out") > 0
     for adjacency in ("add_remove", "replace_one"):
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             ledger.epsilon(DELTA, adjacency)
 
 
@@ -229,5 +230,5 @@ def test_what_was_recorded_past_the_budget_is_not_admitted_as_nothing() -> None:
     accountant.authorize(step)
     accountant.authorize(Parallel({"1": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p"))
     accountant.record(Gaussian(1.0, {REPLACE_ONE: 1.0}))
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         accountant.authorize(Parallel({"2": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p"))

@@ -80,7 +80,7 @@ SAMPLING = {
 @pytest.mark.parametrize("unit", ["example", "user"])
 def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacency, unit):
     statement = stated(design, adjacency=adjacency, unit=unit)
-    epsilon = rounded_up(statement.report.epsilon)
+    epsilon = rounded_up(statement.figures.epsilon)
     assert statement.headline == f"({epsilon}, 1e-05)-differential privacy for one {unit} ({adjacency})."
     assert f"differ in one {unit} only" in section(statement, "What it means")
     assert WORLD[adjacency].format(unit) in section(statement, "What it means")
@@ -93,7 +93,7 @@ def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacenc
     assert section(statement, "What is protected").startswith(first[unit])
     whose = {"example": "One record per example.", "user": "All rows of a user carry its id, and no other does."}
     assert whose[unit] in section(statement, "What must hold")
-    assert f"Charged: {statement.report.events[0]}." in section(statement, "How it was computed")
+    assert f"Charged: {statement.figures.events[0]}." in section(statement, "How it was computed")
     assert "SomeSGD: 10 steps made of 10 planned; finalized." in section(statement, "How it was computed")
     assert f"Computed by torch_dpsco {dp.__version__}." in section(statement, "How it was computed")
 
@@ -108,7 +108,7 @@ def test_the_number_of_records_is_protected_under_add_remove_only(design, adjace
     assert ("The number of examples is taken to be public" in protected) == (not private)
     assert ("The number of examples." in section(statement, "What is not covered")) == (not private)
     other = "The figure under add_remove holds only if n, batch size and steps were not taken from the data."
-    assert (other in protected) == (not private and ADD_REMOVE in statement.report.epsilons)
+    assert (other in protected) == (not private and ADD_REMOVE in statement.figures.epsilons)
 
 
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=named)
@@ -199,7 +199,7 @@ def test_noise_of_zero_is_said_before_the_first_step(event):
 @pytest.mark.parametrize(("noise", "weak"), [(1.0, True), (8.0, False)])
 def test_an_epsilon_above_ten_is_called_weak_with_its_likelihood_ratio(noise, weak):
     statement = stated(Full(1000), event=clipped_gaussian(noise))
-    epsilon = statement.report.epsilon
+    epsilon = statement.figures.epsilon
     assert (epsilon > 10) == weak == statement.headline.startswith("WEAK: (")
     ratio = [w for w in statement.warnings if w.startswith("Weak: the likelihood ratio e^epsilon is ")]
     assert len(ratio) == weak
@@ -209,7 +209,7 @@ def test_an_epsilon_above_ten_is_called_weak_with_its_likelihood_ratio(noise, we
 
 def test_an_astronomic_epsilon_is_stated_without_overflow():
     statement = stated(Full(1000), event=clipped_gaussian(0.05))
-    assert 700 < statement.report.epsilon < math.inf
+    assert 700 < statement.figures.epsilon < math.inf
     assert "e^epsilon is more than 1e304" in statement.warnings[0]
     assert json.loads(statement.json())["odds_factor"] == "inf"
     assert "guess right at most 100 % of the time" in section(statement, "What it means")
@@ -227,12 +227,12 @@ def test_a_delta_of_one_over_n_is_called_too_large(delta, warned):
 def test_an_unfinished_run_is_stated_with_what_it_will_come_to():
     statement = stated(steps=4, finalized=False)
     (warning,) = statement.warnings
-    whole = stated().report.epsilon
+    whole = stated().figures.epsilon
     assert warning.startswith(
         "Not finalized: the figures are for the 4 steps made so far, and steps to come cost more."
     )
     assert f"Final epsilon: at most {rounded_up(whole)} by plan or budget." in warning
-    assert statement.report.planned_epsilon == pytest.approx(whole, rel=1e-12)
+    assert statement.figures.planned_epsilon == pytest.approx(whole, rel=1e-12)
     assert "4 steps made of 10 planned; not finalized." in section(statement, "How it was computed")
     assert f"Epsilon with all planned steps: {rounded_up(whole)}." in section(statement, "How it was computed")
 
@@ -255,7 +255,7 @@ def test_a_budget_bounds_a_run_without_plan():
 
 def test_the_smaller_of_plan_and_budget_bounds_a_run():
     planned = stated(steps=4, finalized=False, budget=Budget(50.0, DELTA))
-    assert f"at most {rounded_up(planned.report.planned_epsilon)} by plan" in planned.warnings[0]
+    assert f"at most {rounded_up(planned.figures.planned_epsilon)} by plan" in planned.warnings[0]
     tight = stated(steps=4, planned=10**5, finalized=False, budget=Budget(1.0, DELTA))
     assert "at most 1 by plan or budget" in tight.warnings[0]
 
@@ -269,7 +269,7 @@ def test_a_run_that_made_all_steps_lacks_only_its_answer():
 def test_an_early_stop_is_quoted_by_plan_or_budget():
     (warning,) = stated(steps=4).warnings
     assert warning.startswith("Stopped after 4 of 10 planned steps. Was that decided by looking at private results")
-    assert f"Then quote epsilon {rounded_up(stated().report.epsilon)}." in warning
+    assert f"Then quote epsilon {rounded_up(stated().figures.epsilon)}." in warning
     assert "By looking at the data in any other way? That is not covered." in warning
 
 
@@ -282,7 +282,7 @@ def test_steps_that_were_not_declared_hold_only_if_chosen_blindly():
 
 
 def test_the_part_of_a_budget_that_is_left_is_not_promised_away():
-    spent = stated().report.epsilon
+    spent = stated().figures.epsilon
     left = stated(budget=Budget(3.0, DELTA))
     assert left.warnings == (
         "The budget (epsilon 3 at delta 1e-05) is not used up. Whoever may still spend the rest on these data must "
@@ -303,7 +303,7 @@ def test_figures_at_another_delta_are_not_compared_with_the_budget():
 
 
 def test_the_budget_gives_the_default_delta():
-    assert stated(delta=None, budget=Budget(3.0, 1e-7)).report.delta == 1e-7
+    assert stated(delta=None, budget=Budget(3.0, 1e-7)).figures.delta == 1e-7
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def figures(statement: Statement) -> dict[str, float]:
 @given(st.floats(1.0, 200.0), st.floats(1e-12, 1e-2), st.sampled_from(ADJACENCIES))
 def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):
     statement = stated(Full(10), event=clipped_gaussian(noise), delta=delta, adjacency=adjacency)
-    shown, spent = figures(statement), mpmath.mpf(statement.report.epsilon)
+    shown, spent = figures(statement), mpmath.mpf(statement.figures.epsilon)
     with mpmath.workdps(40):
         mu = mpmath.sqrt(10) * (2 if adjacency == REPLACE_ONE else 1) / mpmath.mpf(noise)
         exact = {
@@ -348,7 +348,7 @@ def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):
         assert shown.keys() >= {"epsilon0", "epsilon1", "odds0", "twice0", "two_delta0", "percent0"}
         for name, value in shown.items():
             assert exact[name] <= value <= exact[name] * 1.0025, name
-        for name, epsilon in statement.report.epsilons.items():
+        for name, epsilon in statement.figures.epsilons.items():
             for form in forms(statement)[:2]:
                 pattern = (
                     rf"epsilon (\S+) under {name} "
@@ -408,7 +408,7 @@ def test_the_json_reads_back_with_exact_figures(settings):
     facts = json.loads(statement.json())
     assert json.loads(json.dumps(facts)) == facts == json.loads(statement.json(indent=None))
     assert (facts["schema"], facts["schema_version"]) == ("torch_dpsco.privacy_statement", 1)
-    report = statement.report
+    report = statement.figures
     assert {name: float(epsilon) for name, epsilon in facts["epsilons"].items()} == report.epsilons
     guarantee = facts["guarantee"]
     assert (float(guarantee["epsilon"]), guarantee["delta"]) == (report.epsilon, report.delta)
@@ -435,7 +435,7 @@ def test_infinity_is_a_string_in_json_because_json_has_none():
 def test_the_charges_in_json_are_those_of_the_ledger(design, adjacency):
     statement = stated(design, adjacency=adjacency)
     charges = json.loads(statement.json())["charges"]
-    assert [c["event"]["type"] for c in charges] == [type(c.event).__name__ for c in statement.report.charges]
+    assert [c["event"]["type"] for c in charges] == [type(c.event).__name__ for c in statement.figures.charges]
     positional = isinstance(design, (Shuffled, Disjoint))
     assert [(c["count"], c["passes"], c["parts"]) for c in charges] == ([(1, 1, 10)] if positional else [(10, 0, 0)])
     noise = charges[0]["event"].get("sigma", charges[0]["event"].get("noise_multiplier"))
@@ -468,8 +468,8 @@ def test_runs_that_share_an_accountant_are_stated_together():
     accountant = Accountant()
     first = stated(accountant=accountant)
     second = stated(Full(1000), accountant=accountant, event=clipped_gaussian(7.0))
-    assert second.report.epsilon > first.report.epsilon
-    assert len(second.report.charges) == 2
+    assert second.figures.epsilon > first.figures.epsilon
+    assert len(second.figures.charges) == 2
     assert section(second, "How it was computed").count("Charged: ") == 2
 
 
@@ -518,7 +518,7 @@ def test_no_private_number_appears(monkeypatch):
 def test_the_statement_of_a_real_run_is_that_of_its_ledger():
     optimizer = fitted(1000, 3, REPLACE_ONE)
     statement = optimizer.report()
-    assert statement.report.epsilon == optimizer.privacy_spent().epsilon == statement.report.planned_epsilon
+    assert statement.figures.epsilon == optimizer.report().epsilon == statement.figures.planned_epsilon
     assert f"Charged: 8 x {PoissonGaussian(12.0, 0.1)}." in section(statement, "How it was computed")
     assert "HolderSGD: 8 steps made of 8 planned; finalized." in section(statement, "How it was computed")
     assert all(w.startswith("The budget (epsilon 1 at delta 1e-05) is not used up") for w in statement.warnings)

@@ -23,7 +23,7 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK
 from torch_dpsco.accounting.stated import Pure
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, SequenceError
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError
 from torch_dpsco.estimators import LogisticRegression
 
 from .ledgers import FIXED, STEP
@@ -152,7 +152,7 @@ def test_a_second_accountant_in_another_thread_cannot_open_the_file(tmp_path):
     def work(number: int) -> None:
         try:
             opened.append(Accountant(ledger_path=tmp_path / "ledger"))
-        except dp.PrivacyError:
+        except PrivacyError:
             refused.append(number)
 
     together(work)

@@ -32,6 +32,7 @@ from tests.compat.harness import (
     squared,
     trained,
 )
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 
 # torch's compiler looks at `.grad` of tensors between layers and is then warned by torch.
@@ -163,7 +164,7 @@ def test_a_compiled_forward_that_changes_buffers_is_refused(when):
     model = Wired(count, layer=nn.Linear(2, 1)).double()
     model.register_buffer("seen", torch.zeros((), dtype=torch.float64))
     run = compiled(model, when, "auto", "mean", backend="aot_eager")
-    with pytest.raises(dp.PrivacyError, match="seen"):
+    with pytest.raises(PrivacyError, match="seen"):
         run(numbers(2))
 
 
@@ -214,6 +215,6 @@ def test_compiled_autograd_is_right_or_refused(rows):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         try:
             loss.backward()
-        except (RuntimeError, dp.SequenceError, TypeError):
+        except (RuntimeError, SequenceError, TypeError):
             return  # the compiler cannot trace Opacus' hooks, nor weights of two uses without gradients; none released
     assert_rows(GradBatch.consume(trained(model)).dense(), expected, 1e-9)

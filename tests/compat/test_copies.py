@@ -33,6 +33,7 @@ from tests.compat.harness import (
     trained,
 )
 from tests.compat.test_loops import BATCH, STEPS, N, Run
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, has_rows
 
 ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
@@ -70,7 +71,7 @@ def test_a_model_is_neither_saved_nor_copied_with_rows_in_it(rows):
         elif rows == "auto":
             model[2](torch.randn(RECORDS, 3).double())  # of the dense layer
         for take in (copy.deepcopy, pickle.dumps, through_file):
-            with pytest.raises(dp.SequenceError, match=r"between steps.*discard\(\)"):
+            with pytest.raises(SequenceError, match=r"between steps.*discard\(\)"):
                 take(model)
         assert model.state_dict().keys() == network().state_dict().keys()  # holds parameters only
         optimizer.discard()
@@ -83,7 +84,7 @@ def test_a_part_of_a_model_is_neither_saved_nor_copied_with_rows_in_it():
     model(torch.randn(RECORDS, 3)).sum().backward()
     for part in model:
         for take in (copy.deepcopy, pickle.dumps, through_file):
-            with pytest.raises(dp.SequenceError, match=r"between steps.*discard\(\)"):
+            with pytest.raises(SequenceError, match=r"between steps.*discard\(\)"):
                 take(part)
     optimizer.discard()
     for part in model:
@@ -107,7 +108,7 @@ def test_a_copied_pair_trains_by_itself_and_shares_the_ledger():
 def test_an_optimizer_is_not_pickled_but_saved_by_its_state(together):
     run = Run()
     run.train(run.loader(2))
-    with pytest.raises(dp.PrivacyError, match=r"save state_dict\(\) instead"):
+    with pytest.raises(PrivacyError, match=r"save state_dict\(\) instead"):
         pickle.dumps((run.model, run.optimizer) if together else run.optimizer)
     fresh = Run()
     fresh.model.load_state_dict(run.model.state_dict())
@@ -160,14 +161,14 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
     model = CASE.attach(rows, "sum")
     optimizer = private_optimizer(model, dp.Full(RECORDS))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    with pytest.raises(dp.SequenceError, match="assign=True"):
+    with pytest.raises(SequenceError, match="assign=True"):
         CASE.losses(model, CASE.batch())
     assert len(optimizer.accountant) == 0
     model = dp.attach(nn.Linear(DIM, 1), rows="factored", loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(RECORDS))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     for (x,) in optimizer.loader(torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1, padding=False):
-        with pytest.raises(dp.SequenceError, match="assign=True"):
+        with pytest.raises(SequenceError, match="assign=True"):
             model(x)
     assert len(optimizer.accountant) == 0
 
@@ -231,9 +232,9 @@ def test_functional_calls_are_right_or_refused(rows):
     assert_rows(GradBatch.consume(trained(model)).dense(), rows_alone(CASE, plain, batch), CASE.tolerance())
 
     others = {name: p.detach().clone().requires_grad_() for name, p in own.items()}
-    with pytest.raises(dp.SequenceError, match="functional_call"):
+    with pytest.raises(SequenceError, match="functional_call"):
         torch.func.functional_call(model, others, batch)
-    with pytest.raises((dp.SequenceError, RuntimeError), match=r"functional_call|setup_context"):
+    with pytest.raises((SequenceError, RuntimeError), match=r"functional_call|setup_context"):
         torch.func.grad(lambda params: torch.func.functional_call(model, params, batch).sum())(others)
     assert not has_rows(list(model.parameters()))
     assert not has_rows(list(others.values()))
@@ -255,9 +256,9 @@ def test_a_run_in_eval_mode_makes_no_step():
     run = Run(dp.Full(N))
     run.model.eval()
     for batch in run.loader(1):
-        with pytest.raises(dp.SequenceError, match=r"model.train\(\)"):
+        with pytest.raises(SequenceError, match=r"model.train\(\)"):
             run.backward(batch)
-        with pytest.raises(dp.SequenceError, match="missing"):
+        with pytest.raises(SequenceError, match="missing"):
             run.optimizer.step()
     assert run.optimizer.steps == len(run.optimizer.accountant) == 0
 

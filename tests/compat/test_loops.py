@@ -24,6 +24,7 @@ from tests.compat.harness import (
 )
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 
 N, BATCH, STEPS = 12, 4, 5
 Batch = tuple[Tensor, Tensor]
@@ -38,7 +39,7 @@ class Run:
         self.optimizer = private_optimizer(self.model, design, **options)
         self.draws: list[Batch] = []
 
-    def loader(self, steps: int = STEPS, **options: Any) -> dp.PrivateLoader:
+    def loader(self, steps: int = STEPS, **options: Any) -> dp.sampling.PrivateLoader:
         return self.optimizer.loader(dataset(), steps=steps, padding=False, **options)
 
     def backward(self, batch: Batch) -> Tensor:
@@ -81,7 +82,7 @@ def test_a_loop_over_worker_processes(workers):
 
 def test_a_loop_over_a_bound_data_loader():
     run = Run()
-    sampler = dp.PoissonSampler(dp.Poisson(BATCH, N), steps=STEPS)
+    sampler = dp.sampling.PoissonSampler(dp.Poisson(BATCH, N), steps=STEPS)
     run.train(run.optimizer.bind(DataLoader(dataset(), batch_sampler=sampler)))
     run.check()
 
@@ -108,13 +109,13 @@ def by_loader(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
 
 
 def by_physical_batches(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
-    with dp.PhysicalBatches(run.loader(), 2) as batches:
+    with dp.sampling.PhysicalBatches(run.loader(), 2) as batches:
         for batch in batches:
             yield tuple(batch), run.optimizer.step
 
 
 def by_physical_batches_with_workers(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
-    with dp.PhysicalBatches(run.loader(num_workers=2), 2) as batches:
+    with dp.sampling.PhysicalBatches(run.loader(num_workers=2), 2) as batches:
         for batch in batches:
             yield tuple(batch), run.optimizer.step
 
@@ -126,7 +127,7 @@ def by_opacus(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
 
 
 def by_opacus_bound(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
-    sampler = dp.PoissonSampler(dp.Poisson(BATCH, N), steps=STEPS)
+    sampler = dp.sampling.PoissonSampler(dp.Poisson(BATCH, N), steps=STEPS)
     loader = run.optimizer.bind(DataLoader(dataset(), batch_sampler=sampler))
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer) as batches:
         for batch in batches:
@@ -184,9 +185,7 @@ def test_batch_memory_manager_with_workers_is_refused():
         with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=run.optimizer) as batches:
             run.train(batches)
 
-    with pytest.raises(
-        dp.SequenceError, match=r"optimizer.loader\(dataset, physical_batch_size=..., num_workers=...\)"
-    ):
+    with pytest.raises(SequenceError, match=r"optimizer.loader\(dataset, physical_batch_size=..., num_workers=...\)"):
         train()
     assert len(run.optimizer.accountant) == 0
 
@@ -259,7 +258,7 @@ def test_a_stream_is_refused():
     run = Run()
     with pytest.raises(ValueError, match="must be map-style"):
         run.optimizer.loader(Stream())
-    with pytest.raises(dp.UnknownSamplerError, match=r"optimizer.loader\(dataset\)"):
+    with pytest.raises(UnknownSamplerError, match=r"optimizer.loader\(dataset\)"):
         run.optimizer.bind(DataLoader(Stream()))
 
 
@@ -307,7 +306,7 @@ def test_two_forwards_of_parts_before_one_backward_are_right_or_refused():
         for x, y in optimizer.loader(dataset(), steps=1, padding=False):
             first = squared(model(x[:5]), y[:5])
             if rows == "dense":
-                with pytest.raises(dp.SequenceError, match="waiting for its backward"):
+                with pytest.raises(SequenceError, match="waiting for its backward"):
                     model(x[5:])
                 break
             (first + squared(model(x[5:]), y[5:])).backward()
@@ -338,7 +337,7 @@ def test_rows_left_by_autograd_grad_are_refused():
     x = numbers(2, n=3).requires_grad_()
     torch.autograd.grad(model(x).sum(), x)
     model(x.detach()).sum().backward()
-    with pytest.raises(dp.SequenceError, match=r"autograd.grad.*zero_grad\(\)"):
+    with pytest.raises(SequenceError, match=r"autograd.grad.*zero_grad\(\)"):
         optimizer.step()
     assert len(optimizer.accountant) == 0
 
@@ -352,7 +351,7 @@ def test_saliency_on_the_graph_of_the_loss_is_right_or_refused(rows):
         loss = squared(model(x), y)
         torch.autograd.grad(loss, x, retain_graph=True)
         if rows == "dense":
-            with pytest.raises(dp.SequenceError, match="must follow a forward"):
+            with pytest.raises(SequenceError, match="must follow a forward"):
                 loss.backward()
             break
         loss.backward()
@@ -366,5 +365,5 @@ def test_a_gradient_penalty_is_refused(rows):
     x = numbers(2).requires_grad_()
     output = model(x).sum()
     (slope,) = torch.autograd.grad(output, x, create_graph=True)
-    with pytest.raises(dp.SequenceError, match=r"gradient from outside of the layer|must follow a forward"):
+    with pytest.raises(SequenceError, match=r"gradient from outside of the layer|must follow a forward"):
         (output + slope.square().sum()).backward()

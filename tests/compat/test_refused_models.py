@@ -25,6 +25,7 @@ from tests.compat.harness import (
     private_optimizer,
     trained,
 )
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 
 
@@ -205,7 +206,7 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
 def test_uses_without_right_rows_are_refused_with_a_way_out(name, rows):
     build, inputs, way_out = IN_TRAINING[name]
     model = dp.attach(build(), rows=rows)
-    with pytest.raises(dp.SequenceError, match=way_out):
+    with pytest.raises(SequenceError, match=way_out):
         run(model, *inputs())
 
 
@@ -219,7 +220,7 @@ def test_uses_without_right_rows_are_refused_with_a_way_out(name, rows):
 )
 def test_options_that_opacus_ignores_are_refused_for_dense_rows_alone(layer, inputs):
     model = dp.attach(layer, rows="dense")
-    with pytest.raises(dp.SequenceError, match="rows='auto'"):
+    with pytest.raises(SequenceError, match="rows='auto'"):
         model(inputs)
     dp.detach(model)
     assert len(run(dp.attach(model, loss_reduction="sum"), inputs)) == RECORDS
@@ -229,7 +230,7 @@ def test_a_layer_that_sees_no_batch_is_refused():
     # whatever the loss reduction: rows would be of times, each of them a function of all records
     for reduction in ("mean", "sum"):
         model = dp.attach(Wired(time_first, body=nn.Linear(DIM, 2)), loss_reduction=reduction)
-        with pytest.raises(dp.SequenceError, match="must be the batch"):
+        with pytest.raises(SequenceError, match="must be the batch"):
             model(x3()[0])
 
 
@@ -239,7 +240,7 @@ def test_packed_sequences_that_are_not_sorted_are_refused(lengths):
     model = ModuleValidator.fix(Wired(unsorted, body=nn.LSTM(DIM, DIM, batch_first=True), head=nn.Linear(DIM, 2)))
     batch = (numbers(TIMES, DIM).float(), torch.tensor(lengths))
     for rows in ("auto", "dense"):
-        with pytest.raises(dp.SequenceError, match="enforce_sorted=True"):
+        with pytest.raises(SequenceError, match="enforce_sorted=True"):
             run(dp.attach(model, rows=rows), *batch)
         model.eval()(*batch)  # evaluation is not affected
         dp.detach(model.train())
@@ -261,7 +262,7 @@ class Renormalizes(nn.Module):
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_forward_must_not_write_to_trained_weights(rows):
     model = dp.attach(Renormalizes(), rows=rows)
-    with pytest.raises(dp.PrivacyError, match=r"buffers or weights.*weight"):
+    with pytest.raises(PrivacyError, match=r"buffers or weights.*weight"):
         model(x2()[0])
 
 
@@ -272,7 +273,7 @@ def test_fewer_rows_than_drawn_are_refused(rows):
     before = [p.clone() for p in model.parameters()]
     for (x,) in optimizer.loader(TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, padding=False):
         model(x.transpose(0, 1)).sum().backward()  # batch_first says otherwise: three rows, each of all four records
-        with pytest.raises(dp.SequenceError, match="one row per record"):
+        with pytest.raises(SequenceError, match="one row per record"):
             optimizer.step()
     assert len(optimizer.accountant) == optimizer.steps == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -288,7 +289,7 @@ def test_a_part_called_twice_by_itself_makes_no_step(rows):
         optimizer.step()
 
     for (x,) in optimizer.loader(TensorDataset(numbers(DIM, n=4)), steps=1, padding=False):
-        with pytest.raises(dp.SequenceError, match=r"attached model itself|one row per record"):
+        with pytest.raises(SequenceError, match=r"attached model itself|one row per record"):
             halves(x)
     assert len(optimizer.accountant) == 0
 
@@ -326,5 +327,5 @@ def test_a_forward_must_not_exchange_buffers():
     model = dp.attach(Swaps())
     model.a, model.b = model.b, model.a  # outside of a forward they may
     for _ in range(2):
-        with pytest.raises(dp.PrivacyError, match="buffers"):
+        with pytest.raises(PrivacyError, match="buffers"):
             model(x2()[0])

@@ -25,6 +25,7 @@ from tests.compat.harness import (
     squared,
 )
 from tests.compat.test_loops import BATCH, STEPS, N, Run
+from torch_dpsco.errors import SequenceError, UtilityWarning
 
 # Other learning rates than planned, momentum and Adam warn; that they do is tested below.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
@@ -75,7 +76,7 @@ def test_a_changed_rate_warns_that_the_theorem_is_void():
             run.train([batch])
         found.append([w.category for w in caught])
         scheduler.step()
-    assert found == [[], [], [dp.UtilityWarning]]
+    assert found == [[], [], [UtilityWarning]]
 
 
 def test_one_cycle_without_momentum_says_what_to_do():
@@ -104,7 +105,7 @@ def test_groups_have_their_own_rates():
 def test_groups_cannot_be_added_after_construction():
     run = Run()
     before = run.optimizer.param_groups[0]["params"][:]
-    with pytest.raises(dp.SequenceError, match="make a new optimizer"):
+    with pytest.raises(SequenceError, match="make a new optimizer"):
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     assert len(run.optimizer.param_groups) == 1
     assert all(p is q for p, q in zip(run.optimizer.param_groups[0]["params"], before, strict=True))
@@ -121,7 +122,7 @@ INNER = {
 def with_inner(name: str) -> Run:
     run = Run()
     inner = INNER[name](run.model.parameters())
-    with pytest.warns(dp.UtilityWarning, match="post-processing"):
+    with pytest.warns(UtilityWarning, match="post-processing"):
         rule = dp.rules.TorchRule(inner)
     run.optimizer = private_optimizer(run.model, dp.Poisson(BATCH, N), params=inner.param_groups, lr=0.1, rule=rule)
     return run
@@ -189,7 +190,7 @@ def test_autocast_needs_a_loss_that_sums(rows):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = squared(model(x.float()), y.float())
             if reduction == "mean":
-                with pytest.raises(dp.SequenceError, match="reduction='sum'"):
+                with pytest.raises(SequenceError, match="reduction='sum'"):
                     (loss / N).backward()
                 break
             loss.backward()
@@ -204,7 +205,7 @@ def test_half_precision_models_need_a_loss_that_sums(dtype):
     with pytest.raises(ValueError, match="loss_reduction must be 'sum'"):
         dp.attach(network().to(dtype))
     model = dp.attach(network()).to(dtype)  # converted afterwards
-    with pytest.raises(dp.SequenceError, match="reduction='sum'"):
+    with pytest.raises(SequenceError, match="reduction='sum'"):
         model(numbers(2).to(dtype)).mean().backward()
     model = dp.attach(network().to(dtype), loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(N))

@@ -36,10 +36,11 @@ from tests.contract.reference_model import (
     rows_of,
     stacked,
 )
+from torch_dpsco.errors import BudgetExceeded, SequenceError
 from torch_dpsco.sampling import make_sampler
 
 DRAWS, PARTS = 9, 4  # per iteration of a loader, of one pass
-REFUSED = (dp.SequenceError,)
+REFUSED = (SequenceError,)
 
 
 @dataclass(eq=False)
@@ -243,7 +244,7 @@ class Calls(RuleBasedStateMachine):
             manager: Any = BatchMemoryManager(data_loader=source.loader, max_physical_batch_size=2, optimizer=s.opt)
             s.stream = Stream(source, manager.__enter__(), parts=True)
         elif kind == "physical batches":
-            s.stream = Stream(source, dp.PhysicalBatches(source.loader, 2))
+            s.stream = Stream(source, dp.sampling.PhysicalBatches(source.loader, 2))
         else:
             s.stream = Stream(source, source.loader)
 
@@ -347,7 +348,7 @@ class Calls(RuleBasedStateMachine):
         elif verdict == "collect":
             self.harmless(action)
         else:
-            self.refused(action, dp.BudgetExceeded if verdict == "spent" else REFUSED)
+            self.refused(action, BudgetExceeded if verdict == "spent" else REFUSED)
         self._after(s, verdict, drawn, partial)
         return verdict
 

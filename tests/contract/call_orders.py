@@ -18,6 +18,7 @@ import torch_dpsco as dp
 from tests.contract.call_model import REFUSED, Calls, Net, Session
 from tests.contract.reference_model import BATCH, FOREIGN, Forward, N, Setup, Truth, records_in, rows_of
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, PrivacyError, UnknownSamplerError
 from torch_dpsco.sampling import make_sampler
 
 FIXED = ("oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant")
@@ -91,8 +92,8 @@ class CallOrders(Calls):
 
     def a_loader_of_another_design(self, s: Session) -> None:
         other = DataLoader(self.setup.dataset(), batch_sampler=make_sampler(dp.Poisson(5, N), size=self.setup.size))
-        self.refused(lambda: s.opt.bind(other), dp.AdjacencyError)
-        self.refused(lambda: s.opt.bind(DataLoader(self.setup.dataset(), batch_size=6)), dp.UnknownSamplerError)
+        self.refused(lambda: s.opt.bind(other), AdjacencyError)
+        self.refused(lambda: s.opt.bind(DataLoader(self.setup.dataset(), batch_size=6)), UnknownSamplerError)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class CallOrders(Calls):
             self.refused(lambda: s.opt.load_state_dict(opt.state_dict()), ValueError)
         elif len(self.accountant):
             other.record(opt.oracle.event().only(self.setup.adjacency))
-            self.refused(lambda: s.opt.load_state_dict(opt.state_dict()), dp.PrivacyError)
+            self.refused(lambda: s.opt.load_state_dict(opt.state_dict()), PrivacyError)
             s.drop()
 
     @precondition(lambda self: len(self.sessions) < 3)
@@ -356,7 +357,7 @@ class CallOrders(Calls):
             self.ordinary_step(s, "private")
         if self.setup.room is not None and self.truth.spent() >= self.setup.room:
             if not self.setup.charges_passes:
-                self.refused(lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant), dp.InfeasibleError)
+                self.refused(lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant), InfeasibleError)
             return
         fresh = Session(s.net, self.setup.optimizer(s.net.model, self.truth, self.accountant), self.setup)
         s.net.wrapped = False
@@ -373,7 +374,7 @@ class CallOrders(Calls):
                 self.new_iteration(len(self.sessions) - 1, "private", "resumed")
 
     def pickling(self, s: Session) -> None:
-        self.refused(lambda: pickle.dumps(s.opt), dp.PrivacyError)
+        self.refused(lambda: pickle.dumps(s.opt), PrivacyError)
 
     # -- meddling -----------------------------------------------------------------------------------------------------
 
@@ -391,11 +392,9 @@ class CallOrders(Calls):
 
     def assigning_what_is_fixed(self, s: Session) -> None:
         for name in FIXED:
-            self.refused(
-                lambda name=name: setattr(s.opt, name, getattr(s.opt, name)), (dp.PrivacyError, AttributeError)
-            )
+            self.refused(lambda name=name: setattr(s.opt, name, getattr(s.opt, name)), (PrivacyError, AttributeError))
         for name in ("noise_multiplier", "batch_size", "clip"):
-            self.refused(lambda name=name: setattr(s.opt.oracle, name, 1), (dp.PrivacyError, AttributeError))
+            self.refused(lambda name=name: setattr(s.opt.oracle, name, 1), (PrivacyError, AttributeError))
 
     def another_lr(self, s: Session) -> None:
         for group in s.opt.param_groups:

@@ -22,6 +22,7 @@ from tests.contract.call_orders import CallOrders
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.journal import Journal
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped, clipped
 from torch_dpsco.sampling import DrawLog
@@ -172,7 +173,7 @@ def test_the_machine_finds_nothing_in_what_is_not_broken() -> None:
 def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     # a legal call that is refused is a failure of the machine as well
-    failures = (AssertionError, pytest.fail.Exception, dp.PrivacyError, ValueError)
+    failures = (AssertionError, pytest.fail.Exception, PrivacyError, ValueError)
     with pytest.raises(failures, match=FOUND_BY[mutate]):
         run_state_machine_as_test(CallOrders, settings=HUNT)
 
@@ -197,12 +198,12 @@ def uses(model: nn.Linear) -> list[int]:
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_backward_of_an_earlier_batch_is_refused(rows: str) -> None:
     model, opt, data = run(rows)
-    chunks = iter(dp.PhysicalBatches(opt.loader(data, steps=2), 3))
+    chunks = iter(dp.sampling.PhysicalBatches(opt.loader(data, steps=2), 3))
     loss = model(next(chunks)[0]).sum()
     loss.backward(retain_graph=True)
     opt.step()  # adds a part of the draw
     next(chunks)
-    with pytest.raises(dp.SequenceError, match="a backward must follow"):
+    with pytest.raises(SequenceError, match="a backward must follow"):
         loss.backward()  # its records would be in the release twice
     assert len(opt.accountant) == 0
 
@@ -215,7 +216,7 @@ def test_a_backward_of_a_batch_that_was_given_up_is_refused(rows: str) -> None:
     opt.discard()
     (x,) = next(iter(loader))
     model(x)
-    with pytest.raises(dp.SequenceError, match="a backward must follow"):
+    with pytest.raises(SequenceError, match="a backward must follow"):
         loss.backward()
     model(x).sum().backward()
     opt.step()
@@ -225,7 +226,7 @@ def test_a_backward_of_a_batch_that_was_given_up_is_refused(rows: str) -> None:
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_copy_keeps_no_raw_gradient_of_a_backward_in_eval_mode(rows: str) -> None:
     model = copy.deepcopy(run(rows)[0]).eval()
-    with pytest.raises(dp.SequenceError, match=r"in eval mode|in training mode"):
+    with pytest.raises(SequenceError, match=r"in eval mode|in training mode"):
         model(torch.eye(6)).sum().backward()
     assert model.weight.grad is None
 
@@ -237,9 +238,9 @@ def test_a_backward_in_eval_mode_never_joins_a_forward_that_waits() -> None:
     model.eval()
     loss = model(2.0 * x[3:]).sum()
     model.train()
-    with pytest.raises(dp.SequenceError, match="in training mode"):
+    with pytest.raises(SequenceError, match="in training mode"):
         loss.backward()
-    with pytest.raises(dp.SequenceError, match="missing"):
+    with pytest.raises(SequenceError, match="missing"):
         opt.step()
 
 
@@ -257,7 +258,7 @@ def test_a_step_inside_of_nested_released_blocks_is_refused() -> None:
     with opt.released():
         with opt.released():
             pass
-        with pytest.raises(dp.SequenceError, match="released"):
+        with pytest.raises(SequenceError, match="released"):
             opt.step()
     assert len(opt.accountant) == 0
     opt.step()
@@ -291,7 +292,7 @@ def test_a_refused_opacus_wrapper_leaves_no_sum_of_rows() -> None:
     model, opt, data = run("dense")
     model(next(iter(opt.loader(data)))[0]).sum().backward()
     wrapper = DPOptimizer(opt, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6, loss_reduction="sum")
-    with pytest.raises(dp.SequenceError, match="Opacus"):
+    with pytest.raises(SequenceError, match="Opacus"):
         wrapper.step()
     assert model.weight.grad is None
     assert model.weight.summed_grad is None
@@ -304,5 +305,5 @@ def test_an_optimizer_that_cannot_be_built_does_not_forget_a_wrapper() -> None:
         dp.PrivateOptimizer(
             model.parameters(), 1.0, oracle=Clipped(1.0, 1.0, 5), rule=dp.rules.SGD(), design=dp.Full(6)
         )
-    with pytest.raises(dp.SequenceError, match="Opacus"):
+    with pytest.raises(SequenceError, match="Opacus"):
         opt.step()

@@ -7,6 +7,7 @@ import pytest
 import torch_dpsco as dp
 from tests.contract.registry import ROWS
 from tests.contract.runs import STEPS, Row, assert_unchanged, same, snapshot
+from torch_dpsco.errors import SequenceError
 
 # Adam warns about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
@@ -57,7 +58,7 @@ def test_an_interrupt_after_the_charge_has_spent_it_and_moves_nothing(
     for batch in run.going_on(2) if run.opt.design.one_pass else loader:
         run.backward(batch)
         if "shared" in row.lacks:  # the answer that was lost had a secret in common with later ones
-            with pytest.raises(dp.SequenceError, match="resume the run from its last checkpoint"):
+            with pytest.raises(SequenceError, match="resume the run from its last checkpoint"):
                 run.opt.step()
             assert same(run.parameters(), before)
             break

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import torch_dpsco as dp
 from tests.contract.registry import ROWS, having
 from tests.contract.runs import DIM, STEPS, Row, Run, Settings, same, zeros
 from tests.streams import seeded
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.secret import SecretState
 
 # Seeds, momentum and Adam warn about utility in every test here.
@@ -71,7 +71,7 @@ def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(row: Row, dtype: 
     assert (run.opt.steps, run.ledger()) == (other.opt.steps, other.ledger())
     assert len(other.opt.accountant) == other.charged(3)
     other.train(1, seed=8)
-    with pytest.raises(dp.SequenceError, match=r"planned steps are made|a one-pass loader is exhausted"):
+    with pytest.raises(SequenceError, match=r"planned steps are made|a one-pass loader is exhausted"):
         other.train(1, seed=8)
 
 
@@ -82,7 +82,7 @@ def test_a_loader_made_before_loading_a_checkpoint_still_serves_unless_it_is_of_
     loader = run.loader(steps=2)
     run.opt.load_state_dict(state)
     if run.opt.design.one_pass:
-        with pytest.raises(dp.SequenceError, match="goes on with its own pass"):
+        with pytest.raises(SequenceError, match="goes on with its own pass"):
             next(iter(loader))
         loader = run.opt.loader(loader.dataset, resume=True)
     for batch in loader:
@@ -100,7 +100,7 @@ def test_loading_drops_the_batch_in_progress(row: Row) -> None:
         run.opt.accumulate()
         run.opt.load_state_dict(state)
         break
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         run.opt.step()
     assert (run.opt.steps, len(run.opt.accountant)) == (1, run.charged(1))
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_another_history_is_not_taken_for_charges_made_here(row:
     row.make(accountant=shared).train(2)  # two more of the same kind, on one accountant for all
     before = shared.ledger.digest()
     resumed = row.make(accountant=shared)
-    with pytest.raises(dp.PrivacyError, match="histor"):
+    with pytest.raises(PrivacyError, match="histor"):
         resumed.opt.load_state_dict(state)
     assert (shared.ledger.digest(), len(shared), resumed.opt.steps) == (before, resumed.charged(2), 0)
 
@@ -159,7 +159,7 @@ def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_pat
     first, second = (reloaded(run, row, tmp_path / "run.pt") for _ in range(2))
     for each in (first, second):
         each.train(1, seed=2)
-    with pytest.raises(dp.PrivacyError, match="histor"):  # three releases, of which each knows two
+    with pytest.raises(PrivacyError, match="histor"):  # three releases, of which each knows two
         first.opt.load_state_dict(second.opt.state_dict())
     assert len(first.opt.accountant) == first.charged(2)
 
@@ -171,7 +171,7 @@ def test_a_finalized_run_is_finalized_after_loading(row: Row, tmp_path: Path) ->
     assert other.opt.finalized
     assert same(run.parameters(), other.parameters())
     match = "no partition of this run" if "anew" in row.lacks else "finalized"
-    with pytest.raises(dp.SequenceError, match=match):
+    with pytest.raises(SequenceError, match=match):
         other.train(1)
 
 
@@ -188,7 +188,7 @@ def test_a_run_with_a_secret_in_its_releases_goes_on_in_one_place(row: Row) -> N
     state, before = run.opt.state_dict(), (run.parameters(), run.ledger())
     other = row.make()
     for act in (lambda: other.opt.load_state_dict(state), lambda: run.opt.load_state_dict(state), run.copy):
-        with pytest.raises(dp.SequenceError, match="charged as a whole must"):
+        with pytest.raises(SequenceError, match="charged as a whole must"):
             act()
     assert isinstance(state, SecretState)
     assert (len(other.opt.accountant), other.opt.steps) == (0, 0)
@@ -234,7 +234,7 @@ def test_a_seeded_generator_repeats_the_noise(row: Row) -> None:
 
 
 def test_pickling_is_refused_because_a_copy_elsewhere_would_spend_unseen(row: Row) -> None:
-    with pytest.raises(dp.PrivacyError, match=r"must not be (pickled|copied)"):
+    with pytest.raises(PrivacyError, match=r"must not be (pickled|copied)"):
         pickle.dumps(row.make().opt)
 
 

@@ -16,6 +16,14 @@ from tests.contract.runs import FACTS, STEPS, N, Row, assert_unchanged, records,
 from tests.streams import seeded
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UnknownSamplerError,
+)
 from torch_dpsco.optim.charges import planned_event
 from torch_dpsco.oracles.base import MeanOracle
 
@@ -32,7 +40,7 @@ def row(request: pytest.FixtureRequest) -> Row:
 def epsilon(ledger: Ledger, adjacency: str) -> float | str:
     try:
         return ledger.epsilon(DELTA, adjacency)
-    except dp.AdjacencyError:
+    except AdjacencyError:
         return "refused"
 
 
@@ -76,7 +84,7 @@ def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> N
         assert k == run.opt.steps
         assert len(spent) == run.charged(k)
         assert [epsilon(spent, a) for a in ADJACENCIES] == pytest.approx([epsilon(planned, a) for a in ADJACENCIES])
-    assert run.opt.privacy_spent(DELTA).adjacency == row.adjacency
+    assert run.opt.report(DELTA).figures.adjacency == row.adjacency
 
 
 @having("private")
@@ -93,7 +101,7 @@ def test_the_planned_steps_can_be_made_and_no_more(row: Row) -> None:
     run = row.make().train()
     before = snapshot(run)
     with pytest.raises(
-        dp.SequenceError, match=r"all 4 planned steps are made: call finalize|a one-pass loader is exhausted"
+        SequenceError, match=r"all 4 planned steps are made: call finalize|a one-pass loader is exhausted"
     ):
         run.train(1, seed=2)
     assert_unchanged(run, before, trained=False)
@@ -200,11 +208,11 @@ def test_the_budget_refuses_a_step_and_leaves_everything_as_it_was(row: Row) -> 
     before = snapshot(run)
     for batch in run.loader(seed=99, steps=1):
         run.backward(batch)
-        with pytest.raises(dp.BudgetExceeded, match="past the budget"):
+        with pytest.raises(BudgetExceeded, match="past the budget"):
             run.opt.step()
     assert run.opt.steps >= 1
     assert_unchanged(run, before)
-    assert run.opt.privacy_spent().epsilon <= target
+    assert run.opt.report().epsilon <= target
     run.opt.finalize()
 
 
@@ -215,7 +223,7 @@ def test_a_second_step_on_one_batch_is_refused(row: Row) -> None:
         run.opt.step()
         before = snapshot(run)
         run.backward(batch)
-        with pytest.raises(dp.SequenceError, match="no batch is outstanding"):
+        with pytest.raises(SequenceError, match="no batch is outstanding"):
             run.opt.step()
     assert_unchanged(run, before)
 
@@ -225,9 +233,9 @@ def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
     before = snapshot(run)
     for batch in DataLoader(records(), batch_size=6):
         run.backward(batch)
-        with pytest.raises(dp.SequenceError, match=r"optimizer.loader\(dataset\)"):
+        with pytest.raises(SequenceError, match=r"optimizer.loader\(dataset\)"):
             run.opt.step()
-    foreign, name = (dp.UnknownSamplerError, "RandomSampler") if row.unit == "example" else (dp.UnitError, "DataLoader")
+    foreign, name = (UnknownSamplerError, "RandomSampler") if row.unit == "example" else (UnitError, "DataLoader")
     with pytest.raises(foreign, match=name):
         run.opt.bind(DataLoader(records(), batch_size=6, shuffle=True))
     assert_unchanged(run, before)
@@ -236,7 +244,7 @@ def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
 def test_a_loader_of_another_design_is_refused(row: Row) -> None:
     design = row.make().opt.design
     other = next(run for r in ROWS if r.unit == row.unit and (run := r.make()).opt.design != design)
-    with pytest.raises(dp.AdjacencyError, match="this optimizer's design"):
+    with pytest.raises(AdjacencyError, match="this optimizer's design"):
         row.make().opt.bind(other.loader())
 
 
@@ -244,7 +252,7 @@ def test_a_skipped_batch_is_refused(row: Row) -> None:
     run = row.make()
     batches = iter(run.loader())
     next(batches)
-    with pytest.raises(dp.SequenceError, match="previous batch was not used"):
+    with pytest.raises(SequenceError, match="previous batch was not used"):
         next(batches)
     assert len(run.opt.accountant) == 0
 
@@ -254,7 +262,7 @@ def test_more_rows_than_drawn_are_refused(row: Row) -> None:
     before = snapshot(run)
     for features, labels, *_ in run.loader(steps=1):
         run.backward((torch.cat([features, features[:1] + 1]), torch.cat([labels, labels.new_ones(1, 1)])))
-        with pytest.raises(dp.SequenceError, match="at most the rows of one draw"):
+        with pytest.raises(SequenceError, match="at most the rows of one draw"):
             run.opt.step()
     assert_unchanged(run, before)
 
@@ -265,7 +273,7 @@ def test_a_second_backward_on_one_batch_is_refused(row: Row) -> None:
     for batch in run.loader(steps=1):
         run.backward(batch)
         run.backward(batch)
-        with pytest.raises(dp.SequenceError, match="one backward for each"):
+        with pytest.raises(SequenceError, match="one backward for each"):
             run.opt.step()
     assert_unchanged(run, before)
 
@@ -275,10 +283,10 @@ def test_a_step_without_rows_is_refused_and_the_next_batch_is_usable(row: Row) -
     loader = run.loader(steps=2)
     batches = iter(loader)
     first = next(batches)
-    with pytest.raises(dp.SequenceError, match=r"per-sample gradients are missing.*dp.attach"):
+    with pytest.raises(SequenceError, match=r"per-sample gradients are missing.*dp.attach"):
         run.opt.step()
     assert len(run.opt.accountant) == 0
-    with pytest.raises(dp.SequenceError, match="the draw was given up"):
+    with pytest.raises(SequenceError, match="the draw was given up"):
         next(batches)
     if run.opt.design.one_pass:
         loader = run.going_on()
@@ -296,7 +304,7 @@ def test_a_finalized_optimizer_refuses_steps(row: Row) -> None:
     for batch in run.loader(steps=1):
         run.backward(batch)
         for call in (run.opt.step, run.opt.accumulate, run.opt.finalize):
-            with pytest.raises(dp.SequenceError, match="finalize"):
+            with pytest.raises(SequenceError, match="finalize"):
                 call()
     assert_unchanged(run, before, trained=False)
 
@@ -308,7 +316,7 @@ def test_the_public_size_is_that_of_the_data_set_unless_records_may_be_added(row
     if row.adjacency == "add_remove" and row.unit == "example":
         assert len(run.opt.loader(*more)) == math.ceil(N / design.batch_size)
         return
-    with pytest.raises(dp.UnitError, match=str(design.n)):
+    with pytest.raises(UnitError, match=str(design.n)):
         run.opt.loader(*more)
 
 
@@ -336,7 +344,7 @@ def test_the_shown_answer_can_be_neither_trained_nor_finalized(row: Row) -> None
         with run.opt.released():
             run.backward(batch)
             for call in (run.opt.step, run.opt.accumulate, run.opt.finalize):
-                with pytest.raises(dp.SequenceError, match="released"):
+                with pytest.raises(SequenceError, match="released"):
                     call()
         assert same(run.parameters(), before[0])
         assert run.ledger() == before[1]
@@ -363,12 +371,12 @@ def test_what_the_ledger_relies_on_cannot_be_reassigned(row: Row) -> None:
     before = snapshot(run)
     other = row.make(noise=0.1, accountant=row.accountant()).opt
     for name in ("oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"):
-        with pytest.raises(dp.PrivacyError, match=f"{name} is fixed at construction"):
+        with pytest.raises(PrivacyError, match=f"{name} is fixed at construction"):
             setattr(run.opt, name, getattr(other, name))
     for number in {"noise_multiplier", "batch_size"} & set(dir(run.opt.oracle)):
-        with pytest.raises(dp.PrivacyError, match=f"{number} is fixed at construction"):
+        with pytest.raises(PrivacyError, match=f"{number} is fixed at construction"):
             setattr(run.opt.oracle, number, 1)
-    with pytest.raises(dp.SequenceError, match="params are fixed at construction"):
+    with pytest.raises(SequenceError, match="params are fixed at construction"):
         run.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     assert_unchanged(run, before, trained=False)
     run.train(1, seed=3)

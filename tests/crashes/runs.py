@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
+from torch_dpsco.errors import BudgetExceeded
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.theory.user_level.radius import pair_radius_search
@@ -205,7 +206,7 @@ def forked(case: Case, folder: Path, point: tuple[str, int] | None) -> int:
             warnings.simplefilter("always")
             try:
                 optimizer, accountant = train(case, folder)
-            except dp.BudgetExceeded as error:
+            except BudgetExceeded as error:
                 watcher.publish({"refused": str(error), "told": [str(warning.message) for warning in told]})
                 os._exit(3)
         ledger = accountant.ledger

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.doctor import Diagnosis
 from torch_dpsco.losses import Hinge
 
 N, DIM = 60, 3
@@ -32,7 +33,7 @@ def output(model: nn.Module, problem: dp.Problem | None = None, **settings: Any)
     return dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, **own)
 
 
-def diagnose(model: nn.Module | None = None, loss: Any = HINGE, problem: Any = None, **settings: Any) -> dp.Diagnosis:
+def diagnose(model: nn.Module | None = None, loss: Any = HINGE, problem: Any = None, **settings: Any) -> Diagnosis:
     model = linear() if model is None else model
     optimizer = output(model, problem, **settings)
     return dp.doctor(model, loss, optimizer.loader(data()), optimizer)

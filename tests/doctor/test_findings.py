@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import torch_dpsco as dp
+from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.errors import PrivacyError
 
 ROOT = Path(__file__).parents[2]
-WARNING = dp.Finding("warning", "undeclared-sampling", "no design", "give n=")
-ERROR = dp.Finding("error", "loss-reduction", "2 against 1", "use mean\nor sum")
-CRITICAL = dp.Finding("critical", "no-accountant", "step_hook is None", "leave the hook alone")
+WARNING = Finding("warning", "undeclared-sampling", "no design", "give n=")
+ERROR = Finding("error", "loss-reduction", "2 against 1", "use mean\nor sum")
+CRITICAL = Finding("critical", "no-accountant", "step_hook is None", "leave the hook alone")
 
 
 def names_in_the_code() -> set[str]:
@@ -41,14 +42,14 @@ def test_every_finding_has_its_heading_and_every_heading_its_finding():
 
 
 def test_findings_are_sorted_by_severity_and_kept_once():
-    diagnosis = dp.Diagnosis.of([WARNING, ERROR, CRITICAL, WARNING])
+    diagnosis = Diagnosis.of([WARNING, ERROR, CRITICAL, WARNING])
     assert diagnosis.findings == (CRITICAL, ERROR, WARNING)
     assert diagnosis.critical == (CRITICAL,)
     assert not diagnosis.healthy
 
 
 def test_a_report_has_a_block_per_finding_with_evidence_fix_and_link():
-    blocks = str(dp.Diagnosis.of([ERROR, CRITICAL])).split("\n\n")
+    blocks = str(Diagnosis.of([ERROR, CRITICAL])).split("\n\n")
     assert blocks[0] == "1 critical, 1 error"
     assert blocks[1].splitlines() == [
         "CRITICAL: no accountant",
@@ -60,26 +61,26 @@ def test_a_report_has_a_block_per_finding_with_evidence_fix_and_link():
 
 
 def test_raise_if_names_the_worst_finding_and_its_fix():
-    with pytest.raises(dp.PrivacyError, match="step_hook is None") as caught:
-        dp.Diagnosis.of([WARNING, ERROR, CRITICAL]).raise_if()
+    with pytest.raises(PrivacyError, match="step_hook is None") as caught:
+        Diagnosis.of([WARNING, ERROR, CRITICAL]).raise_if()
     assert "leave the hook alone" in str(caught.value)
     assert "and 1 more" in str(caught.value)
 
 
 def test_raise_if_overlooks_what_it_was_not_asked_for():
-    dp.Diagnosis.of([WARNING]).raise_if()
-    dp.Diagnosis.of([ERROR]).raise_if(["critical"])
+    Diagnosis.of([WARNING]).raise_if()
+    Diagnosis.of([ERROR]).raise_if(["critical"])
 
 
 def test_raise_if_raises_value_errors_for_what_leaves_the_guarantee_intact():
     with pytest.raises(ValueError, match="2 against 1"):
-        dp.Diagnosis.of([ERROR, WARNING]).raise_if()
+        Diagnosis.of([ERROR, WARNING]).raise_if()
     with pytest.raises(ValueError, match="no design"):
-        dp.Diagnosis.of([WARNING]).raise_if(["warning"])
+        Diagnosis.of([WARNING]).raise_if(["warning"])
 
 
 def test_unknown_severities_are_refused():
     with pytest.raises(ValueError, match="severity must be one of"):
-        dp.Finding("fatal", "no-noise", "x", "y")
+        Finding("fatal", "no-noise", "x", "y")
     with pytest.raises(ValueError, match="severities must be one of"):
-        dp.Diagnosis.of([]).raise_if(["fatal"])
+        Diagnosis.of([]).raise_if(["fatal"])

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.doctor import Diagnosis
 from torch_dpsco.doctor.evidence import Isolation, remembered
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
@@ -36,14 +37,14 @@ class Moved(nn.Module):
         return x * (1.0 + 2.0**-20 * bits[:, None])
 
 
-def diagnosed(by: str, adjacency: str = "add_remove", **loader: object) -> tuple[dp.Diagnosis, dp.PrivateOptimizer]:
+def diagnosed(by: str, adjacency: str = "add_remove", **loader: object) -> tuple[Diagnosis, dp.PrivateOptimizer]:
     torch.manual_seed(2**40 + 1)
     model = dp.attach(nn.Sequential(nn.Linear(3, 2), Moved(by)), loss_reduction="sum")
     optimizer = make_optimizer(model, Poisson(8, 32), adjacency=adjacency, noise=1.0)
     return dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA, **loader), optimizer), optimizer
 
 
-def isolation_names(diagnosis: dp.Diagnosis) -> list[str]:
+def isolation_names(diagnosis: Diagnosis) -> list[str]:
     names = {"rows-not-isolated", "batches-not-filled-up"}
     return [finding.name for finding in diagnosis.findings if finding.name in names]
 

@@ -134,7 +134,9 @@ def test_records_that_no_batch_can_be_made_of_are_said_so(record):
 def test_a_data_set_without_records_shows_nothing_and_is_no_finding():
     model = dp.attach(mlp())
     optimizer, _ = private(model, regression_data())
-    empty = DataLoader(TensorDataset(torch.zeros(0, DIM)), batch_sampler=dp.PoissonSampler(optimizer.design, size=0))
+    empty = DataLoader(
+        TensorDataset(torch.zeros(0, DIM)), batch_sampler=dp.sampling.PoissonSampler(optimizer.design, size=0)
+    )
     assert dp.doctor(model, F.mse_loss, empty, optimizer).healthy
 
 

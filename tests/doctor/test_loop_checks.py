@@ -118,7 +118,7 @@ def foreign(kind: str) -> Any:
     return {
         "shuffled": DataLoader(data, batch_size=BATCH, shuffle=True),
         "opacus": DPDataLoader(data, sample_rate=RATE),
-        "joined": DataLoader(data, sampler=dp.FullSampler(dp.Full(N))),
+        "joined": DataLoader(data, sampler=dp.sampling.FullSampler(dp.Full(N))),
     }[kind]
 
 
@@ -131,14 +131,14 @@ def test_a_foreign_loader_is_not_what_ours_accounts(kind):
 
 
 def test_a_loader_of_another_design_is_not_what_ours_accounts():
-    loader = DataLoader(regression_data(), batch_sampler=dp.PoissonSampler(dp.Poisson(BATCH // 2, N)))
+    loader = DataLoader(regression_data(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH // 2, N)))
     assert (
         f"batch_size={BATCH // 2}" in find(diagnose(ours_logistic(), loader=loader), "sampler-not-accounted").evidence
     )
 
 
 def bound(parts: Parts) -> Any:
-    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.PoissonSampler(dp.Poisson(BATCH, N)))
+    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH, N)))
     return parts.optimizer.bind(loader)
 
 
@@ -192,9 +192,9 @@ def test_a_rate_below_the_samplers_is_found(accounted, alarm):
 
 def test_our_poisson_sampler_under_opacus_is_compared_by_its_rate():
     parts = opacus_hooks()
-    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.PoissonSampler(dp.Poisson(BATCH, N)))
+    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH, N)))
     assert diagnose(parts, loader=loader).healthy
-    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.PoissonSampler(dp.Poisson(2 * BATCH, N)))
+    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(2 * BATCH, N)))
     assert "rate 0.5" in find(diagnose(parts, loader=loader), "sampler-not-accounted").evidence
 
 

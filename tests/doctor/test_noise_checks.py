@@ -29,6 +29,8 @@ from tests.doctor.scripts import (
     secret_generator,
 )
 from tests.doctor.scripts import with_opacus as opacus
+from torch_dpsco.doctor import Diagnosis
+from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
 
@@ -79,10 +81,10 @@ def test_seeds_given_to_ours_are_found():
             model.parameters(), 0.1, oracle=oracle, rule=SGD(), design=design, generator=generator
         )
 
-    with pytest.warns(dp.UtilityWarning, match="generator="):
+    with pytest.warns(UtilityWarning, match="generator="):
         optimizer = build(torch.Generator())
-    with pytest.warns(dp.UtilityWarning, match="seed="):
-        sampler = dp.PoissonSampler(dp.Poisson(BATCH, N), seed=1)
+    with pytest.warns(UtilityWarning, match="seed="):
+        sampler = dp.sampling.PoissonSampler(dp.Poisson(BATCH, N), seed=1)
     dp.attach(model)
     data = regression_data()
     loader = DataLoader(data, batch_sampler=sampler)
@@ -116,7 +118,7 @@ def test_the_scale_is_quoted():
 # -- an optimizer inside of Opacus' ------------------------------------------------------------------------------------
 
 
-def wrapped_by_opacus(inner: Any, model: nn.Module) -> dp.Diagnosis:
+def wrapped_by_opacus(inner: Any, model: nn.Module) -> Diagnosis:
     optimizer = DPOptimizer(
         inner, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH, generator=secret_generator()
     )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import torch_dpsco as dp
 from tests.doctor.row_free import HINGE, Around, N, data, linear, output, pairs, tilted
 from tests.streams import count_noise
+from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 
 
 class InOrder:
@@ -39,7 +40,7 @@ def test_a_run_goes_on_as_if_the_doctor_had_not_been_there(when, nasty):
 
     def released(consult: str) -> list[Tensor]:
         model = linear()
-        with pytest.warns(dp.UtilityWarning):
+        with pytest.warns(UtilityWarning):
             optimizer = output(model, generator=torch.Generator().manual_seed(3))
         loader = optimizer.loader(records)
         loader._loader.batch_sampler.rng = InOrder()
@@ -102,7 +103,7 @@ def test_secret_iterates_have_no_say_in_the_findings(scale):
 def test_fit_refuses_what_the_doctor_finds_before_the_first_step(loss):
     model = linear()
     optimizer = output(model)
-    with pytest.raises(dp.PrivacyError, match=r"docs/pitfalls\.md#"):
+    with pytest.raises(PrivacyError, match=r"docs/pitfalls\.md#"):
         dp.fit(model, optimizer, data(), loss, progress=False)
     assert (optimizer.steps, optimizer.finalized, len(optimizer.accountant)) == (0, False, 0)
     dp.fit(model, optimizer, data(), HINGE, progress=False)  # nothing is in the way of the sound run
@@ -111,7 +112,7 @@ def test_fit_refuses_what_the_doctor_finds_before_the_first_step(loss):
 
 def test_fit_lets_tests_repeat_the_noise():
     model = linear()
-    with pytest.warns(dp.UtilityWarning):
+    with pytest.warns(UtilityWarning):
         optimizer = output(model, generator=torch.Generator().manual_seed(1))
     dp.fit(model, optimizer, data(), HINGE, progress=False)
     assert optimizer.finalized
@@ -120,7 +121,7 @@ def test_fit_lets_tests_repeat_the_noise():
 def test_fit_says_how_to_get_rid_of_an_attachment():
     model = linear()
     optimizer = output(model)
-    with pytest.raises(dp.SequenceError, match=r"not attached \(dp.detach\(model\)\)"):
+    with pytest.raises(SequenceError, match=r"not attached \(dp.detach\(model\)\)"):
         dp.fit(dp.attach(model), optimizer, data(), HINGE, progress=False)
     dp.detach(model)
     dp.fit(model, optimizer, data(), HINGE, progress=False)
@@ -131,6 +132,6 @@ def test_make_private_says_that_the_optimizer_has_a_loader_of_its_own():
     model = linear()
     optimizer = output(model)
     kind = {"problem": HINGE.problem(bound_x=1.5, radius=2.0), "budget": dp.Budget(1.0, 1e-3), "n": N}
-    with pytest.raises(dp.SequenceError, match=r"iterate over optimizer.loader\(dataset\), or call dp.fit\("):
+    with pytest.raises(SequenceError, match=r"iterate over optimizer.loader\(dataset\), or call dp.fit\("):
         dp.make_private(model, optimizer, DataLoader(data(), batch_size=10), **kind)
     assert not hasattr(model, "_dpsco")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import torch_dpsco as dp
 from tests.doctor.diagnoses import find, names
 from tests.doctor.row_free import DIM, HINGE, Around, N, data, diagnose, linear, output, pairs, tilted
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.losses import Hinge, Huber, Logistic, Pinball, PowerLoss
 
 # -- sound scripts ----------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def test_an_attached_model_is_an_error_because_its_first_step_stops(rows):
     assert diagnosis.findings[0].severity == "error"
     x, y = next(iter(loader))
     HINGE(model(x), y).backward()
-    with pytest.raises(dp.SequenceError, match="not attached"):
+    with pytest.raises(SequenceError, match="not attached"):
         optimizer.step()
 
 
@@ -300,7 +301,7 @@ def test_no_noise_and_own_generators_are_critical():
     plan = dp.HolderOutputSGD.plan(problem=problem, dim=model, n=N, noise_multiplier=0.0)
     optimizer = dp.HolderOutputSGD(model.parameters(), plan)
     assert names(dp.doctor(model, HINGE, optimizer.loader(data()), optimizer)) == ["no-noise"]
-    with pytest.warns(dp.UtilityWarning):
+    with pytest.warns(UtilityWarning):
         optimizer = output(model, generator=torch.Generator().manual_seed(1))
     assert names(dp.doctor(model, HINGE, optimizer.loader(data()), optimizer)) == ["fixed-seed"]
 

@@ -16,6 +16,7 @@ from tests.doctor import scripts
 from tests.doctor.diagnoses import diagnose
 from tests.doctor.scripts import BROKEN, DIM, SOUND, FirstOnly, Parts, mlp, private, with_opacus
 from tests.streams import Counted, count_noise
+from torch_dpsco.errors import UtilityWarning
 
 EVERY = [*BROKEN, *SOUND]
 
@@ -150,7 +151,7 @@ def test_the_next_step_is_the_one_without_the_doctor():
         parts = scripts.ours_logistic()
         mechanism = {"problem": dp.losses.Logistic().problem(bound_x=2.0), "noise_multiplier": 1.0}
         design, noise = dp.Full(scripts.N), torch.Generator().manual_seed(3)
-        with pytest.warns(dp.UtilityWarning):
+        with pytest.warns(UtilityWarning):
             optimizer = dp.HolderSGD(
                 parts.model.parameters(),
                 dp.HolderSGD.plan(lr=0.5, **mechanism, batch_size=scripts.N, sampling=design),

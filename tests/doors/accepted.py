@@ -119,7 +119,7 @@ FINE = {
     "dp.Problem.paper_grad_bound.radius": "zero part huge",
     "dp.Schedule.locate.step": COUNT,
     "dp.Schedule.position.steps": COUNT,
-    "dp.Statement.json.indent": "zero",
+    "Statement.json.indent": "zero",
     "dp.doctor.loader": "none tuple list dict set Array Tensor Loader DataSet Model",
     "dp.doctor.record": "*",
     "dp.Accountant.authorize.releases": "dict",
@@ -154,9 +154,9 @@ FINE = {
     "events.Sequential.events": "",
     "events.ZCDP.rho": NONNEGATIVE,
     "events.ApproxZCDP.rho": NONNEGATIVE,
-    "dp.Audit.contradicts.epsilon": "zero part huge inf",
-    "dp.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
-    "dp.FullSampler.size": COUNT,
+    "Audit.contradicts.epsilon": "zero part huge inf",
+    "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
+    "dp.sampling.FullSampler.size": COUNT,
 }
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import DpscoError
 
 __all__ = ["VALUES", "arguments_of", "fits", "judge"]
 
@@ -163,11 +164,11 @@ def judge(function: Callable[..., Any], arguments: dict[str, Any], name: str) ->
     value = arguments[name]
     try:
         function(**arguments)
-    except (dp.DpscoError, ValueError, TypeError) as error:
+    except (DpscoError, ValueError, TypeError) as error:
         text = str(error)
         if isinstance(error, TypeError) and not text.startswith("X must"):  # scikit-learn's rule
             return _raised(error, value, name)
-        if isinstance(error, dp.DpscoError) and name in CONSTANTS:
+        if isinstance(error, DpscoError) and name in CONSTANTS:
             return Verdict("")  # of a proper type: what is missing from it, or does not fit, is named instead
         if type(error) not in LIBRARY or not re.search(ALIASES.get(name, rf"\b{name.removesuffix('s')}s?\b"), text):
             return Verdict("unnamed", f"{type(error).__name__}: {text}")

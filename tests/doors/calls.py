@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from torch_dpsco import clip_selection, estimators
 from torch_dpsco.accounting import calibrate, events
+from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.rows import GradBatch
@@ -162,7 +163,7 @@ for _kind in (dp.Poisson, dp.Fixed, dp.Disjoint, dp.Shuffled):
         getattr(dp, f"{kind.__name__}Sampler"),
         {"design": kind(6, 24)},
     )
-CALLS["dp.FullSampler"] = lambda: (dp.FullSampler, {"design": dp.Full(24)})
+CALLS["dp.sampling.FullSampler"] = lambda: (dp.sampling.FullSampler, {"design": dp.Full(24)})
 simple("events.Gaussian", events.Gaussian, sigma=1.0, sens=lambda: {"replace_one": 1.0})
 simple("events.PoissonGaussian", events.PoissonGaussian, noise_multiplier=1.0, q=0.1)
 simple("events.WORGaussian", events.WORGaussian, noise_multiplier=1.0, batch_size=2, dataset_size=10)
@@ -483,9 +484,10 @@ def delivered() -> dp.PrivateOptimizer:
 
 for _name, _more in {
     "loader": {"dataset": lambda: records(24)},
-    "bind": {"loader": lambda: dp.PrivateLoader(records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1))},
+    "bind": {
+        "loader": lambda: dp.sampling.PrivateLoader(records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1))
+    },
     "ahead": {"steps": 2},
-    "privacy_spent": {"delta": 1e-4},
     "report": {"delta": 1e-4},
     "load_state_dict": {"state_dict": lambda: made("dp.HolderSGD").state_dict()},
 }.items():
@@ -522,15 +524,15 @@ CALLS["dp.UserClippedSGD.loader"] = lambda: (
 # -- loaders, training, checks ----------
 
 
-def loader() -> dp.PrivateLoader:
-    return dp.PrivateLoader(records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1))
+def loader() -> dp.sampling.PrivateLoader:
+    return dp.sampling.PrivateLoader(records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1))
 
 
-CALLS["dp.PrivateLoader"] = lambda: (
-    dp.PrivateLoader,
+CALLS["dp.sampling.PrivateLoader"] = lambda: (
+    dp.sampling.PrivateLoader,
     {"dataset": records(24), "sampler": make_sampler(dp.Poisson(6, 24), size=24, steps=1)},
 )
-simple("dp.PhysicalBatches", dp.PhysicalBatches, loader=lambda: loader(), physical_batch_size=4)
+simple("dp.sampling.PhysicalBatches", dp.sampling.PhysicalBatches, loader=lambda: loader(), physical_batch_size=4)
 
 
 @call("dp.fit")
@@ -639,13 +641,13 @@ simple(
     trials=40,
     steps=1,
 )
-simple("dp.Diagnosis.of", dp.Diagnosis.of, findings=lambda: [dp.Finding("warning", "a", "b", "c")])
-CALLS["dp.Diagnosis.raise_if"] = lambda: (dp.Diagnosis.of([]).raise_if, {})
-CALLS["dp.Audit.contradicts"] = lambda: (
+simple("Diagnosis.of", Diagnosis.of, findings=lambda: [Finding("warning", "a", "b", "c")])
+CALLS["Diagnosis.raise_if"] = lambda: (Diagnosis.of([]).raise_if, {})
+CALLS["Audit.contradicts"] = lambda: (
     dp.audit_outputs([0.0] * 50, [1.0] * 50, delta=0.0).contradicts,
     {"epsilon": 1.0},
 )
-CALLS["dp.Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
+CALLS["Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
 NORMS = lambda: torch.linspace(0.1, 3.0, 500).numpy()  # noqa: E731
 simple("clip_selection.adaptive_clip_update", clip_selection.adaptive_clip_update, clip=1.0, fraction=0.5, target=0.5)
 simple("clip_selection.pilot_size", clip_selection.pilot_size, n=1000)

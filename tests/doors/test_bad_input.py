@@ -39,11 +39,11 @@ PLACES = {
 }
 # what nobody calls with arguments of their own: results, bases, and parts that plans make
 EXEMPT = {
-    "dp.Audit",
-    "dp.Diagnosis",
-    "dp.Finding",
-    "dp.PrivacyReport",
-    "dp.Statement",
+    "Audit",
+    "Diagnosis",
+    "Finding",
+    "PrivacyReport",
+    "Statement",
     "objectives.Objective",
     "solvers.Certificate",
     "solvers.Solution",
@@ -66,7 +66,7 @@ EXEMPT = {
     "dp.prox.project_on_two_balls_",
     "dp.rules.UpdateRule",
     "clip_selection.warn_at_grid_end",
-    "dp.Audit.contradicts",
+    "Audit.contradicts",
     "dp.UserFilteredSGD.loader",
     "dp.LocalizedUserSGD.loader",
 }

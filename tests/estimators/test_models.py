@@ -14,7 +14,7 @@ import torch
 
 import torch_dpsco as dp
 from tests.estimators.models import SETTINGS, N, make, rows, targets
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, CalibrationError, UnitError
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, CalibrationError, PrivacyError, UnitError
 from torch_dpsco.estimators import LogisticRegression, Ridge, TiltedClassifier
 from torch_dpsco.estimators.protocol import NotFittedError
 
@@ -364,7 +364,7 @@ def test_a_fitted_model_can_be_pickled_and_predicts_the_same(name):
 
 
 def test_a_model_with_a_shared_ledger_cannot_be_pickled():
-    with pytest.raises(dp.PrivacyError, match="pickled"):
+    with pytest.raises(PrivacyError, match="pickled"):
         pickle.dumps(fitted("Ridge", accountant=dp.Accountant(adjacency="add_remove")))
 
 

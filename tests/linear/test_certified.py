@@ -16,6 +16,7 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear import LinearTask, Preparation
 from torch_dpsco.linear.output import OutputPlan, markov_plan, plan_output
 from torch_dpsco.linear.records import build_objective, make_records
@@ -135,12 +136,12 @@ def test_a_promised_accuracy_is_that_of_an_unconstrained_loop() -> None:
 
 def test_a_failure_that_delta_does_not_pay_for_is_refused() -> None:
     for failure in (1e-6 / (1 + math.e), 1e-6, 0.5):
-        with pytest.raises(dp.ConditionError, match="failure"):
+        with pytest.raises(ConditionError, match="failure"):
             markov_plan(task(), 1e-9, failure)
-    with pytest.raises(dp.ConditionError):
+    with pytest.raises(ConditionError):
         markov_plan(task(delta=0.0), 1e-9, 1e-8)
     for wrong in ({"failure": 0.0}, {"failure": 1.0}, {"expected_accuracy": 0.0}):
-        with pytest.raises((ValueError, dp.ConditionError)):
+        with pytest.raises((ValueError, ConditionError)):
             markov_plan(task(), **({"expected_accuracy": 1e-9, "failure": 1e-8} | wrong))
 
 
@@ -192,7 +193,7 @@ def test_a_tolerance_below_the_rounding_is_not_planned() -> None:
         loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=3, n=10**6, budget=dp.Budget(1.0, 1e-6), reg=1e4
     )
     assert plan_output(given).distance * 1e4 == pytest.approx(1e-3 * plan_output(given).sensitivity * 1e4 / 2)
-    with pytest.raises(dp.ConditionError, match="rounding"):
+    with pytest.raises(ConditionError, match="rounding"):
         plan_output(replace(given, reg=1e-9))
     for loss, bound_y in ((dp.losses.Hinge(), None), (dp.losses.Pinball(0.5), 1.0)):
         kinked = replace(given, loss=loss, bound_y=bound_y)

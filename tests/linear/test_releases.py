@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
 from torch_dpsco.linear import LinearTask, Preparation, fit_linear, output, plan_linear
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
@@ -126,7 +127,7 @@ def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch
     given = task()
     records = make_records(given, torch.ones(4, 2), torch.ones(4))
     monkeypatch.setattr(output, "build_objective", lambda task, reg, rows: build_objective(task, 0.99 * reg, rows))
-    with pytest.raises(dp.ConditionError, match="plan"):
+    with pytest.raises(ConditionError, match="plan"):
         plan_output(given).solve(records)
 
 
@@ -237,7 +238,7 @@ def test_a_refused_release_draws_nothing(
     spent.authorize(dp.accounting.events.Pure(1.0))
     draws, before = generator(), len(spent)
     state = draws.get_state()
-    with pytest.warns(dp.UtilityWarning), pytest.raises(dp.PrivacyError):  # the budget is spent, or planned for another
+    with pytest.warns(UtilityWarning), pytest.raises(PrivacyError):  # the budget is spent, or planned for another
         fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws)
     assert torch.equal(draws.get_state(), state)
     assert len(spent) == before
@@ -312,12 +313,12 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_mechanism_refuses_what_it_does_not_cover(mechanism: str, settings: dict[str, object]) -> None:
     targets = torch.zeros(4, dtype=torch.int64) if "Softmax" in repr(settings.get("loss")) else torch.ones(4)
-    with pytest.raises(dp.ConditionError):
+    with pytest.raises(ConditionError):
         fit_linear(plan_linear(task(**settings), mechanism), torch.ones(4, 2), targets)
 
 
 def test_a_regularizer_too_small_for_epsilon_is_refused_with_the_least_one() -> None:
-    with pytest.raises(dp.InfeasibleError, match="reg"):
+    with pytest.raises(InfeasibleError, match="reg"):
         plan_objective(task(reg=0.01))
-    with pytest.raises(dp.InfeasibleError, match="reg"):
+    with pytest.raises(InfeasibleError, match="reg"):
         plan_objective(task(reg=0.01, delta=0.0))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.linear import LinearTask, Preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan, _symmetric, plan_adassp
 from torch_dpsco.linear.objectives.base import Records
@@ -88,7 +89,7 @@ def test_the_published_noise_is_enough_for_the_statistics_together() -> None:
     plan = plan_adassp(given, mode="paper")
     assert max(levels(given, plan)) <= math.sqrt(3) * (1 / 3) / math.sqrt(math.log(6e6))
     assert max(levels(given, plan)) <= gaussian_mu(1.0, 1e-6)
-    with pytest.raises(dp.AdjacencyError, match="tight"):
+    with pytest.raises(AdjacencyError, match="tight"):
         plan_adassp(task("replace_one"), mode="paper")
     with pytest.raises(ValueError, match="mode"):
         plan_adassp(given, mode="best")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
+from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.linear import LinearTask, Preparation, choose_mechanism, fit_linear, plan_linear
 from torch_dpsco.linear.records import build_objective, make_records
 from torch_dpsco.linear.solvers import solve
@@ -154,7 +155,7 @@ def test_weights_above_one_are_clipped() -> None:
 
 
 def test_weights_of_a_tilted_mean_are_refused() -> None:
-    with pytest.raises(dp.ConditionError, match="weights"):
+    with pytest.raises(ConditionError, match="weights"):
         make_records(task(tilt=1.0), torch.ones(4, 2), torch.ones(4), torch.ones(4))
 
 
@@ -162,7 +163,7 @@ def test_weights_of_a_tilted_mean_are_refused() -> None:
 def test_another_number_of_records_is_refused(adjacency: str) -> None:
     public = task(budget=dp.Budget(1.0, 1e-6, adjacency=adjacency))
     for count in (0, 3, 5):
-        with pytest.raises(dp.UnitError, match="n=4"):
+        with pytest.raises(UnitError, match="n=4"):
             make_records(public, torch.ones(count, 2), torch.ones(count))
 
 
@@ -231,11 +232,11 @@ def test_a_number_out_of_range_is_named(wrong: dict[str, object], word: str) -> 
 
 def test_settings_that_do_not_go_together_are_refused() -> None:
     for pair in ({"tilt": 1.0, "residual_clip": 0.5}, {"tilt": 1.0, "attack_radius": 1.0}):
-        with pytest.raises(dp.ConditionError, match="combined"):
+        with pytest.raises(ConditionError, match="combined"):
             task(**pair)
-    with pytest.raises(dp.ConditionError):
+    with pytest.raises(ConditionError):
         task(loss=dp.losses.Hinge(), residual_clip=0.5)
-    with pytest.raises(dp.ConditionError):
+    with pytest.raises(ConditionError):
         task(loss=dp.losses.SoftmaxCrossEntropy(3), residual_clip=0.5)
 
 
@@ -264,19 +265,19 @@ def test_a_ledger_of_another_adjacency_is_refused() -> None:
     add_remove = task(budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
     for mechanism in ("output", "objective", "noisy_gd"):
         ledger = dp.Accountant(adjacency="replace_one")
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             fit_linear(plan_linear(add_remove, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)
         assert len(ledger) == 0
 
 
 def test_a_ledger_of_users_is_refused() -> None:
     ledger = dp.Accountant(unit="user")
-    with pytest.raises(dp.UnitError):
+    with pytest.raises(UnitError):
         fit_linear(plan_linear(task()), torch.ones(4, 2), torch.ones(4), accountant=ledger)
 
 
 def test_more_records_than_promised_are_refused() -> None:
     private = task(n=5, n_max=6, budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
     assert make_records(private, torch.ones(6, 2), torch.ones(6)).count == 6
-    with pytest.raises(dp.UnitError, match="n_max=6 must be a public cap"):
+    with pytest.raises(UnitError, match="n_max=6 must be a public cap"):
         make_records(private, torch.ones(7, 2), torch.ones(7))

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import SequenceError, UtilityWarning
 
 SCALE = 2.0**10
 X = torch.tensor([[0.5, 0.25], [-30.0, 40.0], [0.0, 0.125]])
@@ -89,7 +90,7 @@ def test_a_scale_that_grows_warns():
     model, scaling = scores("auto"), scaler(growth_interval=1)
     optimizer = make_optimizer(model, Undeclared(3))
     first = scaled_step(model, optimizer, scaling)
-    with pytest.warns(dp.UtilityWarning, match=r"scale has changed from 1024 to 2048.*GradScaler\(init_scale"):
+    with pytest.warns(UtilityWarning, match=r"scale has changed from 1024 to 2048.*GradScaler\(init_scale"):
         second = scaled_step(model, optimizer, scaling)
     torch.testing.assert_close(first, second)
 
@@ -99,7 +100,7 @@ def test_unscaling_by_hand_is_refused_and_the_next_step_is_right():
     optimizer = make_optimizer(model, Undeclared(3))
     scaling.scale(model(X).sum()).backward()
     scaling.unscale_(optimizer)
-    with pytest.raises(dp.SequenceError, match=r"unscale_\(optimizer\) must not be called"):
+    with pytest.raises(SequenceError, match=r"unscale_\(optimizer\) must not be called"):
         scaling.step(optimizer)
     assert len(optimizer.accountant) == optimizer.steps == 0
     optimizer.zero_grad()
@@ -111,7 +112,7 @@ def test_a_step_that_raises_leaves_no_scale_behind():
     optimizer = make_optimizer(model, Undeclared(3))
     scaling.scale(model(X).sum()).backward()
     optimizer.zero_grad()
-    with pytest.raises(dp.SequenceError, match="per-sample gradients are missing"):
+    with pytest.raises(SequenceError, match="per-sample gradients are missing"):
         scaling.step(optimizer)
     torch.testing.assert_close(scaled_step(model, optimizer, scaling)[0], MEAN, **CLOSE)
 
@@ -150,7 +151,7 @@ def test_a_mean_loss_under_autocast_is_refused(rows):
     model = dp.attach(nn.Linear(2, 1), rows=rows)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(X)
-    with pytest.raises(dp.SequenceError, match=r"half precision needs a loss that sums.*loss_reduction='sum'"):
+    with pytest.raises(SequenceError, match=r"half precision needs a loss that sums.*loss_reduction='sum'"):
         out.float().mean().backward()
 
 

@@ -19,6 +19,17 @@ from tests.reference.papers.output import psgd_sensitivity, psgd_sensitivity_str
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import KNorm
+from torch_dpsco.audit import Audit
+from torch_dpsco.errors import (
+    AdjacencyError,
+    ConditionError,
+    InfeasibleError,
+    MissingConstantError,
+    NotCertifiedError,
+    PrivacyError,
+    SequenceError,
+    UtilityWarning,
+)
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 from torch_dpsco.optim import row_free
 from torch_dpsco.theory.output_sgd import bolt_on
@@ -253,7 +264,7 @@ def test_arithmetic_that_moves_the_iterates_of_so_many_steps_is_refused() -> Non
         bolt_on.bolt_on_sensitivity(promises, [1.0] * 200, unit_roundoff=u, **run) for u in (2**-53, 2**-24)
     )
     assert 2.0 < double < 2.0 + 1e-9 < single
-    with pytest.raises(dp.ConditionError, match=r"steps must be fewer: .* 5000 steps"):
+    with pytest.raises(ConditionError, match=r"steps must be fewer: .* 5000 steps"):
         bolt_on.bolt_on_sensitivity(promises, [1.0] * 5000, unit_roundoff=2**-24, **run)
 
 
@@ -312,7 +323,7 @@ def test_a_step_above_two_over_beta_is_refused(reg: float) -> None:
     assert planned(lr=0.5, reg=0.0).lr == 0.5  # smoothness 1/(1/2) = 2, the largest step is 1
     planned(lr=1.0, reg=reg)
     for lr in (1.001, [0.1] * 19 + [1.001]):
-        with pytest.raises(dp.ConditionError, match=r"lr must be at most 2/L = 1 for a smooth loss \(got 1.001\)"):
+        with pytest.raises(ConditionError, match=r"lr must be at most 2/L = 1 for a smooth loss \(got 1.001\)"):
             planned(lr=lr, reg=reg)
 
 
@@ -388,7 +399,7 @@ def released(plan: Any, label: float, trials: int, seed: int) -> Vector:
     noise = torch.Generator().manual_seed(seed)
     for _ in range(trials):
         model = nn.Linear(plan.dim, 1, bias=False).double()
-        with pytest.warns(dp.UtilityWarning, match="repeatable"):
+        with pytest.warns(UtilityWarning, match="repeatable"):
             opt = dp.BoltOnPSGD(model.parameters(), plan, generator=noise)
         loader = opt.loader(TensorDataset(x, torch.tensor([label])))
         with opt:
@@ -401,7 +412,7 @@ def released(plan: Any, label: float, trials: int, seed: int) -> Vector:
 
 def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
     """Returns p-values: of the length of the noise, and of its direction (first coordinate of a unit vector)."""
-    with pytest.warns(dp.UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "):
+    with pytest.warns(UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "):
         plan = planned(n=1, dim=dim, budget=dp.Budget(0.5, delta), average="last")
     noise = released(plan, 1.0, trials, seed) - 0.1 * np.eye(dim)[0]  # the only step is lr = 0.1
     radius = np.linalg.norm(noise, axis=1)
@@ -427,7 +438,7 @@ def test_weight_and_bias_share_one_vector_of_noise() -> None:
     for noise in (None, torch.Generator().manual_seed(4)):
         model = nn.Linear(3, 1).double()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dp.UtilityWarning)
+            warnings.simplefilter("ignore", UtilityWarning)
             opt = dp.BoltOnPSGD(model.parameters(), plan, generator=noise)
         trained(opt, model, HINGE, data, Order())
         if noise is None:
@@ -452,7 +463,7 @@ def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
         model = nn.Linear(3, 1, bias=False).double()
         accountant = dp.Accountant(budget)
         less = replace(plan, noise_scale=share * plan.noise_scale)
-        with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= [12]"):
+        with pytest.raises(InfeasibleError, match=r"epsilon must be >= [12]"):
             dp.BoltOnPSGD(model.parameters(), less, accountant=accountant)
         assert not len(accountant)
         opt = dp.BoltOnPSGD(model.parameters(), less, accountant=dp.Accountant())
@@ -461,10 +472,10 @@ def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
 
 @pytest.mark.slow
 def test_an_audit_finds_half_the_noise_and_nothing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(dp.UtilityWarning, match="noise buries the signal"):
+    with pytest.warns(UtilityWarning, match="noise buries the signal"):
         plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0), average="last")
 
-    def found(trials: int) -> dp.Audit:
+    def found(trials: int) -> Audit:
         sides = (released(plan, label, trials, 7 + k)[:, 0] for k, label in enumerate((1.0, -1.0)))
         return dp.audit_outputs(*sides, delta=0.0, confidence=1 - 1e-6)
 
@@ -501,14 +512,14 @@ def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
     assert len(opt.accountant) == 0
     assert dp.fit(model, opt, records(), HINGE, progress=False) is model
     assert (opt.steps, opt.finalized, len(opt.accountant)) == (12, True, 1)
-    assert 1 - 1e-6 < opt.privacy_spent().epsilon <= 1.0
+    assert 1 - 1e-6 < opt.report().epsilon <= 1.0
     assert isinstance(opt.event, Gaussian if delta else KNorm)
     text = " ".join(str(opt.report()).split())
     assert "The final model, and nothing else of the run." in text
     assert "none is clipped" in text
-    with pytest.raises(dp.SequenceError, match="must be called once"):
+    with pytest.raises(SequenceError, match="must be called once"):
         opt.finalize()
-    with pytest.raises(dp.SequenceError, match="the optimizer is finalized"):
+    with pytest.raises(SequenceError, match="the optimizer is finalized"):
         opt.loader(records())
     assert len(opt.accountant) == 1
     assert not opt.state
@@ -523,7 +534,7 @@ def test_runs_that_share_a_pure_budget_add_up() -> None:
         opt = dp.BoltOnPSGD(model.parameters(), plan, accountant=accountant)
         dp.fit(model, opt, records(), HINGE, progress=False)
     assert accountant.get_epsilon(0.0) == pytest.approx(1.0)
-    with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= 1\.25"):
+    with pytest.raises(InfeasibleError, match=r"epsilon must be >= 1\.25"):
         dp.BoltOnPSGD(model.parameters(), planned(**pure, noise_multiplier=4.0), accountant=accountant)
 
 
@@ -536,7 +547,7 @@ def test_metrics_give_the_standard_deviation_of_either_noise() -> None:
 
 def test_which_iterate_is_released_cannot_be_reassigned_and_is_part_of_a_checkpoint() -> None:
     _, opt = made(average="uniform")
-    with pytest.raises(dp.PrivacyError, match="average is fixed at construction"):
+    with pytest.raises(PrivacyError, match="average is fixed at construction"):
         opt.average = "last"
     with pytest.raises(ValueError, match="average: 'last' here, 'uniform' there"):
         made(average="last")[1].load_state_dict(opt.state_dict())
@@ -550,7 +561,7 @@ def test_a_step_size_that_is_not_the_plans_is_refused() -> None:
     opt.param_groups[0]["lr"] = 0.4
     x, y = next(iter(opt.loader(records())))
     HINGE(model(x), y).backward()
-    with pytest.raises(dp.SequenceError, match=r"lr must be 0.5, that of the plan"):
+    with pytest.raises(SequenceError, match=r"lr must be 0.5, that of the plan"):
         opt.step()
 
 
@@ -559,7 +570,7 @@ def test_a_step_size_that_is_not_the_plans_is_refused() -> None:
 
 def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
     model, opt = made()
-    with pytest.raises(dp.PrivacyError, match="broken-promise"):
+    with pytest.raises(PrivacyError, match="broken-promise"):
         dp.fit(model, opt, records(), lambda output, target: HINGE(3 * output, target), progress=False)
     assert opt.steps == 0
 
@@ -583,21 +594,21 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
         ({"reg": -1.0}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
         ({"reg": math.inf}, ValueError, "reg must be finite"),
         ({"average": "best"}, ValueError, "average must be one of last, uniform, weighted"),
-        ({"average": "uniform", "batch_size": 20}, dp.ConditionError, "average must be 'last' for one step"),
+        ({"average": "uniform", "batch_size": 20}, ConditionError, "average must be 'last' for one step"),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
-        ({"lr": None}, dp.MissingConstantError, r"distance, a guess of \|w\*\|"),
-        ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, dp.AdjacencyError, r"replace_one, zero_out \(got add_remove"),
-        ({"problem": Hinge(1.5).problem(bound_x=1.0)}, dp.ConditionError, r"holder_exponent must be 1.*\(got 0.5\)"),
-        ({"problem": Squared().problem(bound_x=1.0)}, dp.MissingConstantError, "bounds the gradient"),
-        ({"problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "BoltOnPSGD needs holder_exponent"),
+        ({"lr": None}, MissingConstantError, r"distance, a guess of \|w\*\|"),
+        ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, AdjacencyError, r"replace_one, zero_out \(got add_remove"),
+        ({"problem": Hinge(1.5).problem(bound_x=1.0)}, ConditionError, r"holder_exponent must be 1.*\(got 0.5\)"),
+        ({"problem": Squared().problem(bound_x=1.0)}, MissingConstantError, "bounds the gradient"),
+        ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "BoltOnPSGD needs holder_exponent"),
         (
             {"problem": dp.Problem(holder_exponent=1, holder_constant=1, lipschitz=1.0, is_glm=True)},
-            dp.MissingConstantError,
+            MissingConstantError,
             "BoltOnPSGD needs score_offset",
         ),
         (
             {"problem": dp.Problem(holder_exponent=1, holder_constant=1, lipschitz=1.0)},
-            dp.MissingConstantError,
+            MissingConstantError,
             "gradient_error must be certified",
         ),
     ],
@@ -612,13 +623,13 @@ def test_parameters_and_ledgers_that_the_plan_is_not_about_are_refused() -> None
     with pytest.raises(ValueError, match=r"dim must be 5, .*\(got 3\)"):
         dp.BoltOnPSGD(nn.Linear(5, 1, bias=False).double().parameters(), plan)
     layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(2, 1, bias=False)).double()
-    with pytest.raises(dp.NotCertifiedError, match="weight and bias of one Linear layer"):
+    with pytest.raises(NotCertifiedError, match="weight and bias of one Linear layer"):
         dp.BoltOnPSGD(layers.parameters(), plan)
     with pytest.raises(ValueError, match="bound_x must be > 1 with a bias"):
         dp.BoltOnPSGD(nn.Linear(2, 1).double().parameters(), plan)
     with pytest.raises(ValueError, match=r"params must be torch\.float64"):
         dp.BoltOnPSGD(nn.Linear(3, 1, bias=False).parameters(), plan)
-    with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
+    with pytest.raises(AdjacencyError, match="accountant must have the budget"):
         dp.BoltOnPSGD(
             nn.Linear(3, 1, bias=False).double().parameters(), plan, accountant=dp.Accountant(dp.Budget(2.0, 0.0))
         )
@@ -636,5 +647,5 @@ def test_softmax_with_a_certified_gradient_error_is_trained() -> None:
         for x, y in opt.loader(data):
             loss(model(x), y).backward()
             opt.step()
-    assert opt.privacy_spent().epsilon <= 1.0
+    assert opt.report().epsilon <= 1.0
     assert model.weight.detach().any()

@@ -24,7 +24,7 @@ from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.designs import Design, Draw, positional_event
 from torch_dpsco.accounting.events import Sequential
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.optim import charges
 from torch_dpsco.optim import state as saved
 from torch_dpsco.oracles.base import Charge, Release
@@ -105,13 +105,13 @@ def test_a_run_is_charged_once_and_again_when_its_releases_are_used_up() -> None
     model, optimizer = built(Repeating(steps=3))
     whole = optimizer.ahead()
     train(model, optimizer, 3)
-    once = optimizer.report(1e-5).report.epsilon
+    once = optimizer.report(1e-5).figures.epsilon
     assert len(optimizer.accountant) == 1
     train(model, optimizer, 3)
     assert len(optimizer.accountant) == 2
-    assert optimizer.report(1e-5).report.epsilon > once
+    assert optimizer.report(1e-5).figures.epsilon > once
     assert dp.Accountant(adjacency=REPLACE_ONE).ledger.evaluate(1e-5, REPLACE_ONE, extra=whole).epsilon == (
-        optimizer.report(1e-5).report.epsilon
+        optimizer.report(1e-5).figures.epsilon
     )
 
 
@@ -184,7 +184,7 @@ def test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught(tmp_path:
         optimizer.accountant.close()
         _, again = built(ledger=ledger)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dp.UtilityWarning)  # of what is lost, once it is admitted
+            warnings.simplefilter("ignore", UtilityWarning)  # of what is lost, once it is admitted
             refused(lambda: again.resume(state), "cannot go on")
 
     assert_caught(check, lambda patch: patch.setattr(saved, "refuse_lost", nothing))

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import AdjacencyError, UtilityWarning
 from torch_dpsco.optim.heavy_plan import release_noise
 
 PROBLEM = dp.losses.Logistic().problem(bound_x=2.0)
@@ -39,7 +40,7 @@ def test_a_parameter_given_twice_is_refused():
 
 def test_an_undefined_adjacency_names_the_way_out():
     params = torch.nn.Linear(2, 1).parameters()
-    with pytest.raises(dp.AdjacencyError, match=r"give n= \(Poisson batches, every adjacency\)"):
+    with pytest.raises(AdjacencyError, match=r"give n= \(Poisson batches, every adjacency\)"):
         dp.HolderSGD(
             params,
             dp.HolderSGD.plan(
@@ -58,7 +59,7 @@ def test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them():
     """In a sampled or assigned batch one record more moves all rows after it to other groups."""
     for design in (dp.Poisson(6, 24), dp.Fixed(6, 24), dp.Assigned(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
-        with pytest.raises(dp.AdjacencyError, match="design must keep the places of rows for Coordinatewise"):
+        with pytest.raises(AdjacencyError, match="design must keep the places of rows for Coordinatewise"):
             own(oracle, design)
     for design in (dp.Disjoint(6, 24), dp.Shuffled(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
@@ -127,7 +128,7 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_more_records_does_not(name: str) -> None:
     plan, edge = PLANNERS[name]
-    with pytest.warns(dp.UtilityWarning, match=r"noise buries") as told:
+    with pytest.warns(UtilityWarning, match=r"noise buries") as told:
         plan(int(edge / 1.25))
     assert len(told) == 1
     plan(int(edge * 1.25))  # a warning would be an error
@@ -139,13 +140,13 @@ def test_the_edge_is_where_the_noise_of_one_mean_is_as_long_as_its_clip(budget: 
     kind = {"problem": SMOOTH, "budget": budget, "dim": dim, "clip": 7.0, "steps": 1}
     noise = release_noise(budget)
     edge = noise * math.sqrt(dim) if noise > math.sqrt(dim) else noise**2  # fewer records than parameters
-    with pytest.warns(dp.UtilityWarning, match="noise buries"):
+    with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(n=math.floor(edge), **kind)
     dp.ClippedSGD.plan(n=math.ceil(edge * 1.001), **kind)
 
 
 def test_the_warning_names_noise_signal_and_what_they_come_from() -> None:
-    with pytest.warns(dp.UtilityWarning, match=r"\(n=200, epsilon=0\.05, dim=20\): use more data") as told:
+    with pytest.warns(UtilityWarning, match=r"\(n=200, epsilon=0\.05, dim=20\): use more data") as told:
         plan = dp.HolderSGD.plan(problem=UNIT, n=200, budget=SMALL, dim=DIM)
     noise, signal = map(float, re.findall(r"(?:norm|at most) ([\d.]+)", str(told[0].message)))
     of_all = plan.noise_std / plan.grad_bound / math.sqrt(plan.steps)
@@ -168,11 +169,11 @@ def test_nothing_is_said_of_published_numbers_nor_where_no_scale_is_public() -> 
     assert plan.noise_multiplier * math.sqrt(60) > 2 * plan.batch_size * math.sqrt(plan.steps)
     law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)
     dp.ClippedSGD.plan(problem=law, dim=10**6, mode="paper", **fixed)
-    with pytest.warns(dp.UtilityWarning, match="noise buries"):
+    with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(problem=law, dim=10**6, **fixed)
     output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3)}
     dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), mode="paper", **output)
-    with pytest.warns(dp.UtilityWarning, match="noise buries"):
+    with pytest.warns(UtilityWarning, match="noise buries"):
         dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), **output)
     dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0), **output)  # gradients have no bound
     dp.UserFilteredSGD.plan(n_users=1000, steps=5, lr=0.1, **FILTER)  # none is promised

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import LinearBlock
 from torch_dpsco.rows import closed_form as module
 from torch_dpsco.rows.closed_form import closed_form
@@ -242,7 +243,7 @@ def test_a_hook_that_steps_itself_uses_given_rows_once() -> None:
             opt.step()
 
     optimizer.register_step_pre_hook(step_first)
-    with pytest.raises(dp.SequenceError, match=r"outstanding|batch"):
+    with pytest.raises(SequenceError, match=r"outstanding|batch"):
         dp.fit(model, optimizer, records(BCE), BCE, steps=3, progress=False)
     assert (optimizer.steps, len(optimizer.accountant)) == (1, 1)
 
@@ -446,7 +447,7 @@ def test_a_budget_that_is_used_up_ends_a_run_in_closed_form_as_any_other() -> No
     plan = dp.ClippedSGD.plan(n=N, budget=budget, clip=0.5, steps=4, sampling="full", lr=0.1)
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     dp.fit(model, optimizer, records(BCE), BCE, progress=False)
-    assert optimizer.privacy_spent().epsilon == pytest.approx(1.0, rel=1e-3)
+    assert optimizer.report().epsilon == pytest.approx(1.0, rel=1e-3)
     with pytest.raises(dp.errors.SequenceError, match="finalized"):
         dp.fit(model, optimizer, records(BCE), BCE, progress=False)
 
@@ -498,7 +499,7 @@ def test_given_rows_are_refused_beside_those_of_a_backward() -> None:
     with torch.no_grad():
         rows = next(batches)
     BCE(model(dataset.tensors[0][:20]), dataset.tensors[1][:20]).backward()
-    with pytest.raises(dp.SequenceError, match="rows of a backward are waiting"):
+    with pytest.raises(SequenceError, match="rows of a backward are waiting"):
         optimizer.step_on(rows)
     assert len(optimizer.accountant) == optimizer.steps == 0
     with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.theory.correlated import Banded, least_error
 
 N, B, DIM = 40, 4, 2000
@@ -107,5 +108,5 @@ def test_wrong_numbers_are_refused() -> None:
         ({"noise_multiplier": None}, "budget or noise_multiplier must be given"),
         ({"clip": 0.0}, "clip must be"),
     ):
-        with pytest.raises((ValueError, dp.AdjacencyError), match=match):
+        with pytest.raises((ValueError, AdjacencyError), match=match):
             dp.CorrelatedSGD.plan(**ROOM | {"noise_multiplier": 1.0} | wrong)

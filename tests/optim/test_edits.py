@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.optim.row_free_runs import BATCH, BUDGET, DIM, EPOCH, LOSS, PROBLEM, N, Run, make, records, refused
+from torch_dpsco.errors import PrivacyError, SequenceError
 
 LOGISTIC = dp.losses.Logistic()
 
@@ -71,7 +72,7 @@ def test_a_hook_that_could_change_gradients_is_refused(where: str) -> None:
     handle = HOOKS[where](run.model, loss)
     x, y = first_batch(run)
     loss(run.model(x), y).backward()
-    with refused(run, dp.SequenceError, "hooks, which could change|hooks of others"):
+    with refused(run, SequenceError, "hooks, which could change|hooks of others"):
         run.opt.step()
     handle.remove()
     loss(run.model(x), y).backward()
@@ -84,7 +85,7 @@ def test_a_hook_put_there_before_the_optimizer_was_made_is_refused_too() -> None
     model.weight.register_post_accumulate_grad_hook(in_place)
     run = make(model)
     run.backward(first_batch(run))
-    with refused(run, dp.SequenceError, "hooks of others"):
+    with refused(run, SequenceError, "hooks of others"):
         run.opt.step()
 
 
@@ -112,7 +113,7 @@ def test_a_gradient_edited_behind_the_back_of_its_version_is_refused() -> None:
     run = make()
     run.backward(first_batch(run))
     run.model.weight.grad.data.mul_(1.0 + 1e-15)
-    with refused(run, dp.SequenceError, "p.grad must be what backward"):
+    with refused(run, SequenceError, "p.grad must be what backward"):
         run.opt.step()
 
 
@@ -139,14 +140,14 @@ def test_iterates_and_averages_that_were_edited_are_refused(
         if run.opt.steps == 2 and not at_the_end:
             EDITS[edit](run)
             run.backward(batch)
-            with pytest.raises(dp.SequenceError, match="got edited ones, which were put back"):
+            with pytest.raises(SequenceError, match="got edited ones, which were put back"):
                 run.opt.step()
             assert run.opt.steps == 2
         run.backward(batch)
         run.opt.step()
     if at_the_end:
         EDITS[edit](run)
-        with pytest.raises(dp.SequenceError, match="got edited ones, which were put back"):
+        with pytest.raises(SequenceError, match="got edited ones, which were put back"):
             run.opt.finalize()
     assert run.opt.accountant.ledger.digest() == before
     run.opt.finalize()
@@ -162,7 +163,7 @@ def test_an_edit_is_put_back_to_the_last_bit() -> None:
     weight, average = run.model.weight.detach().clone(), run.averages()[0]
     for edit in EDITS.values():
         edit(run)
-        with pytest.raises(dp.SequenceError, match="put back"):
+        with pytest.raises(SequenceError, match="put back"):
             run.opt._kept.require_same()
         assert torch.equal(run.model.weight.detach(), weight)
         assert torch.equal(run.averages()[0], average)
@@ -179,7 +180,7 @@ def test_a_checkpoint_goes_on_only_with_the_iterate_that_it_was_saved_with() -> 
     other.opt.load_state_dict(state)  # and not the model's
     loader = other.opt.loader(records())
     other.backward(next(iter(loader)))
-    with pytest.raises(dp.SequenceError, match="load the model's state of the same one"):
+    with pytest.raises(SequenceError, match="load the model's state of the same one"):
         other.opt.step()
     assert torch.equal(other.model.weight, run.model.weight)  # put back, so that it can go on
     other.opt.discard()
@@ -200,7 +201,7 @@ def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: 
     loader = iter(run.opt.loader(records()))
     next(loader)
     (scale * LOSS(run.model(x), y)).backward()  # at w = 0 each record has the largest gradient, 1.5
-    with pytest.raises(dp.PrivacyError, match="longer than the problem promises") as caught:
+    with pytest.raises(PrivacyError, match="longer than the problem promises") as caught:
         run.opt.step()
     assert not any(sign.isdigit() for sign in str(caught.value).replace("are 0 again", ""))
     assert len(run.opt.accountant) == 1
@@ -208,11 +209,11 @@ def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: 
     assert not run.model.weight.any()
     assert not run.opt.state
     for call in (run.opt.step, run.opt.finalize, lambda: run.opt.loader(records())):
-        with refused(run, dp.SequenceError, "the run has ended without an answer"):
+        with refused(run, SequenceError, "the run has ended without an answer"):
             call()
     twin = make()
     twin.opt.load_state_dict(run.opt.state_dict())
-    with pytest.raises(dp.SequenceError, match="the run has ended without an answer"):
+    with pytest.raises(SequenceError, match="the run has ended without an answer"):
         twin.opt.loader(records())
 
 
@@ -238,5 +239,5 @@ def test_a_sum_that_was_declared_a_mean_breaks_the_promise() -> None:
     x[:, 0] = 1.0
     next(iter(run.opt.loader(records())))
     LOSS(run.model(x), y, reduction="sum").backward()
-    with pytest.raises(dp.PrivacyError, match="longer than the problem promises"):
+    with pytest.raises(PrivacyError, match="longer than the problem promises"):
         run.opt.step()

@@ -30,6 +30,7 @@ from tests.optim.heavy_runs import (
     reloaded,
 )
 from tests.reference import heavy_tailed_literal as literal
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule
 
 # Seeds warn in every test here.
@@ -155,7 +156,7 @@ def test_adam_moves_by_private_means() -> None:
 )
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(changes: dict[str, Any], adjacency: str) -> None:
     if (changes.get("sampling"), adjacency) == ("fixed", "add_remove"):
-        with pytest.raises(dp.AdjacencyError, match="add_remove"):
+        with pytest.raises(AdjacencyError, match="add_remove"):
             calibrated(adjacency, **changes)
         return
     check_ledger(partial(calibrated, adjacency, **changes), dp.Budget(1.0, DELTA, adjacency))
@@ -219,7 +220,7 @@ def test_a_torch_scheduler_multiplies_the_factors_and_warns() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(run.opt, lambda k: FACTORS[min(k, 3)])
     for k, batch in enumerate(run.seeded()):
         if k:
-            with pytest.warns(dp.UtilityWarning, match="lr was changed"):
+            with pytest.warns(UtilityWarning, match="lr was changed"):
                 run.train([batch])
         else:
             run.train([batch])
@@ -277,14 +278,14 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, dp.MissingConstantError), match=words):
+    with pytest.raises((ValueError, MissingConstantError), match=words):
         calibrated(**changes)
 
 
 def test_no_declared_sampling_warns_and_is_for_replace_one_only() -> None:
-    with pytest.warns(dp.UtilityWarning, match="no sampling declared"):
+    with pytest.warns(UtilityWarning, match="no sampling declared"):
         opt = build(n=None, weights=None).opt
     assert opt.schedule.steps is None
-    with pytest.raises(dp.AdjacencyError, match="n must be given under add_remove"):
+    with pytest.raises(AdjacencyError, match="n must be given under add_remove"):
         build(n=None, weights=None, adjacency="add_remove")
     assert LOSS(torch.ones(1, 1), torch.zeros(1, 1)).item() == 0.5

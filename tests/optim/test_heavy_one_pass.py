@@ -36,6 +36,14 @@ from tests.optim.heavy_runs import (
     saved,
 )
 from tests.reference import heavy_tailed_literal as literal
+from torch_dpsco.errors import (
+    AdjacencyError,
+    MissingConstantError,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UnknownSamplerError,
+)
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 
 # Seeds warn in every test here.
@@ -208,7 +216,7 @@ def test_each_record_is_used_once(cls: Any, adjacency: str) -> None:
 
 def test_add_remove_is_refused_with_batches_that_are_cut_by_position() -> None:
     for sampling in ("shuffled", dp.Disjoint(6, N)):
-        with pytest.raises(dp.AdjacencyError, match="add_remove"):
+        with pytest.raises(AdjacencyError, match="add_remove"):
             build(sampling=sampling, adjacency="add_remove")
 
 
@@ -218,10 +226,10 @@ def test_batches_that_may_repeat_a_record_are_refused() -> None:
     for design in (dp.Poisson(6, N), dp.Fixed(6, N), dp.Shuffled(6, N), dp.Assigned(6, N), dp.Disjoint(5, N)):
         sampler = make_sampler(design, size=N)
         for loader in (PrivateLoader(data, sampler), DataLoader(data, batch_sampler=make_sampler(design, size=N))):
-            with pytest.raises(dp.AdjacencyError, match="this optimizer's design"):
+            with pytest.raises(AdjacencyError, match="this optimizer's design"):
                 run.opt.bind(loader)
     for foreign in (DataLoader(data, batch_size=6), DataLoader(data, batch_size=6, shuffle=True)):
-        with pytest.raises(dp.UnknownSamplerError):
+        with pytest.raises(UnknownSamplerError):
             run.opt.bind(foreign)
     assert len(run.opt.accountant) == 0
 
@@ -231,7 +239,7 @@ def test_a_second_epoch_of_a_loader_raises(adjacency: str) -> None:
     run = build(adjacency=adjacency)
     loader = run.seeded()
     run.train(loader, 2)
-    with pytest.raises(dp.SequenceError, match="each record may be used once"):
+    with pytest.raises(SequenceError, match="each record may be used once"):
         run.train(loader)
     assert run.opt.steps == 2
 
@@ -350,7 +358,7 @@ def test_a_draw_that_was_given_up_is_the_next_one_again_and_none_is_used_twice()
     run.train([next(loader)])
     given_up = next(loader)
     run.opt.discard()
-    with pytest.raises(dp.SequenceError, match="the draw was given up"):
+    with pytest.raises(SequenceError, match="the draw was given up"):
         next(loader)
     again = next(iter(run.resumed()))
     assert again[2].tolist() == given_up[2].tolist()
@@ -380,7 +388,7 @@ def test_a_copy_goes_on_with_the_unused_records_or_refuses_to() -> None:
     twin = Run(*copy.deepcopy((run.model, run.opt)), [list(batch) for batch in run.batches])
     try:
         loader = twin.resumed()
-    except dp.SequenceError:
+    except SequenceError:
         return
     twin.train(loader)
     (used,) = parts_used(twin)
@@ -395,7 +403,7 @@ def test_a_finished_run_can_be_loaded(finalized: bool) -> None:
     other = reloaded(run, build)
     assert (other.opt.finalized, other.opt.steps) == (finalized, run.opt.steps)
     np.testing.assert_array_equal(other.answer(), run.answer())
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         other.train(other.resumed())
 
 
@@ -408,7 +416,7 @@ def test_resuming_a_data_set_of_another_size_is_refused() -> None:
     other = reloaded(run, partial(build, adjacency="add_remove"))
     with pytest.raises(ValueError, match=r"data set.*(size|got)"):
         other.opt.loader(records(N - 1), resume=True)
-    with pytest.raises(dp.UnitError, match="26"):
+    with pytest.raises(UnitError, match="26"):
         build().opt.loader(records(N + 1))
 
 
@@ -496,7 +504,7 @@ def test_weight_decay_in_the_loss_or_in_the_arguments_is_refused(cls: Any) -> No
     def decayed(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return LOSS(scores, targets) + 0.1 * sum(p.square().sum() for p in run.model.parameters())
 
-    with pytest.raises((dp.PrivacyError, ValueError), match="reg"):
+    with pytest.raises((PrivacyError, ValueError), match="reg"):
         dp.fit(run.model, run.opt, pairs, decayed, progress=False)
     assert len(run.opt.accountant) == 0
     for wrong in ("weight_decay", "momentum"):
@@ -562,7 +570,7 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, dp.MissingConstantError), match=words):
+    with pytest.raises((ValueError, MissingConstantError), match=words):
         calibrated(**changes)
 
 
@@ -574,14 +582,14 @@ def test_a_promised_moment_does_not_take_a_chosen_clip_away() -> None:
 
 def test_paper_mode_is_refused_under_add_remove() -> None:
     problem = dp.Problem(smoothness=1.0, moment=1.0, moment_order=4.0)
-    with pytest.raises(dp.AdjacencyError, match="paper"):
+    with pytest.raises(AdjacencyError, match="paper"):
         calibrated(adjacency="add_remove", problem=problem, clip=None, steps=None, distance=1.0, mode="paper")
 
 
 def test_an_accountant_with_another_budget_or_adjacency_is_refused() -> None:
-    with pytest.raises(dp.AdjacencyError, match="budget"):
+    with pytest.raises(AdjacencyError, match="budget"):
         calibrated(accountant=dp.Accountant(dp.Budget(2.0, DELTA)))
-    with pytest.raises(dp.AdjacencyError, match="adjacency"):
+    with pytest.raises(AdjacencyError, match="adjacency"):
         calibrated(accountant=dp.Accountant(adjacency="zero_out"))
 
 

@@ -16,6 +16,7 @@ import torch_dpsco as dp
 from tests.reference.papers.holder import gradient_noise_paper, search_gradient_noise_paper
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.events import PoissonGaussian, WORGaussian
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError, MissingConstantError, SequenceError
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 
 DIM = 3
@@ -113,12 +114,12 @@ def test_ten_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_planned_
     loader = opt.loader(data)
     for _ in range(10):
         train(model, opt, loader, dp.losses.Logistic())
-    spent = opt.privacy_spent().epsilon
+    spent = opt.report().epsilon
     assert opt.steps == planned.steps == opt.schedule.steps == 50
     assert 0.999 < spent <= 1.0
     assert spent == pytest.approx(planned.epsilon(), rel=1e-12)
     assert opt.accountant.get_epsilon(1e-4) == spent
-    with pytest.raises(dp.SequenceError, match="all 50 planned steps"):
+    with pytest.raises(SequenceError, match="all 50 planned steps"):
         train(model, opt, loader, dp.losses.Logistic())
 
 
@@ -141,7 +142,7 @@ def test_one_more_step_than_planned_is_past_the_budget() -> None:
         ),
         accountant=accountant,
     )
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         train(model, opt, opt.loader(records(300), steps=50), dp.losses.Logistic())
     assert opt.steps == plan.steps == 5
 
@@ -178,12 +179,12 @@ def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
 )
 def test_paper_mode_refuses_what_its_theorem_does_not_cover(adjacency: str, choice: dict[str, str]) -> None:
     budget = dp.Budget(2.0, 1e-6, adjacency=adjacency)
-    with pytest.raises(dp.AdjacencyError, match="mode='tight' covers the others"):
+    with pytest.raises(AdjacencyError, match="mode='tight' covers the others"):
         dp.HolderSGD.plan(problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, **choice)
 
 
 def test_an_infeasible_paper_calibration_names_the_way_out() -> None:
-    with pytest.raises(dp.InfeasibleError, match=r'n=4000, batch_size=512, .*mode="tight"'):
+    with pytest.raises(InfeasibleError, match=r'n=4000, batch_size=512, .*mode="tight"'):
         dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4, mode="paper")
     assert dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4).epsilon() <= 1.0
 
@@ -262,7 +263,7 @@ def test_adaptive_noise_follows_the_iterate_and_constant_noise_the_ball(noise: s
 def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
     problem = dp.losses.Squared().problem(bound_x=1.0, bound_y=1.0)
     for noise in ("constant", "paper"):
-        with pytest.raises(dp.MissingConstantError, match="radius"):
+        with pytest.raises(MissingConstantError, match="radius"):
             dp.HolderSGD(
                 linear().parameters(),
                 dp.HolderSGD.plan(lr=0.1, problem=problem, noise_multiplier=1.0, batch_size=8, n=64, noise=noise),
@@ -298,7 +299,7 @@ def test_two_optimizers_charge_one_accountant_also_if_it_is_empty() -> None:
     assert len(accountant) == 6
     events = {event: times for _, _, event, times in accountant.ledger.entries()}
     assert events == {PoissonGaussian(3.0, 0.25): 3, WORGaussian(3.0, 16, 64): 3}
-    assert made[0][1].privacy_spent().epsilon == made[1][1].privacy_spent().epsilon
+    assert made[0][1].report().epsilon == made[1][1].report().epsilon
     calibrated = dp.HolderSGD(
         linear().parameters(),
         dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET),
@@ -313,7 +314,7 @@ def test_a_spent_budget_admits_no_second_optimizer() -> None:
     plan = dp.HolderSGD.plan(**kind)
     opt = dp.HolderSGD(model.parameters(), plan, accountant=accountant)
     train(model, opt, opt.loader(records(64), steps=8), dp.losses.Logistic())
-    with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= 1.*for one step"):
+    with pytest.raises(InfeasibleError, match=r"epsilon must be >= 1.*for one step"):
         dp.HolderSGD(linear().parameters(), plan, accountant=accountant)
     assert len(accountant) == 8
 
@@ -328,7 +329,7 @@ def test_a_spent_budget_admits_no_second_optimizer() -> None:
     ids=["other epsilon", "other adjacency", "no budget, other adjacency"],
 )
 def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.Accountant) -> None:
-    with pytest.raises(dp.AdjacencyError, match=r"accountant must have the budget.*\(got"):
+    with pytest.raises(AdjacencyError, match=r"accountant must have the budget.*\(got"):
         dp.HolderSGD(
             linear().parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET), accountant=accountant
         )
@@ -338,9 +339,7 @@ def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.
 def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
     kind = {"problem": SMOOTH, "noise_multiplier": 5.0, "batch_size": 8, "n": 64, "lr": 0.1}
     accountant = dp.Accountant(BUDGET)
-    with pytest.raises(
-        dp.AdjacencyError, match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'"
-    ):
+    with pytest.raises(AdjacencyError, match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'"):
         dp.HolderSGD(linear().parameters(), dp.HolderSGD.plan(adjacency="add_remove", **kind), accountant=accountant)
     plan = dp.HolderSGD.plan(**kind)
     assert dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency == "replace_one"
@@ -378,7 +377,7 @@ def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) 
         model.parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1)
     )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
-    report = opt.privacy_spent()
+    report = opt.report().figures
     text = str(report)
     meaning = {"add_remove": "one example more or less", "replace_one": "one example is replaced by any other"}
     assert f"{adjacency}: " in text.splitlines()[0]
@@ -398,6 +397,6 @@ def test_fixed_batches_are_never_quoted_under_add_remove() -> None:
         dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET, batch_size=16, epochs=1, sampling="fixed"),
     )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
-    assert set(opt.privacy_spent().epsilons) == {"zero_out", "replace_one"}
-    assert "add_remove" not in str(opt.privacy_spent())
-    assert "public data set size" in str(opt.privacy_spent())
+    assert set(opt.report().figures.epsilons) == {"zero_out", "replace_one"}
+    assert "add_remove" not in str(opt.report().figures)
+    assert "public data set size" in str(opt.report().figures)

@@ -16,6 +16,14 @@ import torch_dpsco as dp
 from tests.optim.output_runs import DELTA, HINGE, PROBLEM, Order
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import ApproxDP
+from torch_dpsco.errors import (
+    AdjacencyError,
+    ConditionError,
+    InfeasibleError,
+    MissingConstantError,
+    NotCertifiedError,
+    UtilityWarning,
+)
 from torch_dpsco.losses import Hinge, Logistic, PowerLoss
 from torch_dpsco.prox import Ball
 
@@ -108,7 +116,7 @@ def test_other_models_need_a_certificate(build: Callable[[], nn.Module], certifi
     kept = [p.detach().clone() for p in model.parameters()]
     plan = planned(n=20, dim=model)
     accountant = dp.Accountant(plan.budget)
-    kinds = (dp.NotCertifiedError, r"weight and bias of one Linear layer \(got shapes .*certify_convex")
+    kinds = (NotCertifiedError, r"weight and bias of one Linear layer \(got shapes .*certify_convex")
     if certificate is not False:
         kinds = (ValueError, "certify_convex must be True or False")
     with pytest.raises(kinds[0], match=kinds[1]):
@@ -119,7 +127,7 @@ def test_other_models_need_a_certificate(build: Callable[[], nn.Module], certifi
 
 
 def test_a_scalar_score_needs_a_layer_with_one_output() -> None:
-    with pytest.raises(dp.NotCertifiedError, match=r"one output"):
+    with pytest.raises(NotCertifiedError, match=r"one output"):
         made(nn.Linear(3, 2, bias=False).double().parameters())
 
 
@@ -173,32 +181,32 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
         ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
         ({"steps": 150}, ValueError, r"steps must be a multiple of 100, the steps of a pass \(got 150\)"),
         ({"steps": 100, "epochs": 1}, ValueError, "steps and epochs must not be given both"),
-        ({"noise_multiplier": 2.0, "sampling": "fixed"}, dp.ConditionError, "noise_multiplier must not be given for"),
+        ({"noise_multiplier": 2.0, "sampling": "fixed"}, ConditionError, "noise_multiplier must not be given for"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"mode": "loose"}, ValueError, "mode must be one of tight, paper"),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
-        ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, dp.AdjacencyError, r"replace_one, zero_out \(got add_remove"),
+        ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, AdjacencyError, r"replace_one, zero_out \(got add_remove"),
         (
             {"problem": Logistic().problem(bound_x=2.0, radius=1.0), "lr": 2.01},
-            dp.ConditionError,
+            ConditionError,
             r"lr must be at most 2/L = 2 for a smooth loss \(got 2.01\)",
         ),
-        ({"problem": Logistic().problem(bound_x=2.0), "lr": 1.01}, dp.ConditionError, "1/L"),
+        ({"problem": Logistic().problem(bound_x=2.0), "lr": 1.01}, ConditionError, "1/L"),
         (
             {"problem": Hinge(1.99).problem(bound_x=1.0, radius=1.0), "lr": 60.0},
-            dp.ConditionError,
+            ConditionError,
             "step size too larg",
         ),
-        ({"problem": HINGE.problem(bound_x=1.0)}, dp.MissingConstantError, "distance, a guess of"),
-        ({"problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "holder_exponent, holder_constant"),
+        ({"problem": HINGE.problem(bound_x=1.0)}, MissingConstantError, "distance, a guess of"),
+        ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "holder_exponent, holder_constant"),
         (
             {"problem": dp.Problem(holder_exponent=0.5, holder_constant=1.0, lipschitz=1.0, radius=1.0, is_glm=True)},
-            dp.MissingConstantError,
+            MissingConstantError,
             r"score_offset.*0 if it adds none",
         ),
         (
             {"problem": dp.Problem(holder_exponent=0.5, holder_constant=1.0, grad_at_zero=1.0, radius=1.0)},
-            dp.MissingConstantError,
+            MissingConstantError,
             "gradient_error must be certified",
         ),
         (
@@ -208,7 +216,7 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
                 ),
                 "lr": 0.1,
             },
-            dp.MissingConstantError,
+            MissingConstantError,
             "loss_at_zero is needed on an unbounded domain",
         ),
     ],
@@ -251,7 +259,7 @@ def test_a_budget_without_meaning_is_refused(epsilon: float, delta: float) -> No
 
 
 def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
-    with pytest.warns(dp.UtilityWarning, match=r"delta=0.011 is not below 1/n=0.01: it allows to publish a record"):
+    with pytest.warns(UtilityWarning, match=r"delta=0.011 is not below 1/n=0.01: it allows to publish a record"):
         planned(budget=dp.Budget(1.0, 0.011), lr=0.02)
 
 
@@ -260,12 +268,12 @@ def test_paper_mode_refuses_what_its_theorem_does_not_cover() -> None:
     assert planned(**kind).design == dp.Fixed(1, 100)
     assert planned(**kind).noise_scale > 10 * planned(lr=0.02, sampling="fixed", epochs=1).noise_scale
     for changes, error, match in (
-        ({"sampling": "shuffled"}, dp.ConditionError, "sampling='fixed' and batch_size=1"),
-        ({"batch_size": 2}, dp.ConditionError, "batch_size=1"),
-        ({"budget": dp.Budget(1.0, DELTA, "zero_out")}, dp.AdjacencyError, "replace_one only"),
-        ({"lr": 0.7}, dp.ConditionError, r"lr must be < min\(1, 1/holder_constant\)"),
-        ({"budget": dp.Budget(8.0, DELTA)}, dp.ConditionError, r'mode="tight" has no such limit'),
-        ({"lr": [0.1, 0.2], "n": 2, "epochs": 1}, (dp.ConditionError, ValueError), "one step size"),
+        ({"sampling": "shuffled"}, ConditionError, "sampling='fixed' and batch_size=1"),
+        ({"batch_size": 2}, ConditionError, "batch_size=1"),
+        ({"budget": dp.Budget(1.0, DELTA, "zero_out")}, AdjacencyError, "replace_one only"),
+        ({"lr": 0.7}, ConditionError, r"lr must be < min\(1, 1/holder_constant\)"),
+        ({"budget": dp.Budget(8.0, DELTA)}, ConditionError, r'mode="tight" has no such limit'),
+        ({"lr": [0.1, 0.2], "n": 2, "epochs": 1}, (ConditionError, ValueError), "one step size"),
     ):
         with pytest.raises(error, match=match):
             planned(**{**kind, **changes})
@@ -318,7 +326,7 @@ def test_noise_that_is_given_is_drawn_and_charged() -> None:
     ratio = chosen.noise_scale / chosen.sensitivity
     same = planned(batch_size=10, epochs=2, budget=None, noise_multiplier=ratio)
     assert same.lr == planned(batch_size=10, epochs=2).lr  # the balanced step knows the noise
-    with pytest.raises(dp.InfeasibleError, match="epsilon must be >= "):
+    with pytest.raises(InfeasibleError, match="epsilon must be >= "):
         dp.HolderOutputSGD(
             nn.Linear(3, 1, bias=False).double().parameters(), planned(noise_multiplier=ratio / 2)
         )  # the budget limits the run
@@ -337,7 +345,7 @@ def test_an_optimizer_takes_an_accountant_of_its_budget_or_of_none() -> None:
         assert dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant).accountant is accountant
     for other in (dp.Budget(2.0, DELTA), dp.Budget(1.0, DELTA, "add_remove"), dp.Budget(1.0, DELTA, unit="user")):
         accountant = dp.Accountant(other)
-        with pytest.raises(dp.AdjacencyError, match="accountant must have the budget"):
+        with pytest.raises(AdjacencyError, match="accountant must have the budget"):
             dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant)
         assert not len(accountant)
 
@@ -350,16 +358,16 @@ def test_the_statement_of_output_perturbation_covers_the_final_model_only(sampli
     model = nn.Linear(3, 1, bias=False).double()
     opt = made(model.parameters(), n=12, batch_size=5, sampling=sampling)
     texts = [" ".join(str(opt.report()).split())]
-    assert opt.report().report.planned_epsilon == pytest.approx(1.0, rel=1e-6)
+    assert opt.report().figures.planned_epsilon == pytest.approx(1.0, rel=1e-6)
     with opt:
         for x, y in opt.loader(TensorDataset(torch.ones(12, 3), torch.ones(12, 1))):
             HINGE(model(x), y).backward()
             opt.step()
         texts.append(" ".join(str(opt.report()).split()))
-        assert opt.report().report.planned_epsilon == pytest.approx(1.0, rel=1e-6)
-        assert opt.report().report.epsilon == 0.0
-    assert opt.report().report.planned_epsilon is None
-    assert opt.report().report.epsilon == pytest.approx(1.0, rel=1e-6)
+        assert opt.report().figures.planned_epsilon == pytest.approx(1.0, rel=1e-6)
+        assert opt.report().figures.epsilon == 0.0
+    assert opt.report().figures.planned_epsilon is None
+    assert opt.report().figures.epsilon == pytest.approx(1.0, rel=1e-6)
     texts.append(" ".join(str(opt.report()).split()))
     for text in texts:
         assert "The final model, and nothing else of the run." in text

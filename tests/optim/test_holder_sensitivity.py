@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Order, Vector, answer
 from tests.streams import picks
+from torch_dpsco.errors import PrivacyError, UtilityWarning
 from torch_dpsco.losses import PowerLoss
 from torch_dpsco.theory.holder import stability as holder_stability
 from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, output_path
@@ -153,7 +154,7 @@ def test_a_gradient_bound_inside_the_ball_instead_of_at_its_boundary_is_caught(m
     bound = dp.Problem.grad_bound
     monkeypatch.setattr(dp.Problem, "grad_bound", lambda self, radius=None: bound(self, radius and radius / 2))
     for name in names:
-        with pytest.raises((AssertionError, dp.PrivacyError)):  # by the records, or by the step itself
+        with pytest.raises((AssertionError, PrivacyError)):  # by the records, or by the step itself
             check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name)
 
 
@@ -278,11 +279,11 @@ def test_every_step_and_the_answer_are_those_of_algorithm_1(
 def test_the_answer_is_projected_after_its_noise() -> None:
     radius, inside = 0.05, 0
     problem = HINGE.problem(bound_x=1.0, radius=radius)
-    with pytest.warns(dp.UtilityWarning, match="noise buries the signal: the answer"):
+    with pytest.warns(UtilityWarning, match="noise buries the signal: the answer"):
         plan = dp.HolderOutputSGD.plan(problem=problem, n=4, dim=3, budget=dp.Budget(0.5, DELTA), batch_size=2)
     for seed in range(20):
         model = nn.Linear(3, 1, bias=False).double()
-        with pytest.warns(dp.UtilityWarning, match="repeatable"):
+        with pytest.warns(UtilityWarning, match="repeatable"):
             opt = dp.HolderOutputSGD(model.parameters(), plan, generator=torch.Generator().manual_seed(seed))
         with opt:
             for x, y in opt.loader(TensorDataset(torch.ones(4, 3), torch.ones(4, 1))):

@@ -35,6 +35,7 @@ from tests.optim.heavy_runs import (
 from tests.reference import heavy_tailed_literal as literal
 from tests.reference.papers.heavy_tailed import localized_schedule_paper
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, SequenceError
 from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
 
 # Seeds warn in every test here.
@@ -270,10 +271,10 @@ def test_a_plan_of_one_event_never_costs_less_than_the_ledger_holds() -> None:
 
 
 def test_add_remove_has_no_bound() -> None:
-    with pytest.raises(dp.AdjacencyError, match="replace_one or zero_out"):
+    with pytest.raises(AdjacencyError, match="replace_one or zero_out"):
         calibrated("add_remove")
     for phases in (PHASES, (phase(batch_size=3),)):
-        with pytest.raises(dp.AdjacencyError, match="add_remove"):
+        with pytest.raises(AdjacencyError, match="add_remove"):
             build(phases, noise=1.0, adjacency="add_remove")
 
 
@@ -324,7 +325,7 @@ def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -
 def test_a_second_loader_in_mid_run_does_not_start_the_phases_again() -> None:
     run = build()
     run.train(run.seeded(), 5)  # in the second phase, of 6 records
-    with pytest.raises(dp.SequenceError, match="resume=True"):
+    with pytest.raises(SequenceError, match="resume=True"):
         run.train(run.opt.loader(records(N)), 1)
     assert len(run.opt.accountant) == run.opt.steps == 5
     run.train(run.resumed())
@@ -443,14 +444,14 @@ def test_a_schedule_of_another_kind_is_refused_by_name() -> None:
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, dp.MissingConstantError), match=words):
+    with pytest.raises((ValueError, MissingConstantError), match=words):
         calibrated(**changes)
 
 
 def test_low_moments_are_refused_with_the_way_out() -> None:
     promised = {"problem": PROMISED, "distance": 1.0, "clip": None, "reg": None}
-    with pytest.raises(dp.ConditionError, match="boosted"):
+    with pytest.raises(ConditionError, match="boosted"):
         calibrated(**promised, method="localized")
     assert calibrated(**promised).opt.schedule.steps > 0
-    with pytest.raises(dp.MissingConstantError, match="strong_convexity"):
+    with pytest.raises(MissingConstantError, match="strong_convexity"):
         calibrated(**{**promised, "problem": replace(PROMISED, moment_order=4.0)}, method="reduction")

@@ -16,6 +16,7 @@ from tests.reference import user_level_literal as literal
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
 
@@ -163,11 +164,11 @@ def test_the_run_costs_the_largest_of_its_phases() -> None:
 
 def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
     run = private((200, 2), (300, 2))
-    assert run.opt.privacy_spent(runs.DELTA).epsilon == 0
+    assert run.opt.report(runs.DELTA).epsilon == 0
     for batch in run.loader(*runs.agreeing(N)):
         run.step(batch)
         assert 0.9 * runs.EPSILON <= run.epsilon() <= runs.EPSILON
-        spent = run.opt.privacy_spent()
+        spent = run.opt.report().figures
         assert (spent.unit, spent.adjacency, spent.budget) == ("user", "replace_one", runs.budget())
     run.opt.finalize()
     assert run.epsilon() <= runs.EPSILON
@@ -194,23 +195,23 @@ def test_fit_refuses_a_later_phase_that_passes_the_budget_before_anything_is_spe
         run = runs.localized(own, accountant=accountant)
         dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
 
-    with pytest.raises(dp.InfeasibleError, match="must be"):
+    with pytest.raises(InfeasibleError, match="must be"):
         train()
     assert len(accountant) == 0
 
 
 def test_accountants_of_examples_are_refused() -> None:
     for accountant in (dp.Accountant(), dp.Accountant(dp.Budget(9.0, 1e-3))):
-        with pytest.raises(dp.UnitError, match="unit"):
+        with pytest.raises(UnitError, match="unit"):
             runs.localized(schedule(), accountant=accountant)
         assert len(accountant) == 0
 
 
 def test_nothing_is_known_under_add_remove() -> None:
     run = made(private(), 1)
-    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+    with pytest.raises(AdjacencyError, match="add_remove"):
         run.opt.accountant.get_epsilon(runs.DELTA, adjacency="add_remove")
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         runs.localized(schedule(), accountant=dp.Accountant(runs.budget("add_remove")))
 
 
@@ -317,10 +318,10 @@ def test_a_run_is_not_rolled_back_or_continued_twice() -> None:
     run = runs.localized(schedule(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
     saved = made(run, 3).saved()
     made(run, 1)
-    with pytest.raises(dp.SequenceError, match="must be continued once"):
+    with pytest.raises(SequenceError, match="must be continued once"):
         run.load(saved)
     other = runs.localized(schedule(), accountant=run.opt.accountant)
-    with pytest.raises(dp.SequenceError, match="must be continued once"):
+    with pytest.raises(SequenceError, match="must be continued once"):
         other.load(saved)
 
 
@@ -395,7 +396,7 @@ def test_phases_of_the_paper_take_their_gradients_in_balls() -> None:
 
 def test_a_data_set_of_another_universe_is_refused() -> None:
     run = private()
-    with pytest.raises(dp.UnitError, match="users must be < n_users=520"):
+    with pytest.raises(UnitError, match="users must be < n_users=520"):
         run.opt.loader(*runs.agreeing(N + 1))
 
 

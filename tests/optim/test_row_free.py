@@ -32,6 +32,7 @@ from tests.optim.row_free_runs import (
     refused,
 )
 from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError, UnitError
 
 # -- what is fixed ----------------------------------------------------------------------------------------------------
 
@@ -43,14 +44,14 @@ def test_what_the_noise_was_calibrated_for_cannot_be_reassigned(name: str) -> No
     run = make()
     kept = getattr(run.opt, name)
     for value in (kept, None):
-        with refused(run, dp.PrivacyError, f"{name} is fixed at construction: make a new optimizer"):
+        with refused(run, PrivacyError, f"{name} is fixed at construction: make a new optimizer"):
             setattr(run.opt, name, value)
     assert getattr(run.opt, name) is kept
 
 
 def test_parameters_cannot_be_added_after_construction() -> None:
     run = make()
-    with refused(run, dp.SequenceError, "params are fixed at construction"):
+    with refused(run, SequenceError, "params are fixed at construction"):
         run.opt.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
     assert len(run.opt.param_groups) == 1
 
@@ -59,9 +60,9 @@ def test_parameters_cannot_be_added_after_construction() -> None:
 @pytest.mark.parametrize("steps", [0, 1, EPOCH])
 def test_a_run_cannot_be_copied(copied: Callable[[Any], Any], steps: int) -> None:
     run = make().train(steps=steps)
-    with refused(run, dp.SequenceError, "must not be copied: it has one release; make a new optimizer"):
+    with refused(run, SequenceError, "must not be copied: it has one release; make a new optimizer"):
         copied(run.opt)
-    with refused(run, dp.SequenceError, "must not be copied"):
+    with refused(run, SequenceError, "must not be copied"):
         copy.deepcopy((run.model, run.opt))
 
 
@@ -80,7 +81,7 @@ def test_single_precision_is_refused(dtype: torch.dtype) -> None:
     for batch in run.opt.loader(records()):
         run.backward(batch)
         run.model.to(dtype)
-        with refused(run, dp.SequenceError, "parameters torch.float64"):
+        with refused(run, SequenceError, "parameters torch.float64"):
             run.opt.step()
         break
 
@@ -99,7 +100,7 @@ def test_construction_sets_the_parameters_to_the_planned_start_only_if_it_succee
     kept = model.weight.detach().clone()
     spent = dp.Accountant(BUDGET)
     spent.authorize(Gaussian(1.0, {"replace_one": 0.1}))
-    with pytest.raises(dp.InfeasibleError, match=r"epsilon must be >= 1\.\d+ for one step with this noise"):
+    with pytest.raises(InfeasibleError, match=r"epsilon must be >= 1\.\d+ for one step with this noise"):
         make(model, accountant=spent)
     assert torch.equal(model.weight, kept)
     assert len(spent) == 1
@@ -112,7 +113,7 @@ def test_a_run_that_does_not_start_at_the_planned_start_is_refused() -> None:
         run.model.weight.fill_(0.5)
     loader = run.opt.loader(records())
     run.backward(next(iter(loader)))
-    with pytest.raises(dp.SequenceError, match="parameters must be 0, the planned start"):
+    with pytest.raises(SequenceError, match="parameters must be 0, the planned start"):
         run.opt.step()
     assert not run.model.weight.any()  # put back
     run.opt.discard()
@@ -128,12 +129,12 @@ def test_a_permutation_is_used_to_its_end() -> None:
     loader = run.opt.loader(records())
     run.train(loader, steps=1)
     for again in (lambda: loader, lambda: run.opt.loader(records())):
-        with refused(run, dp.SequenceError, "step 1 must use batch 1 of a permutation that is used to its end"):
+        with refused(run, SequenceError, "step 1 must use batch 1 of a permutation that is used to its end"):
             run.train(again())
         run.opt.discard()
     run = make(epochs=2)
     run.train(ordered(run, [np.arange(N)]), steps=1)
-    with refused(run, dp.SequenceError, r"\(got batch 0\)"):  # an equal permutation, from its start
+    with refused(run, SequenceError, r"\(got batch 0\)"):  # an equal permutation, from its start
         run.train(ordered(run, [np.arange(N)]))
     run = make(epochs=2)
     run.train(steps=EPOCH)  # between epochs a loop may be broken off
@@ -155,7 +156,7 @@ def test_a_permutation_that_was_begun_goes_on_in_its_own_loader_only(used: int) 
         run.train()
         assert run.opt.steps == 2 * EPOCH
         return
-    with pytest.raises(dp.SequenceError, match="goes on with the same dataset object"):
+    with pytest.raises(SequenceError, match="goes on with the same dataset object"):
         run.train()
     assert (run.opt.steps, len(run.opt.accountant)) == (1, 0)
 
@@ -170,17 +171,17 @@ def test_a_step_of_an_equal_but_new_permutation_is_refused() -> None:
         run.backward(batch)
         chunk = log.waiting[0]
         log.waiting[0] = chunk._replace(draw=replace(chunk.draw, part="1"))  # the right place, of another permutation
-        with refused(run, dp.SequenceError, "do not break a loop off within an epoch"):
+        with refused(run, SequenceError, "do not break a loop off within an epoch"):
             run.opt.step()
         break
 
 
 def test_a_skipped_batch_is_noticed() -> None:
     run = make()
-    with refused(run, dp.SequenceError, "the previous batch was not used"):
+    with refused(run, SequenceError, "the previous batch was not used"):
         for _ in run.opt.loader(records()):
             pass
-    with refused(run, dp.SequenceError, "the previous batch was not used"):
+    with refused(run, SequenceError, "the previous batch was not used"):
         run.train(itertools.islice(run.opt.loader(records()), 1, None))
 
 
@@ -194,7 +195,7 @@ def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
     for loader in (foreign, poisson, other.opt.loader(records())):
         for features, labels in loader:
             run.backward((features.double(), labels.double()))
-            with refused(run, dp.SequenceError, r"no batch is outstanding: .*optimizer.loader\(dataset\)"):
+            with refused(run, SequenceError, r"no batch is outstanding: .*optimizer.loader\(dataset\)"):
                 run.opt.step()
             break
     run.opt.zero_grad()
@@ -204,7 +205,7 @@ def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
         run.opt.step()
         assert run.opt.outstanding_rows is None
         run.backward(batch)
-        with refused(run, dp.SequenceError, "can use it once" if run.opt.steps < EPOCH else "all 3 planned steps"):
+        with refused(run, SequenceError, "can use it once" if run.opt.steps < EPOCH else "all 3 planned steps"):
             run.opt.step()
         run.opt.zero_grad()
     assert run.opt.steps == EPOCH
@@ -213,7 +214,7 @@ def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
 @pytest.mark.parametrize("size", [N - 1, N + 1, 0])
 def test_a_data_set_of_another_size_is_refused(size: int) -> None:
     run = make()
-    with refused(run, dp.UnitError, rf"declared {N}, the data set has {size}"):
+    with refused(run, UnitError, rf"declared {N}, the data set has {size}"):
         run.opt.loader(records(size))
 
 
@@ -246,8 +247,8 @@ def test_a_data_set_that_is_no_map_of_pairs_is_refused(item: Any) -> None:
 
 def test_physical_batches_are_refused() -> None:
     run = make()
-    with refused(run, dp.PrivacyError, r"whole batches.*\(got BoundedLoader\)"):
-        dp.PhysicalBatches(run.opt.loader(records()), 2)
+    with refused(run, PrivacyError, r"whole batches.*\(got BoundedLoader\)"):
+        dp.sampling.PhysicalBatches(run.opt.loader(records()), 2)
 
 
 def test_other_data_sets_and_collate_functions_deliver_the_same_batches() -> None:
@@ -276,7 +277,7 @@ def test_gradients_of_two_passes_are_refused() -> None:
     for batch in run.opt.loader(records()):
         run.backward(batch)
         run.backward(batch)
-        with refused(run, dp.SequenceError, r"exactly one backward pass over its batch \(got \[2\]\)"):
+        with refused(run, SequenceError, r"exactly one backward pass over its batch \(got \[2\]\)"):
             run.opt.step()
         assert run.model.weight.grad is None
         run.backward(batch)
@@ -289,14 +290,14 @@ def test_gradients_of_two_passes_are_refused() -> None:
 def test_gradients_put_there_by_hand_are_refused() -> None:
     run = make()
     for batch in run.opt.loader(records()):
-        with refused(run, dp.SequenceError, "p.grad must hold the gradient of the batch"):
+        with refused(run, SequenceError, "p.grad must hold the gradient of the batch"):
             run.opt.step()
         run.model.weight.grad = torch.ones_like(run.model.weight)
-        with refused(run, dp.SequenceError, r"exactly one backward pass over its batch \(got \[0\]\)"):
+        with refused(run, SequenceError, r"exactly one backward pass over its batch \(got \[0\]\)"):
             run.opt.step()
         run.backward(batch)
         run.opt.zero_grad()
-        with refused(run, dp.SequenceError, r"got None"):
+        with refused(run, SequenceError, r"got None"):
             run.opt.step()
         break
 
@@ -317,7 +318,7 @@ def test_a_gradient_changed_after_its_backward_is_refused(change: Callable[[nn.P
     for batch in run.opt.loader(records()):
         run.backward(batch)
         change(run.model.weight)
-        with refused(run, dp.SequenceError, r"p.grad must be what backward\(\) left there"):
+        with refused(run, SequenceError, r"p.grad must be what backward\(\) left there"):
             run.opt.step()
         run.backward(batch)
         run.opt.step()
@@ -337,7 +338,7 @@ def test_an_attached_model_is_refused() -> None:
     run = make(dp.attach(nn.Linear(DIM, 1, bias=False).double()))
     for batch in run.opt.loader(records()):
         run.backward(batch)
-        with refused(run, dp.SequenceError, "not attached"):
+        with refused(run, SequenceError, "not attached"):
             run.opt.step()
         break
 
@@ -348,7 +349,7 @@ def test_another_step_size_is_refused() -> None:
     for batch in run.opt.loader(records()):
         run.backward(batch)
         group["lr"] = 0.2
-        with refused(run, dp.SequenceError, r"lr must be 0.1, that of the plan, .*\(got 0.2\).*lr=\[...\]"):
+        with refused(run, SequenceError, r"lr must be 0.1, that of the plan, .*\(got 0.2\).*lr=\[...\]"):
             run.opt.step()
         group["lr"] = 0.1
         run.opt.step()  # nothing was lost
@@ -364,7 +365,7 @@ def test_a_scheduler_is_refused_as_soon_as_it_changes_the_step_size() -> None:
         run.opt.step()
         scheduler.step()
     run.backward(next(batches))
-    with refused(run, dp.SequenceError, r"lr must be 0.1, that of the plan.*\(got 0.05\)"):
+    with refused(run, SequenceError, r"lr must be 0.1, that of the plan.*\(got 0.05\)"):
         run.opt.step()
 
 
@@ -394,6 +395,6 @@ def test_closures_are_called_once_with_gradients_on_and_their_loss_is_returned()
             assert closed.opt.step(closure) == calls[-1]
     assert len(calls) == EPOCH
     assert torch.equal(closed.averages()[0], plain.averages()[0])
-    with refused(closed, dp.SequenceError, "all 3 planned steps are made"):
+    with refused(closed, SequenceError, "all 3 planned steps are made"):
         closed.opt.step(closure)
     assert len(calls) == EPOCH

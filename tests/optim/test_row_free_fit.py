@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import SequenceError
 
 LOSS = dp.losses.Hinge(power=1.5)
 PROBLEM = LOSS.problem(bound_x=1.0, radius=2.0)
@@ -31,7 +32,7 @@ def test_fit_makes_the_plan_and_releases_the_answer_once(sampling):
     model, optimizer = made(sampling=sampling)
     assert dp.fit(model, optimizer, records(), LOSS, progress=False) is model
     assert (optimizer.steps, optimizer.finalized, len(optimizer.accountant)) == (12, True, 1)
-    assert optimizer.privacy_spent().epsilon <= 1.0
+    assert optimizer.report().epsilon <= 1.0
     assert not model.training
     assert float(model.weight.detach().norm()) <= 2.0
 
@@ -47,14 +48,14 @@ def test_what_the_plan_has_fixed_is_not_for_fit_to_say(given):
 def test_an_attached_model_has_no_plain_gradient():
     model, optimizer = made()
     dp.attach(model)
-    with pytest.raises(dp.SequenceError, match="not attached"):
+    with pytest.raises(SequenceError, match="not attached"):
         dp.fit(model, optimizer, records(), LOSS, progress=False)
     assert not optimizer.finalized
 
 
 def test_another_model_is_refused():
     _, optimizer = made()
-    with pytest.raises(dp.SequenceError, match="exactly the model's trainable parameters"):
+    with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
         dp.fit(torch.nn.Linear(3, 1).double(), optimizer, records(), LOSS, progress=False)
 
 
@@ -66,7 +67,7 @@ def test_a_run_with_independent_batches_cannot_be_resumed():
     state = copy.deepcopy(optimizer.state_dict())
     assert state["dpsco"]["confidential"]
     _, second = made(sampling="fixed")
-    with pytest.raises(dp.SequenceError, match="must be made in one go"):
+    with pytest.raises(SequenceError, match="must be made in one go"):
         second.load_state_dict(state)
     assert second.steps == 0
     dp.fit(*(whole := made(sampling="fixed")), records(), LOSS, progress=False)

@@ -24,6 +24,15 @@ from tests.optim.row_free_runs import (
 )
 from tests.streams import count_noise
 from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    ConditionError,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UtilityWarning,
+)
 
 # -- the release ------------------------------------------------------------------------------------------------------
 
@@ -31,31 +40,31 @@ from torch_dpsco.accounting.events import Gaussian
 def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
     run = make()
     for done in range(EPOCH):
-        with refused(run, dp.SequenceError, rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is"):
+        with refused(run, SequenceError, rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is"):
             run.opt.finalize()
-        with refused(run, dp.SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
+        with refused(run, SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
             raise AssertionError("released() showed secret iterates")
         if not done:
             batches = iter(run.opt.loader(records()))
         run.backward(next(batches))
         run.opt.step()
-    with refused(run, dp.SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
+    with refused(run, SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
         raise AssertionError("released() showed secret iterates")
-    with pytest.raises(dp.SequenceError, match="planned steps are missing"), make().opt:
+    with pytest.raises(SequenceError, match="planned steps are missing"), make().opt:
         pass
     assert run.opt.metrics == {"step": EPOCH, "noise_std": run.opt.noise_std}
 
 
 def test_more_steps_than_planned_are_refused() -> None:
     run = make().train()
-    with refused(run, dp.SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
+    with refused(run, SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
         run.opt.step()
-    with refused(run, dp.SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
+    with refused(run, SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
         run.opt.loader(records())
     run = make()
     loader = run.opt.loader(records())
     run.train(loader)
-    with refused(run, dp.SequenceError, "all 3 planned steps are made"):
+    with refused(run, SequenceError, "all 3 planned steps are made"):
         run.train(loader)
 
 
@@ -63,11 +72,11 @@ def test_nothing_follows_the_release() -> None:
     run = make().train()
     run.opt.finalize()
     answer = run.model.weight.detach().clone()
-    with refused(run, dp.SequenceError, r"finalize\(\) must be called once"):
+    with refused(run, SequenceError, r"finalize\(\) must be called once"):
         run.opt.finalize()
-    with refused(run, dp.SequenceError, "the optimizer is finalized"):
+    with refused(run, SequenceError, "the optimizer is finalized"):
         run.opt.step()
-    with refused(run, dp.SequenceError, "the optimizer is finalized"):
+    with refused(run, SequenceError, "the optimizer is finalized"):
         run.opt.loader(records())
     with run.opt.released():
         assert torch.equal(run.model.weight, answer)
@@ -124,10 +133,10 @@ def test_a_release_that_the_budget_does_not_admit_any_more_is_refused() -> None:
     first.opt.finalize()
     noise = count_noise(second.opt)
     for _ in range(2):
-        with refused(second, dp.BudgetExceeded, "epsilon"):
+        with refused(second, BudgetExceeded, "epsilon"):
             second.opt.finalize()
     assert not noise.drawn
-    with pytest.raises(dp.BudgetExceeded, match="epsilon"), second.opt:
+    with pytest.raises(BudgetExceeded, match="epsilon"), second.opt:
         pass
     accountant.budget = dp.Budget(2.0, 1e-3)
     second.opt.finalize()
@@ -146,7 +155,7 @@ def test_runs_that_share_an_accountant_add_up_as_one_gaussian() -> None:
         assert isinstance(run.opt.event, Gaussian)
     mu = math.sqrt(sum((dict(run.opt.event.sens)["replace_one"] / run.opt.noise_std) ** 2 for run in runs))
     assert accountant.get_mu() == pytest.approx(mu, rel=1e-9)
-    assert 1.0 < runs[0].opt.privacy_spent().epsilon == runs[1].opt.privacy_spent().epsilon < 2.0
+    assert 1.0 < runs[0].opt.report().epsilon == runs[1].opt.report().epsilon < 2.0
 
 
 def test_the_release_spends_the_whole_budget_and_no_more() -> None:
@@ -154,17 +163,17 @@ def test_the_release_spends_the_whole_budget_and_no_more() -> None:
         run = make(sampling=sampling)
         with run.opt:
             run.train()
-        assert 0.999 < run.opt.privacy_spent().epsilon <= 1.0
+        assert 0.999 < run.opt.report().epsilon <= 1.0
         assert len(run.opt.accountant) == 1
 
 
 @pytest.mark.parametrize(
     ("accountant", "error"),
     [
-        (dp.Accountant(dp.Budget(1.0, 1e-3, "add_remove")), dp.AdjacencyError),
-        (dp.Accountant(dp.Budget(1.0, 1e-3, "zero_out")), dp.AdjacencyError),
-        (dp.Accountant(adjacency="add_remove"), dp.AdjacencyError),
-        (dp.Accountant(dp.Budget(1.0, 1e-3, unit="user")), dp.UnitError),
+        (dp.Accountant(dp.Budget(1.0, 1e-3, "add_remove")), AdjacencyError),
+        (dp.Accountant(dp.Budget(1.0, 1e-3, "zero_out")), AdjacencyError),
+        (dp.Accountant(adjacency="add_remove"), AdjacencyError),
+        (dp.Accountant(dp.Budget(1.0, 1e-3, unit="user")), UnitError),
     ],
     ids=["add_remove", "zero_out", "no budget", "user"],
 )
@@ -183,19 +192,19 @@ def test_the_noise_is_fresh_unless_a_generator_is_given_which_warns() -> None:
         answers.append(run.model.weight.detach())
         assert not run.opt.seeded
     assert not torch.equal(*answers)
-    with pytest.warns(dp.UtilityWarning, match="repeatable"):
+    with pytest.warns(UtilityWarning, match="repeatable"):
         assert make(generator=torch.Generator().manual_seed(1)).opt.seeded
 
 
 def test_one_planned_step_is_refused_for_it_would_release_the_start() -> None:
-    with pytest.raises(dp.ConditionError, match="steps must be >= 2"):
+    with pytest.raises(ConditionError, match="steps must be >= 2"):
         make(batch_size=N)
 
 
 def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_available", True), ("is_initialized", True), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
-    with pytest.raises(dp.SequenceError, match="world_size must be 1"):
+    with pytest.raises(SequenceError, match="world_size must be 1"):
         make()
 
 
@@ -239,10 +248,10 @@ def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
     started = make(epochs=3).train(steps=EPOCH)
     first, second = resumed(started).train(), resumed(started).train()
     first.opt.finalize()
-    with refused(second, dp.SequenceError, "released by another optimizer from the same checkpoint"):
+    with refused(second, SequenceError, "released by another optimizer from the same checkpoint"):
         second.opt.finalize()
     assert (len(first.opt.accountant), len(second.opt.accountant)) == (1, 0)
-    with refused(started.train(), dp.SequenceError, "released by another optimizer"):
+    with refused(started.train(), SequenceError, "released by another optimizer"):
         started.opt.finalize()
     accountant = dp.Accountant(dp.Budget(4.0, 1e-3))  # of all that have to do with one run: each answer is charged
     started = make(epochs=3, accountant=accountant).train(steps=EPOCH)
@@ -258,7 +267,7 @@ def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
     for steps in (1, EPOCH, 3 * EPOCH):
         state, _ = saved(make(epochs=3, sampling="fixed").train(steps=steps))
         again = make(epochs=3, sampling="fixed")
-        with refused(again, dp.SequenceError, "independent batches must be made in one go.*use sampling='shuffled'"):
+        with refused(again, SequenceError, "independent batches must be made in one go.*use sampling='shuffled'"):
             again.opt.load_state_dict(state)
     resumed(make(epochs=3, sampling="fixed"), sampling="fixed").train()  # nothing was drawn yet
     run = make(epochs=3, sampling="fixed").train()
@@ -268,7 +277,7 @@ def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
 
 def test_a_checkpoint_within_an_epoch_cannot_be_resumed() -> None:
     run = resumed(make(epochs=3).train(steps=EPOCH + 1))
-    with refused(run, dp.SequenceError, "must use batch 1 of a permutation .*save checkpoints between epochs"):
+    with refused(run, SequenceError, "must use batch 1 of a permutation .*save checkpoints between epochs"):
         run.train()
 
 
@@ -323,7 +332,7 @@ def test_a_finalized_checkpoint_stays_finalized() -> None:
     again = resumed(run)
     assert torch.equal(again.model.weight, run.model.weight)
     assert (again.opt.finalized, len(again.opt.accountant)) == (True, 1)
-    with refused(again, dp.SequenceError, "must be called once"):
+    with refused(again, SequenceError, "must be called once"):
         again.opt.finalize()
 
 
@@ -339,5 +348,5 @@ def test_a_checkpoint_never_forgets_what_was_charged_since() -> None:
     assert len(accountant) == 2  # the later state of one history wins
     stranger = make(epochs=3, accountant=dp.Accountant(dp.Budget(4.0, 1e-3)))
     stranger.opt.accountant.authorize(run.opt.event)
-    with refused(stranger, dp.PrivacyError, "histor"):
+    with refused(stranger, PrivacyError, "histor"):
         stranger.opt.load_state_dict(state)

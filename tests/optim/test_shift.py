@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Full
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.optim import PrivateOptimizer
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.prox import Ball
@@ -175,7 +176,7 @@ def test_shifts_do_not_touch_the_noise() -> None:
     """With a linear loss shifts change no gradient: the same noise gives the same run, shifted or not."""
     ends = []
     for radius in (0.0, RADIUS):
-        with pytest.warns(dp.UtilityWarning, match="generator"):
+        with pytest.warns(UtilityWarning, match="generator"):
             model, optimizer = run(radius=radius, noise=1.0, generator=torch.Generator().manual_seed(5))
         for _ in range(3):
             for x, _ in optimizer.loader(TensorDataset(X, X), steps=1):
@@ -194,7 +195,7 @@ def test_smoothing_costs_no_privacy() -> None:
 def test_a_refused_batch_leaves_the_query() -> None:
     model, optimizer = run()
     before = weights(model)
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         optimizer.step()
     assert torch.equal(weights(model), before)
 

@@ -16,6 +16,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, SequenceError, UnitError
 from torch_dpsco.oracles import AdaptiveClipped, Centered, Clipped
 
 # Seeds warn in every test here.
@@ -189,12 +190,12 @@ def test_each_step_costs_what_a_step_on_users_costs(sampling: str, batch_size: i
         run.step(batch)
         expected = Ledger([design.event(Clipped(1.0, 2.0, batch_size).event(), k)])
         assert run.epsilon() == pytest.approx(expected.epsilon(runs.DELTA, adjacency))
-    spent = run.opt.privacy_spent(runs.DELTA)
+    spent = run.opt.report(runs.DELTA).figures
     assert (spent.unit, spent.adjacency) == ("user", adjacency)
 
 
 def test_fixed_batches_have_no_guarantee_under_add_remove() -> None:
-    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+    with pytest.raises(AdjacencyError, match="add_remove"):
         runs.clipped(40, noise_multiplier=2.0, batch_size=8, sampling="fixed", adjacency="add_remove")
 
 
@@ -208,7 +209,7 @@ def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str)
     assert opt.oracle.event().sigma == pytest.approx(
         calibrate_noise(runs.EPSILON, runs.DELTA, design=dp.Poisson(8, 40), steps=6, adjacency=adjacency)
     )
-    with pytest.raises(dp.SequenceError, match="all 6 planned steps"):
+    with pytest.raises(SequenceError, match="all 6 planned steps"):
         run.train(*runs.agreeing(40))
 
 
@@ -219,7 +220,7 @@ def test_the_budget_refuses_a_step_too_many() -> None:
     data, ids = runs.agreeing(40)
     run.train(data, ids, steps=1)
     before = run.weights
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         run.train(data, ids, steps=1)
     assert run.weights.equal(before)
     assert (run.opt.steps, len(accountant)) == (1, 1)
@@ -227,16 +228,16 @@ def test_the_budget_refuses_a_step_too_many() -> None:
 
 def test_figures_of_examples_and_of_users_never_mix() -> None:
     examples = dp.Accountant(dp.Budget(1.0, 1e-3))
-    with pytest.raises(dp.UnitError, match="unit"):
+    with pytest.raises(UnitError, match="unit"):
         runs.clipped(10, noise_multiplier=9.0, accountant=examples)
-    with pytest.raises(dp.UnitError, match="unit"):
+    with pytest.raises(UnitError, match="unit"):
         runs.clipped(10, noise_multiplier=9.0, accountant=dp.Accountant())
     layer = runs.model()
-    with pytest.raises(dp.UnitError, match="budget must be of unit 'user'"):
+    with pytest.raises(UnitError, match="budget must be of unit 'user'"):
         dp.UserClippedSGD.plan(n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
     people = dp.Accountant(unit="user")
     plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=9.0, sampling=dp.Disjoint(5, 10))
-    with pytest.raises(dp.UnitError, match="unit"):
+    with pytest.raises(UnitError, match="unit"):
         dp.ClippedSGD(layer.parameters(), plan, accountant=people)
     assert runs.clipped(10, noise_multiplier=9.0, accountant=people).opt.accountant is people
     assert len(examples) == len(people) == 0
@@ -327,14 +328,14 @@ def test_fit_makes_the_planned_steps_on_users() -> None:
 def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
     data, ids = runs.agreeing(40)
     run = runs.clipped(40, noise_multiplier=1.0)
-    with pytest.raises(dp.UnitError, match="users must be given for UserClippedSGD"):
+    with pytest.raises(UnitError, match="users must be given for UserClippedSGD"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, progress=False)
     layer = runs.model()
     plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=9.0, sampling="full", n=40, steps=1)
     opt = dp.ClippedSGD(layer.parameters(), plan)
-    with pytest.raises(dp.UnitError, match="users must not be given for ClippedSGD"):
+    with pytest.raises(UnitError, match="users must not be given for ClippedSGD"):
         dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
-    with pytest.raises(dp.UnitError, match="one id per record"):
+    with pytest.raises(UnitError, match="one id per record"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids[:3], progress=False)
     assert len(run.opt.accountant) == len(opt.accountant) == 0
 
@@ -366,7 +367,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", list(BAD))
 def test_every_bad_input_is_refused_by_name(name: str) -> None:
     changes, message = BAD[name]
-    with pytest.raises((ValueError, dp.PrivacyError), match=message):
+    with pytest.raises((ValueError, PrivacyError), match=message):
         runs.clipped(10, **changes)
 
 

@@ -22,6 +22,7 @@ from tests.reference import user_level_literal as literal
 from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 # Seeds warn in every test here.
@@ -195,7 +196,7 @@ def test_the_spent_epsilon_is_within_the_plans_at_each_point(filter: str) -> Non
     for batch in run.loader(*runs.agreeing(300)):
         run.step(batch)
         assert 0.9 * plan.epsilon <= run.epsilon() <= plan.epsilon
-        spent = run.opt.privacy_spent()
+        spent = run.opt.report().figures
         assert (spent.unit, spent.adjacency) == ("user", "replace_one")
     assert run.opt.steps == 5
     run.opt.finalize()
@@ -218,16 +219,16 @@ def test_the_charge_is_that_of_the_plans_numbers() -> None:
 def test_nothing_is_known_under_add_remove() -> None:
     run = private()
     run.train(*runs.agreeing(200))
-    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+    with pytest.raises(AdjacencyError, match="add_remove"):
         run.opt.accountant.get_epsilon(runs.DELTA, adjacency="add_remove")
-    with pytest.raises(dp.AdjacencyError, match="replace_one"):
+    with pytest.raises(AdjacencyError, match="replace_one"):
         private(adjacency="add_remove")
 
 
 def test_a_budget_below_the_plan_is_refused_before_anything_is_spent() -> None:
     plan = runs.plan()
     accountant = dp.Accountant(runs.budget(epsilon=0.9 * plan.epsilon))
-    with pytest.raises(dp.InfeasibleError, match="epsilon must be >="):
+    with pytest.raises(InfeasibleError, match="epsilon must be >="):
         runs.filtered(plan, accountant=accountant)
     assert len(accountant) == 0
 
@@ -235,13 +236,13 @@ def test_a_budget_below_the_plan_is_refused_before_anything_is_spent() -> None:
 def test_a_second_run_on_the_same_budget_is_refused() -> None:
     run = private()
     run.train(*runs.agreeing(200))
-    with pytest.raises(dp.InfeasibleError, match="epsilon must be >="):
+    with pytest.raises(InfeasibleError, match="epsilon must be >="):
         runs.filtered(runs.plan(), accountant=run.opt.accountant)
 
 
 @pytest.mark.parametrize("given", [dp.Accountant(), dp.Accountant(dp.Budget(99.0, 1e-3))], ids=["free", "budget"])
 def test_accountants_of_examples_are_refused(given: dp.Accountant) -> None:
-    with pytest.raises(dp.UnitError, match="unit"):
+    with pytest.raises(UnitError, match="unit"):
         runs.filtered(runs.plan(), accountant=given)
     assert len(given) == 0
 
@@ -253,7 +254,7 @@ def test_users_of_one_ledger_add_up_over_optimizers_of_any_kind() -> None:
     runs.clipped(200, noise_multiplier=3.0, accountant=accountant).train(*runs.agreeing(200))
     both = accountant.get_epsilon(runs.DELTA)
     assert both > alone
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         accountant.get_epsilon(runs.DELTA, adjacency="add_remove")
 
 
@@ -332,7 +333,7 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
 def test_more_steps_than_planned_are_refused_after_a_halt_too() -> None:
     run, far, ids = halting("keep", steps=3)
     run.train(far, ids)
-    with pytest.raises(dp.SequenceError, match="all 3 planned steps"):
+    with pytest.raises(SequenceError, match="all 3 planned steps"):
         run.train(far, ids, steps=1)
 
 
@@ -376,7 +377,7 @@ def test_a_run_is_not_rolled_back_to_an_earlier_state() -> None:
     saved = run.saved()
     for batch in itertools.islice(run.loader(*runs.agreeing(200)), 1):
         run.step(batch)
-    with pytest.raises(dp.SequenceError, match="must be continued once"):
+    with pytest.raises(SequenceError, match="must be continued once"):
         run.load(saved)
 
 
@@ -390,7 +391,7 @@ def test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused() -> 
     try:
         other.load(run.saved())
         other.train(*runs.agreeing(200))
-    except dp.SequenceError:
+    except SequenceError:
         assert other.opt.steps == 0
     else:
         assert run.epsilon() > before
@@ -412,7 +413,7 @@ def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(on_halt:
 def test_a_run_that_is_charged_as_a_whole_is_not_copied() -> None:
     run = midway()
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(dp.SequenceError, match=r"must not be copied|must have parts of their own"):
+        with pytest.raises(SequenceError, match=r"must not be copied|must have parts of their own"):
             copied(run.opt)
     run.opt.finalize()
     assert copy.deepcopy(run.opt).finalized
@@ -443,7 +444,7 @@ def test_the_filter_of_poisson_batches_makes_its_steps_within_its_budget() -> No
     assert (run.opt.steps, run.opt.halted) == (3, False)
     assert run.opt.metrics["answered"] == 3
     assert run.epsilon() >= 0.9 * runs.EPSILON
-    assert run.opt.privacy_spent().adjacency == "add_remove"
+    assert run.opt.report().figures.adjacency == "add_remove"
     assert float(run.weights[0]) == pytest.approx(3.0, abs=0.3)
 
 
@@ -495,16 +496,16 @@ def test_the_average_of_a_sampled_run_is_over_the_steps_that_answered() -> None:
 
 def test_more_users_than_the_reference_of_poisson_batches_are_refused_at_once() -> None:
     run = private(runs.poisson_plan(), "add_remove")
-    with pytest.raises(dp.UnitError, match="users must be numbered below n_users=2000"):
+    with pytest.raises(UnitError, match="users must be numbered below n_users=2000"):
         run.opt.loader(*runs.agreeing(2001))
 
 
 def test_the_poisson_filter_has_no_guarantee_under_replacement() -> None:
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         private(runs.poisson_plan(), "replace_one")
     run = private(runs.poisson_plan(), "add_remove")
     run.train(*runs.agreeing(2000))
-    with pytest.raises(dp.AdjacencyError, match="replace_one"):
+    with pytest.raises(AdjacencyError, match="replace_one"):
         run.opt.accountant.get_epsilon(runs.DELTA, adjacency="replace_one")
 
 
@@ -592,6 +593,6 @@ def test_a_mean_loss_is_refused(make: Any) -> None:
     data, ids = runs.agreeing(plan.n_users, rows=2)
     x, y, users = next(iter(opt.loader(data, ids)))
     (model(x) - y).square().mean().backward()
-    with pytest.raises(dp.SequenceError, match="rows must be of a sum loss"):
+    with pytest.raises(SequenceError, match="rows must be of a sum loss"):
         opt.step(users=users)
     assert len(opt.accountant) == 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, UnitError, UtilityWarning
 from torch_dpsco.oracles import AdaptiveRadius, UserPoissonFiltered
 from torch_dpsco.prox import Ball, Identity
 from torch_dpsco.theory.smoothing import smoothing_bias
@@ -142,7 +143,7 @@ def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
 def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
     made, optimizer = planned(average="last")
     train(optimizer, made)
-    spent = optimizer.privacy_spent()
+    spent = optimizer.report().figures
     assert 0.8 * EPSILON < spent.epsilon <= EPSILON
     assert (spent.unit, optimizer.halted) == ("user", False)
     weight = made.weight.detach()[0]
@@ -160,10 +161,10 @@ def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
         optimizer.step(users=ids)
         if index == 0:
             assert torch.equal(made.weight, torch.zeros(1, DIM, dtype=torch.float64))
-            spent = optimizer.privacy_spent().epsilon
+            spent = optimizer.report().epsilon
     optimizer.finalize()
     assert optimizer.steps == 5
-    assert optimizer.privacy_spent().epsilon == spent <= EPSILON
+    assert optimizer.report().epsilon == spent <= EPSILON
     assert 0.1 < optimizer.metrics["pair_radius"] < 1.0
     assert float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
 
@@ -175,7 +176,7 @@ def test_a_poisson_run_adapts_its_radius_for_free() -> None:
         made, optimizer = planned(budget=ADDED, batch_size=300, pair_radius=0.5, adapt=adapt)
         events.append(optimizer.ahead())
         train(optimizer, made)
-        assert optimizer.privacy_spent().epsilon <= EPSILON
+        assert optimizer.report().epsilon <= EPSILON
         assert isinstance(optimizer.oracle, UserPoissonFiltered)
         moved = optimizer.oracle.pair_radius != 0.5
         assert moved == (adapt is not None)
@@ -197,7 +198,7 @@ def test_a_localized_run_ends_within_its_budget() -> None:
     )
     optimizer = dp.LocalizedUserSGD(made.parameters(), plan)
     train(optimizer, made)
-    assert optimizer.privacy_spent().epsilon <= EPSILON
+    assert optimizer.report().epsilon <= EPSILON
     assert (optimizer.reg, optimizer.prox) == (0.5, Ball(1.5))
 
 
@@ -218,20 +219,20 @@ def test_smoothing_is_handed_to_the_run() -> None:
 
 SEARCH = pair_radius_search(USERS, 1.0, 0.01)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "unit": ({"budget": dp.Budget(4.0, 1e-4)}, dp.UnitError, "unit 'user'"),
-    "zero-out": ({"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")}, dp.AdjacencyError, "replace_one"),
+    "unit": ({"budget": dp.Budget(4.0, 1e-4)}, UnitError, "unit 'user'"),
+    "zero-out": ({"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")}, AdjacencyError, "replace_one"),
     "batch": ({"batch_size": 10}, ValueError, "batch_size must be None"),
-    "no-radius": ({"pair_radius": None}, dp.MissingConstantError, "pair_radius must be given"),
-    "no-lr": ({"lr": None}, dp.MissingConstantError, "lr must be given"),
-    "no-scale": ({"lr": None, "problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "distance="),
-    "few-users": ({"n_users": 20}, dp.InfeasibleError, "n_users=20.*smallest n_users that works is"),
-    "search-lr": ({"pair_radius": SEARCH, "lr": None}, dp.MissingConstantError, "beside a search"),
+    "no-radius": ({"pair_radius": None}, MissingConstantError, "pair_radius must be given"),
+    "no-lr": ({"lr": None}, MissingConstantError, "lr must be given"),
+    "no-scale": ({"lr": None, "problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "distance="),
+    "few-users": ({"n_users": 20}, InfeasibleError, "n_users=20.*smallest n_users that works is"),
+    "search-lr": ({"pair_radius": SEARCH, "lr": None}, MissingConstantError, "beside a search"),
     "search-budget": ({"pair_radius": pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
-    "search-sampled": ({"pair_radius": SEARCH, "budget": ADDED, "batch_size": 300}, dp.AdjacencyError, "adapt="),
-    "sampled-batch": ({"budget": ADDED}, dp.MissingConstantError, "batch_size must be given"),
+    "search-sampled": ({"pair_radius": SEARCH, "budget": ADDED, "batch_size": 300}, AdjacencyError, "adapt="),
+    "sampled-batch": ({"budget": ADDED}, MissingConstantError, "batch_size must be given"),
     "adapt": ({"adapt": AdaptiveRadius(0.1, 0.1, 1.0)}, ValueError, "adapt must be None"),
     "smoothing": ({"smoothing": -1.0}, ValueError, "smoothing must be >= 0"),
-    "accountant": ({"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))}, dp.AdjacencyError, "the budget"),
+    "accountant": ({"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))}, AdjacencyError, "the budget"),
 }
 
 
@@ -247,26 +248,26 @@ def test_a_search_that_may_overshoot_is_told() -> None:
     # the target is 0.9 n, and c - t of a candidate above all distances 0.1 n
     assert search.overshoot == pytest.approx(64 * math.exp(-0.3 * 0.1 * USERS**2 / (4 * (USERS - 1))), rel=1e-9)
     assert (SEARCH.n_users, SEARCH.overshoot < 0.0101) == (USERS, True)
-    with pytest.warns(dp.UtilityWarning, match=r"above all distances, with probability 0\.7"):
+    with pytest.warns(UtilityWarning, match=r"above all distances, with probability 0\.7"):
         planned(pair_radius=search)
 
 
 def test_a_search_beside_a_sampled_plan_is_refused() -> None:
     plan = poisson_filter_plan(n_users=USERS, batch_size=300, steps=2, epsilon=EPSILON, delta=DELTA, pair_radius=0.5)
-    with pytest.raises(dp.AdjacencyError, match="pair_radius must be a number under add_remove"):
+    with pytest.raises(AdjacencyError, match="pair_radius must be a number under add_remove"):
         dp.UserFilteredSGD.plan(filter=plan, lr=0.1, pair_radius=SEARCH)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"budget": ADDED}, dp.AdjacencyError, "replace_one"),
-        ({"budget": dp.Budget(1.0, 1e-4)}, dp.UnitError, "unit 'user'"),
-        ({"reg": 0.0}, dp.MissingConstantError, "give reg="),
-        ({"problem": dp.Problem(lipschitz=1.0)}, dp.MissingConstantError, "radius"),
-        ({"problem": dp.Problem(radius=1.0)}, dp.MissingConstantError, "lipschitz"),
+        ({"budget": ADDED}, AdjacencyError, "replace_one"),
+        ({"budget": dp.Budget(1.0, 1e-4)}, UnitError, "unit 'user'"),
+        ({"reg": 0.0}, MissingConstantError, "give reg="),
+        ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "radius"),
+        ({"problem": dp.Problem(radius=1.0)}, MissingConstantError, "lipschitz"),
         ({"reg": -1.0}, ValueError, "reg must be >= 0"),
-        ({"n_users": 60, "phases": 3}, dp.InfeasibleError, "phase 1 of 3"),
+        ({"n_users": 60, "phases": 3}, InfeasibleError, "phase 1 of 3"),
     ],
 )
 def test_wrong_inputs_of_phases_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -295,7 +296,7 @@ def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
     numbers = planned()[1]._plan.filter
     made = dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=BUDGET)
     assert made.epsilon() <= EPSILON == made.budget.epsilon
-    with pytest.raises(dp.AdjacencyError, match="adjacency must be 'add_remove', the budget's"):
+    with pytest.raises(AdjacencyError, match="adjacency must be 'add_remove', the budget's"):
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=ADDED)
     with pytest.raises(ValueError, match="steps must be None beside numbers of the filter"):
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, steps=3)
@@ -312,5 +313,5 @@ def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
 
 def test_the_step_size_or_steps_are_chosen_for_a_number_of_parameters() -> None:
     for free in ("lr", "steps"):
-        with pytest.raises(dp.MissingConstantError, match=f"dim .* is needed to choose {free}"):
+        with pytest.raises(MissingConstantError, match=f"dim .* is needed to choose {free}"):
             dp.UserFilteredSGD.plan(**{**FIXED, "dim": None, "problem": PROBLEM, free: None})

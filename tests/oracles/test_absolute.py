@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import HolderAbsolute
 
 LOSS = dp.losses.Squared()
@@ -91,7 +92,7 @@ def test_the_run_stops_where_the_filter_does_and_the_target_holds(mode):
     dp.fit(model, optimizer, records(), LOSS, progress=False)
     assert optimizer.finalized
     assert 1 < optimizer.steps < 400
-    assert optimizer.privacy_spent().epsilon <= 2.0
+    assert optimizer.report().epsilon <= 2.0
     assert len(optimizer.accountant) == optimizer.steps
     assert len({event.noise_multiplier for _, _, event, _ in optimizer.accountant.ledger.entries()}) > 1
 
@@ -111,10 +112,10 @@ def test_sampled_batches_have_no_mu_to_filter_by(mode):
 
 
 def test_adaptive_noise_needs_an_adaptive_budget():
-    with pytest.raises(dp.PrivacyError, match=r"budget must be adaptive .* mode 'planned'"):
+    with pytest.raises(PrivacyError, match=r"budget must be adaptive .* mode 'planned'"):
         made(dp.Budget(1.0, 1e-5))
     accountant = dp.Accountant(dp.Budget(1.0, 1e-5))
-    with pytest.raises(dp.PrivacyError, match="budget must be adaptive"):
+    with pytest.raises(PrivacyError, match="budget must be adaptive"):
         accountant.authorize(PLAN[0][0], adaptive=True)
     assert len(accountant) == 0
 
@@ -123,8 +124,8 @@ def test_without_a_budget_the_odometer_is_quoted_and_nothing_else():
     model, optimizer = made(noise_std=2.0, steps=3)
     dp.fit(model, optimizer, records(), LOSS, progress=False)
     planned = optimizer.accountant.ledger.epsilon(1e-5, "replace_one")
-    assert optimizer.privacy_spent(1e-5).epsilon > planned
-    assert "filter or odometer" in optimizer.privacy_spent(1e-5).method
+    assert optimizer.report(1e-5).epsilon > planned
+    assert "filter or odometer" in optimizer.report(1e-5).figures.method
 
 
 @pytest.mark.parametrize(

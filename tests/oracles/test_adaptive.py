@@ -15,6 +15,7 @@ import torch_dpsco as dp
 from tests.problems import gradients, release_in_float64
 from torch_dpsco.accounting.adjacency import ADJACENCIES, CLIP_UNITS
 from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.oracles import adaptive
 from torch_dpsco.oracles.adaptive import AdaptiveClipped, votes
 from torch_dpsco.rows import DenseBlock, GradBatch
@@ -265,7 +266,7 @@ def test_a_total_gives_the_multiplier_of_the_mean_back(target):
 
 
 def test_a_total_that_the_votes_exceed_is_refused_with_the_least_count_noise():
-    with pytest.raises(dp.InfeasibleError, match=r"count_noise must be >= 1.01 for"):
+    with pytest.raises(InfeasibleError, match=r"count_noise must be >= 1.01 for"):
         AdaptiveClipped(1.0, None, 100, count_noise=1.0, total_noise_multiplier=2.0)
 
 
@@ -278,7 +279,7 @@ def test_without_noise_on_either_there_is_no_privacy(settings):
 
 
 def test_votes_that_cost_more_than_the_mean_warn():
-    with pytest.warns(dp.UtilityWarning, match="votes take more of the budget"):
+    with pytest.warns(UtilityWarning, match="votes take more of the budget"):
         AdaptiveClipped(1.0, 1.0, 8)
 
 

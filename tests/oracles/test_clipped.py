@@ -18,6 +18,7 @@ import torch_dpsco as dp
 from tests.problems import released
 from tests.streams import gaussians, seeded
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles import Clipped, clip_weights, joint_norm
 from torch_dpsco.rows import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation
 from torch_dpsco.rows.dense import DenseBlocks
@@ -208,9 +209,9 @@ def test_the_clip_acts_on_the_joint_norm_of_all_parameters():
 def test_metrics_and_settings_are_public_constants():
     oracle = Clipped(0.5, 2.0, 4)
     assert oracle.metrics() == {}
-    with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
+    with pytest.raises(SequenceError, match="no logical batch was opened"):
         _ = oracle.clip
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         oracle.observe(batch(torch.ones(1, 2)))
     oracle.open([torch.zeros(2)])
     before = oracle.metrics()
@@ -256,7 +257,7 @@ def test_more_rows_than_the_bound_covers_are_refused():
     oracle.open([torch.zeros(1)])
     oracle.observe(batch(torch.zeros(limit - 1, 1)))
     oracle.observe(batch(torch.zeros(1, 1)))
-    with pytest.raises(dp.SequenceError, match=f"at most {limit} rows"):
+    with pytest.raises(SequenceError, match=f"at most {limit} rows"):
         oracle.observe(batch(torch.zeros(1, 1)))
 
 
@@ -287,9 +288,9 @@ def test_a_release_ends_the_batch():
 
 def test_calls_before_open_are_refused():
     oracle = Clipped(clip=1.0, noise_multiplier=1.0, batch_size=2)
-    with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
+    with pytest.raises(SequenceError, match="no logical batch was opened"):
         oracle.observe(GradBatch([DenseBlock(torch.ones(1, 2))]))
-    with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
+    with pytest.raises(SequenceError, match="no logical batch was opened"):
         oracle.release(torch.Generator())
 
 

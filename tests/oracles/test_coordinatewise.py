@@ -16,6 +16,7 @@ import torch_dpsco as dp
 from tests.problems import released
 from tests.reference.papers.heavy_tailed import median_of_means
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.oracles.coordinatewise import Coordinatewise, clipped_rows, medians
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.rules import SGD
@@ -186,7 +187,7 @@ def test_more_rows_than_the_batch_size_are_refused():
     oracle = Coordinatewise(CLIP, 0.0, 4, 2)
     oracle.open([torch.zeros(1)])
     oracle.observe(batch(torch.ones(3, 1)))
-    with pytest.raises(dp.SequenceError, match="at most 4 rows"):
+    with pytest.raises(SequenceError, match="at most 4 rows"):
         oracle.observe(batch(torch.ones(2, 1)))
 
 
@@ -239,7 +240,7 @@ def test_add_remove_is_refused_since_groups_are_positional():
     oracle = Coordinatewise(CLIP, 1.0, 4, 2)
     oracle.open([torch.zeros(1)])
     for refused in (oracle.sensitivity, oracle.event().sensitivity):
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             refused(ADD_REMOVE)
 
 
@@ -250,7 +251,7 @@ def optimizer(model, design, oracle):
 def test_samplers_that_reorder_batches_are_refused():
     """Fixed-size samples are sorted: a swap shifts the rows between, and with them several groups."""
     for design in (dp.Fixed(4, 8), dp.Poisson(4, 8)):
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             optimizer(nn.Linear(2, 1), design, Coordinatewise(CLIP, 1.0, 4, 2))
 
 
@@ -286,16 +287,16 @@ def test_settings_metrics_and_copies():
     assert oracle._n_rows == 4
     assert twin._n_rows == 0
     for name in ("clip", "groups", "noise_multiplier", "noise", "group_size"):
-        with pytest.raises(dp.PrivacyError, match="fixed at construction"):
+        with pytest.raises(PrivacyError, match="fixed at construction"):
             setattr(oracle, name, 1)
 
 
 def test_calls_before_open_and_foreign_shapes_are_refused():
     oracle = Coordinatewise(CLIP, 1.0, 4, 2)
     for early in (lambda: oracle.observe(batch(torch.ones(1, 1))), lambda: oracle.release(torch.Generator())):
-        with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
+        with pytest.raises(SequenceError, match="no logical batch was opened"):
             early()
-    with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
+    with pytest.raises(SequenceError, match="no logical batch was opened"):
         oracle.sensitivity(ZERO_OUT)
     oracle.open([torch.zeros(2)])
     with pytest.raises(ValueError, match="rows must be of shapes"):

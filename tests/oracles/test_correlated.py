@@ -19,6 +19,7 @@ from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import make_sampler
@@ -92,7 +93,7 @@ def test_a_step_is_charged_as_an_ordinary_one() -> None:
     oracle = built(noise=2.0)
     draw = draws()[0]
     assert oracle.charge(CYCLE, draw) == (CYCLE.draw_event(clipped_gaussian(2.0), draw), 1, False)
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         Ledger([oracle.charge(CYCLE, draw).event]).epsilon(1e-5, "add_remove")
 
 
@@ -100,25 +101,25 @@ def test_a_step_is_charged_as_an_ordinary_one() -> None:
     "design", [dp.Poisson(B, N), dp.Fixed(B, N), dp.Full(N), dp.Assigned(B, N), dp.Parts(((dp.Full(N), 2),), N)]
 )
 def test_designs_that_keep_no_distance_are_refused(design: Design) -> None:
-    with pytest.raises(dp.AdjacencyError, match="design must be Disjoint, Cyclic or Shuffled"):
+    with pytest.raises(AdjacencyError, match="design must be Disjoint, Cyclic or Shuffled"):
         built().charge(design, Draw(B, "one", "0"))
 
 
 def test_fewer_batches_than_bands_are_refused() -> None:
-    with pytest.raises(dp.ConditionError, match="bands must be <= 5, the batches of a pass"):
+    with pytest.raises(ConditionError, match="bands must be <= 5, the batches of a pass"):
         built(bands=6).charge(CYCLE, draws()[0])
     built(bands=6).charge(dp.Disjoint(B, N), draws()[0])  # one pass: no record comes again
 
 
 def test_noise_in_integers_is_refused() -> None:
-    with pytest.raises(dp.ConditionError, match="secure must be None for correlated noise"):
+    with pytest.raises(ConditionError, match="secure must be None for correlated noise"):
         built().use_exact_noise()
 
 
 def test_a_noise_that_rounding_would_hide_is_refused() -> None:
     oracle = CorrelatedClipped(1.0, 1e12, B, square_root(8), 1000)
     oracle.open([torch.zeros(DIM)])
-    with pytest.raises(dp.ConditionError, match="noise_multiplier must be smaller"):
+    with pytest.raises(ConditionError, match="noise_multiplier must be smaller"):
         oracle.noise_std  # noqa: B018
 
 

@@ -13,6 +13,7 @@ from tests.problems import REDUCTIONS
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.events import NonPrivate
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError
 from torch_dpsco.oracles import Exact
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD
@@ -58,7 +59,7 @@ def test_it_claims_no_privacy_and_every_budget_refuses_it():
     assert oracle.event() == NonPrivate()
     assert all(oracle.sensitivity(adjacency) == math.inf for adjacency in ADJACENCIES)
     accountant = dp.Accountant(dp.Budget(1e6, 0.5))
-    with pytest.raises(dp.InfeasibleError):
+    with pytest.raises(InfeasibleError):
         dp.PrivateOptimizer(
             dp.attach(nn.Linear(1, 1)).parameters(),
             0.1,
@@ -68,7 +69,7 @@ def test_it_claims_no_privacy_and_every_budget_refuses_it():
             accountant=accountant,
         )
     assert len(accountant) == 0
-    with pytest.raises(dp.BudgetExceeded):
+    with pytest.raises(BudgetExceeded):
         accountant.authorize(oracle.event())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.problems import released
+from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.oracles import HolderClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 
@@ -127,7 +128,7 @@ def test_a_diverged_iterate_is_refused_where_the_clip_follows_it(bad):
     ],
 )
 def test_missing_constants_are_named(problem, noise, radius, missing):
-    with pytest.raises(dp.MissingConstantError, match=re.escape(missing)):
+    with pytest.raises(MissingConstantError, match=re.escape(missing)):
         HolderClipped(problem, 1.0, 4, noise=noise, radius=radius)
 
 

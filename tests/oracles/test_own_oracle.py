@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_dpsco as dp
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import clip_weights
 
 
@@ -36,7 +37,7 @@ def unguarded(norms: Tensor, clip: float) -> Tensor:
 )
 def test_weights_of_ones_own_that_pass_the_clip_are_refused(weights) -> None:
     mine = oracle(weights)
-    with pytest.raises(dp.PrivacyError, match="weights of Mine must be >= 0, keep"):
+    with pytest.raises(PrivacyError, match="weights of Mine must be >= 0, keep"):
         mine.open([torch.zeros(3)])
 
 
@@ -56,5 +57,5 @@ def test_weights_within_the_clip_are_taken(weights) -> None:
 def test_weights_that_are_put_on_an_instance_are_tried_too() -> None:
     mine = dp.oracles.Clipped(1.0, 1.0, 10)
     mine.weights = unguarded
-    with pytest.raises(dp.PrivacyError, match="weights of Clipped must be"):
+    with pytest.raises(PrivacyError, match="weights of Clipped must be"):
         mine.open([torch.zeros(3)])

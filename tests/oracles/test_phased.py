@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torch_dpsco as dp
 from tests.problems import release_in_float64
 from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import Draw, Full
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
 from torch_dpsco.rows import DenseBlock, GradBatch
@@ -39,7 +39,7 @@ def test_each_step_is_answered_by_the_oracle_of_its_phase() -> None:
         answer = oracle.release(torch.Generator()).mean[0]
         assert float(answer.norm()) == pytest.approx(clip / batch, rel=1e-2)
         assert oracle.metrics() == oracle.phases[step // 3][0].metrics()
-    with pytest.raises(dp.SequenceError, match="all 5 steps"):
+    with pytest.raises(SequenceError, match="all 5 steps"):
         oracle.open(QUERY, 5)
 
 
@@ -92,7 +92,7 @@ def test_no_replaced_row_moves_a_release_by_more_than_the_sensitivity(
 def test_a_pilot_comes_first_and_fixes_the_clip_of_later_phases() -> None:
     pilot = QuantilePilot(4, 1e6, quantile=0.5)
     oracle = Phased([(pilot, 1), (PilotClipped(pilot, 0.0, 2), 2)])
-    with pytest.raises(dp.SequenceError, match="pilot"):
+    with pytest.raises(SequenceError, match="pilot"):
         oracle.open(QUERY, 1)
     oracle.open(QUERY, 0)
     oracle.observe(rows([1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]))
@@ -101,7 +101,7 @@ def test_a_pilot_comes_first_and_fixes_the_clip_of_later_phases() -> None:
     oracle.open(QUERY, 1)
     oracle.observe(rows([9.0, 0.0]))
     assert float(oracle.release(torch.Generator()).mean[0][0]) == pytest.approx(pilot.chosen / 2, rel=1e-3)
-    with pytest.raises(dp.SequenceError, match="has released its threshold"):
+    with pytest.raises(SequenceError, match="has released its threshold"):
         oracle.open(QUERY, 0)
 
 
@@ -126,9 +126,9 @@ def test_states_are_restored_and_settings_tell_plans_apart() -> None:
 def test_an_oracle_is_taken_once_with_all_of_its_parts() -> None:
     shared = Clipped(1.0, 0.0, 10)
     Phased([(shared, 2), (shared, 3)]).take()
-    with pytest.raises(dp.SequenceError, match="another optimizer's"):
+    with pytest.raises(SequenceError, match="another optimizer's"):
         Phased([(shared, 2)]).take()
-    with pytest.raises(dp.SequenceError, match="another optimizer's"):
+    with pytest.raises(SequenceError, match="another optimizer's"):
         shared.take()
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_meant_is_refused_by_name(phases: Any, words: str) -> Non
 def test_numbers_of_phases_are_fixed() -> None:
     oracle = phased(1.0)
     for name in ("batch_size", "phases", "members", "unit"):
-        with pytest.raises((dp.PrivacyError, AttributeError)):
+        with pytest.raises((PrivacyError, AttributeError)):
             setattr(oracle, name, 1)
 
 

@@ -14,6 +14,7 @@ import torch_dpsco as dp
 from tests.mechanisms.test_exponential import assert_keeps_epsilon
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.mechanisms.exponential import geometric_grid, quantile_law
 from torch_dpsco.oracles import phased as module
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
@@ -104,15 +105,15 @@ def test_the_event_is_pure_and_not_for_add_remove():
     pilot = QuantilePilot(10, 0.7)
     assert pilot.event() == Pure(0.7, ("replace_one", "zero_out"))
     assert pilot.sensitivity("replace_one") == pilot.sensitivity("zero_out") == 0.0
-    with pytest.raises(dp.AdjacencyError, match="add_remove"):
+    with pytest.raises(AdjacencyError, match="add_remove"):
         pilot.sensitivity("add_remove")
 
 
 def test_an_end_of_the_grid_warns_by_the_output_alone():
-    with pytest.warns(dp.UtilityWarning, match="c_max is probably wrong"):
+    with pytest.warns(UtilityWarning, match="c_max is probably wrong"):
         ran(QuantilePilot(400, 5.0, c_max=2.0), batch(torch.linspace(0.1, 50, 400).tolist()))
     pilot = QuantilePilot(400, 5.0, c_min=1.0)
-    with pytest.warns(dp.UtilityWarning, match="c_min is probably wrong"):
+    with pytest.warns(UtilityWarning, match="c_min is probably wrong"):
         ran(pilot, batch([*[1e-3] * 362, *torch.linspace(1.05, 1.18, 38).tolist()]))
     assert pilot.chosen == 1.0
 
@@ -133,17 +134,17 @@ def test_discarded_rows_are_in_no_draw(monkeypatch):
 def test_calls_out_of_order_are_refused():
     pilot = QuantilePilot(2, 1.0)
     for call in (lambda: pilot.observe(batch([1.0])), lambda: pilot.release(torch.Generator()), lambda: pilot.chosen):
-        with pytest.raises(dp.SequenceError):
+        with pytest.raises(SequenceError):
             call()
     ran(pilot, batch([1.0, 2.0]))
-    with pytest.raises(dp.SequenceError, match="has released"):
+    with pytest.raises(SequenceError, match="has released"):
         pilot.open([torch.zeros(1)])
 
 
 def test_rows_are_clipped_at_what_the_pilot_chose():
     pilot = QuantilePilot(100, 5.0, quantile=0.5)
     later = PilotClipped(pilot, 1.5, 2)
-    with pytest.raises(dp.SequenceError, match="its step comes first"):
+    with pytest.raises(SequenceError, match="its step comes first"):
         later.open([torch.zeros(1)])
     ran(pilot, batch(torch.linspace(1, 9, 100).tolist()))
     later.open([torch.zeros(1)])
@@ -180,7 +181,7 @@ def test_a_run_with_a_pilot_moves_nothing_in_its_step_and_costs_the_larger_group
         max(1.0, dp.Accountant().ledger.evaluate(1e-9, "replace_one", extra=clipped_gaussian(4.0)).epsilon), rel=1e-6
     )
     assert opt.accountant.get_epsilon(1e-2) == pytest.approx(1.0, rel=0.1)
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         opt.accountant.get_epsilon(1e-5, adjacency="add_remove")
 
 

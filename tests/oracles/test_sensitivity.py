@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import torch_dpsco as dp
 from tests.problems import Folded, TwoHeads, column, gradients, make_optimizer, released
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 
@@ -32,7 +33,7 @@ def test_a_release_never_joins_parts_of_two_draws(own_loader):
     if own_loader:
         loader = opt.loader(data, steps=4)
     else:
-        loader = opt.bind(DataLoader(data, batch_sampler=dp.FixedSampler(opt.design, steps=4)))
+        loader = opt.bind(DataLoader(data, batch_sampler=dp.sampling.FixedSampler(opt.design, steps=4)))
     batches = iter(loader)
 
     def half_of_a_batch(finish):
@@ -45,7 +46,7 @@ def test_a_release_never_joins_parts_of_two_draws(own_loader):
         # the caller's code failed here, and goes on with the next batch
         half_of_a_batch(opt.step)
 
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         two_halves()
     assert len(opt.accountant) == 0
     assert model.weight.item() == 0.0
@@ -58,12 +59,14 @@ def test_a_skipped_batch_is_charged_or_refused():
         opt = make_optimizer(model, dp.Shuffled(1, 2), noise=1.0)
         used: Counter[float] = Counter()
         try:
-            loader = opt.bind(DataLoader(column(1.0, 2.0), batch_sampler=dp.ShuffledSampler(opt.design, steps=3)))
+            loader = opt.bind(
+                DataLoader(column(1.0, 2.0), batch_sampler=dp.sampling.ShuffledSampler(opt.design, steps=3))
+            )
             for (x,) in itertools.islice(loader, 1, None):
                 model(x).sum().backward()
                 opt.step()
                 used[x.item()] += 1
-        except dp.SequenceError:
+        except SequenceError:
             continue
         mu_of_one = 2.0  # replace_one, noise_multiplier 1
         assert opt.accountant.get_mu() ** 2 >= mu_of_one**2 * max(used.values()) * (1 - 1e-9)
@@ -86,7 +89,7 @@ def test_rows_of_different_passes_are_never_joined(rows, sizes):
     oracle = Clipped(1.0, 0.0, batch_size=first + both + last)
     try:
         moved = torch.linalg.vector_norm(mean(1e3) - mean(-1e3))
-    except dp.SequenceError:
+    except SequenceError:
         return  # refused: the rows of the two heads come from different passes
     assert moved <= oracle.sensitivity("replace_one")
 
@@ -104,7 +107,7 @@ def test_a_record_with_several_rows_is_refused_without_a_declared_sampling(rows)
         assert opt.oracle.sensitivity("replace_one") < 1.1
         return model.layer.weight.detach().clone()
 
-    with pytest.raises(dp.SequenceError):
+    with pytest.raises(SequenceError):
         weight(1e3)
 
 
@@ -119,7 +122,7 @@ def test_one_record_more_moves_the_mean_by_at_most_one_clip(dtype, rows, reducti
 
     try:
         batch(1)
-    except (ValueError, dp.SequenceError):
+    except (ValueError, SequenceError):
         return  # refused: the mean couples the rows too much in this precision
     for size in (99, 300, 500):
         fewer, more = batch(size), batch(size + 1)
@@ -142,5 +145,5 @@ def test_one_factored_row_of_tiny_products_moves_the_mean_by_at_most_one_clip(cl
 def test_rows_of_another_shape_than_the_query_are_refused():
     # broadcasting one clipped coordinate to 100 would move the mean by 10 clips
     oracle = Clipped(1.0, 0.0, batch_size=1)
-    with pytest.raises((ValueError, dp.SequenceError)):
+    with pytest.raises((ValueError, SequenceError)):
         released(oracle, [torch.zeros(100)], [GradBatch([DenseBlock(torch.full((1, 1), 5.0))])])

@@ -20,6 +20,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import ApproxZCDP
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.mechanisms.shuffle import BinomialNoise, ShuffleParameters, coordinate_cost, vector_cost
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
 from torch_dpsco.rows import DenseBlock, GradBatch
@@ -212,11 +213,11 @@ def test_the_event_is_approximate_zcdp_and_without_bits_no_privacy():
         assert isinstance(make(kind).event(), NonPrivate)
         oracle = make(kind)
         oracle.open([torch.zeros(3)])
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             oracle.sensitivity(ADD_REMOVE)
     accountant = dp.Accountant()
     accountant.record(make("clipped", ShuffleParameters(4, 500)).event())
-    with pytest.raises(dp.AdjacencyError):
+    with pytest.raises(AdjacencyError):
         accountant.get_epsilon(1e-5, adjacency=ADD_REMOVE)
 
 
@@ -247,7 +248,7 @@ def test_one_pass_costs_one_release(kind):
 @pytest.mark.parametrize("kind", ["clipped", "median"])
 def test_no_amplification_by_sampling_is_claimed(kind):
     for design in (dp.Fixed(6, 12), dp.Poisson(6, 12)):
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             optimizer(nn.Linear(2, 1), design, make(kind, ShuffleParameters(4, 500)))
 
 
@@ -265,7 +266,7 @@ def test_a_batch_of_another_size_is_refused(kind, size):
             oracle.observe(batch(torch.ones(size, 3)))
         oracle.release(torch.Generator())
 
-    with pytest.raises(dp.SequenceError, match="exactly 6 rows"):
+    with pytest.raises(SequenceError, match="exactly 6 rows"):
         whole_batch()
     oracle.discard()
     oracle.observe(batch(torch.ones(6, 3)))
@@ -276,7 +277,7 @@ def test_a_query_of_another_dimension_is_refused():
     with pytest.raises(ValueError, match="dim must be 4"):
         make("clipped").open([torch.zeros(2, 2)])
     oracle = make("clipped")
-    with pytest.raises(dp.SequenceError, match="no logical batch was opened"):
+    with pytest.raises(SequenceError, match="no logical batch was opened"):
         oracle.observe(batch(torch.ones(1, 3)))
     oracle.open([torch.zeros(3)])
     with pytest.raises(ValueError, match="rows must be of shapes"):
@@ -300,7 +301,7 @@ def test_settings_say_that_the_model_is_simulated(kind):
     }
     assert oracle.metrics() == {"clip": CLIP, "noise_std": oracle.noise_std}
     for name in ("clip", "parameters", "groups", "dim", "failure", "honest_fraction", "group_size", "noise_std"):
-        with pytest.raises(dp.PrivacyError, match="fixed at construction"):
+        with pytest.raises(PrivacyError, match="fixed at construction"):
             setattr(oracle, name, 1)
 
 
@@ -312,7 +313,7 @@ def test_copies_have_batches_of_their_own(kind):
     twin = copy.deepcopy(oracle)
     twin.discard()
     assert oracle.counts(torch.Generator()).any()
-    with pytest.raises(dp.SequenceError, match="exactly 6 rows"):
+    with pytest.raises(SequenceError, match="exactly 6 rows"):
         twin.counts(torch.Generator())
 
 

@@ -213,5 +213,5 @@ def test_the_poisson_filter_is_charged_for_its_own_samples_only(design):
     test = PoissonTest(1000, 100, least=50, largest_deficiency=5.0, threshold=1.0, noise_std=1.0, ramp_end=12)
     oracle = UserPoissonFiltered(test, pair_radius=1.0, noise_std=0.5)
     assert oracle.charge(Poisson(100, 1000), Draw(90)) == (oracle.event(), 1, False)
-    with pytest.raises(dp.AdjacencyError, match=r"design must be Poisson\(100, 1000\)"):
+    with pytest.raises(AdjacencyError, match=r"design must be Poisson\(100, 1000\)"):
         oracle.charge(design, Draw(90))

@@ -23,6 +23,7 @@ from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.mechanisms import exponential
 from torch_dpsco.mechanisms.exponential import score_law
 from torch_dpsco.oracles.users import search as user_search
@@ -312,7 +313,7 @@ def test_later_releases_are_those_of_the_filter_at_the_radius_found():
 def test_a_run_has_one_release_more_than_steps():
     oracle = sure(steps=2)
     assert [released(oracle, halves()).still for _ in range(3)] == [True, False, False]
-    with pytest.raises(dp.SequenceError, match="all 2 planned"):
+    with pytest.raises(SequenceError, match="all 2 planned"):
         released(oracle, halves())
 
 
@@ -361,7 +362,7 @@ def test_a_copy_is_charged_for_a_search_of_its_own():
         for twin in (copy.deepcopy(oracle), copy.copy(oracle), pickle.loads(pickle.dumps(oracle))):
             assert twin.event() == oracle.phase_event()
             assert not twin.searched
-            with pytest.raises(dp.SequenceError, match="search comes first"):
+            with pytest.raises(SequenceError, match="search comes first"):
                 twin.pair_radius  # noqa: B018
         twin = copy.deepcopy(oracle)
         assert released(twin, halves()).still  # it searches, and then runs a test of its own
@@ -373,11 +374,11 @@ def test_a_copy_is_charged_for_a_search_of_its_own():
 
 def test_more_users_than_the_search_is_for_are_refused():
     oracle = sure(ids=9)
-    with pytest.raises(dp.SequenceError, match="users must be at most 8"):
+    with pytest.raises(SequenceError, match="users must be at most 8"):
         released(oracle, halves(9))
     assert not oracle.searched
     oracle.open([torch.zeros(1)])
-    with pytest.raises(dp.SequenceError, match="users must be given"):
+    with pytest.raises(SequenceError, match="users must be given"):
         oracle.observe(GradBatch([DenseBlock(torch.zeros(8, 1))]))
 
 
@@ -396,7 +397,7 @@ def test_an_end_of_the_grid_warns_by_the_choice_alone(monkeypatch, choice, word)
     monkeypatch.setattr(user_search, "draw", lambda law, generator: choice)
     for rows in (halves(), torch.full((8, 1), math.nan)):
         oracle = searching(grid(8))
-        with pytest.warns(dp.UtilityWarning, match=word):
+        with pytest.warns(UtilityWarning, match=word):
             released(oracle, rows)
         assert oracle.pair_radius == RADII[choice] * 1.25
     monkeypatch.setattr(user_search, "draw", lambda law, generator: 2)
@@ -407,19 +408,19 @@ def test_what_depends_on_tau_is_refused_before_the_search():
     oracle = sure(noise_ratio=0.5)
     oracle.open([torch.zeros(3)])
     for number in ("pair_radius", "noise_std"):
-        with pytest.raises(dp.SequenceError, match="search comes first"):
+        with pytest.raises(SequenceError, match="search comes first"):
             getattr(oracle, number)
-    with pytest.raises(dp.SequenceError, match="search comes first"):
+    with pytest.raises(SequenceError, match="search comes first"):
         oracle.sensitivity(REPLACE_ONE)
     for adjacency in (ADD_REMOVE, ZERO_OUT):
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             oracle.sensitivity(adjacency)
-        with pytest.raises(dp.AdjacencyError):
+        with pytest.raises(AdjacencyError):
             dp.Accountant(unit="user", adjacency=adjacency).ledger.cost(adjacency, extra=oracle.phase_event())
     assert oracle.metrics() == {}
     released(oracle, halves())
     assert oracle.metrics() == {"pair_radius": 2.0, "noise_std": oracle.noise_std, "answered": 0.0}
-    with pytest.raises(dp.PrivacyError, match="pair_radius is fixed"):
+    with pytest.raises(PrivacyError, match="pair_radius is fixed"):
         oracle.pair_radius = 2.0
 
 
@@ -455,13 +456,13 @@ def test_a_search_cannot_be_rolled_back():
     released(oracle, halves())
     found = oracle.state()
     for state in (fresh, {**found, "pair_radius": RADII[3] * 2.0}):
-        with pytest.raises(dp.SequenceError, match="later one of this run of the search"):
+        with pytest.raises(SequenceError, match="later one of this run of the search"):
             oracle.restore(state)
     oracle.restore(found)
     released(oracle, halves())
     tested = oracle.state()
     for state in (fresh, found):
-        with pytest.raises(dp.SequenceError, match="later one of this run"):
+        with pytest.raises(SequenceError, match="later one of this run"):
             oracle.restore(state)
     assert oracle.state() == tested
     for wrong in (1.4, math.nan, 0.0):
@@ -528,7 +529,7 @@ def test_a_budget_without_room_for_the_search_is_refused_before_any_draw(monkeyp
     alone.record(room)
     budget = dp.Budget(alone.get_epsilon(runs.DELTA) + 0.1, runs.DELTA, adjacency=REPLACE_ONE, unit="user")
     optimized(dp.Accountant(budget), search=grid(40, 0.1))
-    with pytest.raises(dp.InfeasibleError):
+    with pytest.raises(InfeasibleError):
         optimized(dp.Accountant(budget), search=grid(40, 0.5))
 
 
@@ -539,12 +540,12 @@ def test_a_second_optimizer_pays_for_a_search_of_its_own_and_a_copy_is_refused(m
     loader = iter(first.loader(*forty()))
     first.step(next(loader))
     once = first.epsilon()
-    with pytest.raises(dp.SequenceError, match="must not be copied before finalize"):
+    with pytest.raises(SequenceError, match="must not be copied before finalize"):
         first.copy()
     second = optimized(accountant)
     second.train(*forty())
     assert accountant.get_epsilon(runs.DELTA) > once
-    with pytest.raises(dp.SequenceError, match="another optimizer's"):
+    with pytest.raises(SequenceError, match="another optimizer's"):
         second.opt.oracle.take()
 
 
@@ -557,7 +558,7 @@ def test_a_checkpoint_after_the_search_goes_on_with_its_radius_and_is_not_charge
     monkeypatch.setattr(user_search, "draw", None)  # it must not search again
     resumed.train(*forty())
     assert (resumed.opt.steps, resumed.epsilon()) == (4, once)
-    with pytest.raises(dp.SequenceError, match="continued once"):
+    with pytest.raises(SequenceError, match="continued once"):
         resumed.opt.load_state_dict(resumed.opt.state_dict())
 
 

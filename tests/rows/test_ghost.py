@@ -15,6 +15,7 @@ import torch_dpsco as dp
 from tests.problems import column, make_optimizer
 from tests.rows.test_rows import MODELS, built, loop, losses, mlp, trained
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import FLOAT64, GradBatch, has_rows
 
 CLIP = 0.25
@@ -77,7 +78,7 @@ def test_losses_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
 def test_losses_that_are_not_one_per_record_are_refused() -> None:
     model = ghost(mlp())
     out = model(torch.ones(4, 3))
-    with pytest.raises(dp.SequenceError, match="one per record of the batch"):
+    with pytest.raises(SequenceError, match="one per record of the batch"):
         dp.ghost_backward(model, out.flatten())
     assert not has_rows(trained(model))
 
@@ -88,9 +89,9 @@ def test_a_plain_backward_is_refused(name: str, reduction: Callable[[Tensor], Te
     model, x = built(name)
     ours = make_optimizer(ghost(model), Undeclared(len(x)))
     before = [p.detach().clone() for p in trained(model)]
-    with pytest.raises(dp.SequenceError, match=r"needs dp\.ghost_backward\(model, losses\)"):
+    with pytest.raises(SequenceError, match=r"needs dp\.ghost_backward\(model, losses\)"):
         reduction(losses(model, x)).backward()
-    with pytest.raises(dp.SequenceError, match="per-sample gradients are missing"):
+    with pytest.raises(SequenceError, match="per-sample gradients are missing"):
         ours.step()
     assert all(p.grad is None for p in trained(model))
     assert all(map(torch.equal, before, trained(model)))
@@ -99,7 +100,7 @@ def test_a_plain_backward_is_refused(name: str, reduction: Callable[[Tensor], Te
 
 def test_a_layer_that_is_called_by_itself_has_no_plain_backward_either() -> None:
     model = ghost(mlp())
-    with pytest.raises(dp.SequenceError, match=r"dp\.ghost_backward"):
+    with pytest.raises(SequenceError, match=r"dp\.ghost_backward"):
         model[0](torch.ones(4, 3)).sum().backward()
 
 
@@ -111,7 +112,7 @@ def test_only_norms_are_kept_between_the_passes() -> None:
         assert p.grad is None
         assert p.grad_sample is None
         assert not hasattr(p, "_current_grad_sample")
-    with pytest.raises(dp.SequenceError, match="rows are not available with rows='ghost'"):
+    with pytest.raises(SequenceError, match="rows are not available with rows='ghost'"):
         GradBatch.consume(trained(model)).dense()
 
 
@@ -210,7 +211,7 @@ def test_uses_that_need_rows_are_refused() -> None:
     uses = (GradBatch.dense, lambda rows: rows.add_by(users, torch.zeros(2, 2)))
     for use in uses:
         dp.ghost_backward(model, losses(model, torch.ones(4, 1)))
-        with pytest.raises(dp.SequenceError, match="rows are not available with rows='ghost'"):
+        with pytest.raises(SequenceError, match="rows are not available with rows='ghost'"):
             use(GradBatch.consume(trained(model)))
 
 
@@ -220,7 +221,7 @@ def test_an_optimizer_that_needs_rows_says_so_before_it_charges() -> None:
     ours = dp.PrivateOptimizer(model.parameters(), 1.0, oracle=oracle, rule=dp.rules.SGD(), design=dp.Disjoint(4, 4))
     for (x,) in ours.loader(column(1.0, 2.0, 3.0, 4.0), steps=1):
         dp.ghost_backward(model, losses(model, x))
-        with pytest.raises(dp.SequenceError, match="attach the model with rows='auto' for this optimizer"):
+        with pytest.raises(SequenceError, match="attach the model with rows='auto' for this optimizer"):
             ours.step()
     assert len(ours.accountant) == ours.steps == 0
 
@@ -229,7 +230,7 @@ def test_a_term_on_the_weights_is_refused() -> None:
     for name in ("mlp", "convolution"):
         model, x = built(name)
         each = losses(ghost(model), x)
-        with pytest.raises(dp.SequenceError, match="is not the sum of its per-sample gradients"):
+        with pytest.raises(SequenceError, match="is not the sum of its per-sample gradients"):
             dp.ghost_backward(model, each + next(model.parameters()).square().sum())
         assert not has_rows(trained(model))
 
@@ -237,7 +238,7 @@ def test_a_term_on_the_weights_is_refused() -> None:
 def test_unused_parameters_and_inputs_with_gradients_are_refused() -> None:
     model = ghost(nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)]))
     model.forward = lambda x: model[0](x)
-    with pytest.raises(dp.SequenceError, match=r"missing for parameter 2 .*requires_grad_\(False\)"):
+    with pytest.raises(SequenceError, match=r"missing for parameter 2 .*requires_grad_\(False\)"):
         dp.ghost_backward(model, model(torch.ones(2, 3)))
 
 
@@ -246,7 +247,7 @@ def test_each_backward_needs_its_own_forward_and_step() -> None:
     ours = make_optimizer(ghost(model), Undeclared(len(x)))
     each = losses(model, x)
     dp.ghost_backward(model, each)
-    with pytest.raises(dp.SequenceError, match="norms of an earlier ghost_backward wait"):
+    with pytest.raises(SequenceError, match="norms of an earlier ghost_backward wait"):
         dp.ghost_backward(model, losses(model, x))
     assert not has_rows(trained(model))
     each = losses(model, x)
@@ -256,20 +257,20 @@ def test_each_backward_needs_its_own_forward_and_step() -> None:
         dp.ghost_backward(model, each)
     each = losses(model, x)
     ours.discard()
-    with pytest.raises(dp.SequenceError, match="a backward must follow its own forward"):
+    with pytest.raises(SequenceError, match="a backward must follow its own forward"):
         dp.ghost_backward(model, each)
-    with pytest.raises(dp.SequenceError, match="per-sample gradients are missing"):
+    with pytest.raises(SequenceError, match="per-sample gradients are missing"):
         ours.step()
     assert ours.steps == 1
 
 
 def test_other_attachments_and_evaluation_have_no_ghost_backward() -> None:
     for model in (nn.Linear(2, 1), dp.attach(nn.Linear(2, 1))):
-        with pytest.raises(dp.SequenceError, match=r"needs dp\.attach\(model, rows='ghost'\)"):
+        with pytest.raises(SequenceError, match=r"needs dp\.attach\(model, rows='ghost'\)"):
             dp.ghost_backward(model, model(torch.ones(2, 2)))
     model = ghost(nn.Linear(2, 1))
     for forward in (torch.no_grad()(model), model.eval()):
-        with pytest.raises(dp.SequenceError, match=r"model\.train\(\)"):
+        with pytest.raises(SequenceError, match=r"model\.train\(\)"):
             dp.ghost_backward(model, forward(torch.ones(2, 2)))
 
 
@@ -287,7 +288,7 @@ def test_parameters_may_be_in_any_order() -> None:
 def test_an_optimizer_of_a_part_of_the_parameters_is_refused() -> None:
     model = ghost(mlp())
     dp.ghost_backward(model, losses(model, torch.ones(2, 3)))
-    with pytest.raises(dp.SequenceError, match="exactly the model's trainable parameters"):
+    with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
         GradBatch.consume(list(model[0].parameters()))
     assert not has_rows(trained(model[0]))
 
@@ -295,7 +296,7 @@ def test_an_optimizer_of_a_part_of_the_parameters_is_refused() -> None:
 def test_a_model_is_neither_copied_nor_detached_with_a_graph_on_it() -> None:
     model = ghost(mlp())
     dp.ghost_backward(model, losses(model, torch.ones(2, 3)))
-    with pytest.raises(dp.SequenceError, match="saved or copied between steps"):
+    with pytest.raises(SequenceError, match="saved or copied between steps"):
         copy.deepcopy(model)
     dp.detach(model)
     assert not has_rows(trained(model))
@@ -318,7 +319,7 @@ def test_loops_that_call_backward_themselves_refuse_ghost_rows() -> None:
     data, problem = TensorDataset(torch.randn(8, 3), torch.ones(8, 1)), dp.losses.Logistic().problem(bound_x=2.0)
     loss, sgd, loader = nn.BCEWithLogitsLoss(), torch.optim.SGD, torch.utils.data.DataLoader(data, batch_size=4)
     model = nn.Linear(3, 1)
-    with pytest.raises(dp.SequenceError, match=r"rows must not be 'ghost' .*dp\.ghost_backward"):
+    with pytest.raises(SequenceError, match=r"rows must not be 'ghost' .*dp\.ghost_backward"):
         dp.make_private(
             model,
             sgd(model.parameters(), lr=0.1),
@@ -329,6 +330,6 @@ def test_loops_that_call_backward_themselves_refuse_ghost_rows() -> None:
             rows="ghost",
         )
     ours = make_optimizer(ghost(model), dp.Full(8))  # it was left as it was
-    with pytest.raises(dp.SequenceError, match="rows must not be 'ghost'"):
+    with pytest.raises(SequenceError, match="rows must not be 'ghost'"):
         dp.fit(model, ours, data, loss, steps=1, progress=False)
     assert ours.steps == len(ours.accountant) == 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_dpsco as dp
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.layers import Formed, Kept, Kind, Use, register, table
 
@@ -139,7 +140,7 @@ def test_a_wrong_kind_is_refused_before_it_sees_a_record(registered, kind, messa
     ours, x = dp.attach(model(torch.float64), check_first_step=False), torch.randn(4, 5, dtype=torch.float64)
     records = ours[0](x).detach()
     for _ in range(2):  # it does not get through by asking again
-        with pytest.raises(dp.PrivacyError, match=message):
+        with pytest.raises(PrivacyError, match=message):
             ours(x)
     assert not any(torch.isin(each, records).any() for each in seen)
 

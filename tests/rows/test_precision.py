@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.problems import gradients
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import GradBatch, precision
 
 B = 3927  # between it and the next, 1/B crosses the middle of two bfloat16 numbers
@@ -50,7 +51,7 @@ def test_one_record_more_moves_the_sum_by_one_clip_in_medium_precision(monkeypat
     for reduction in ("mean", "sum"):
         try:
             more, fewer = _rows(B + 1, reduction, rows), _rows(B, reduction, rows)
-        except dp.SequenceError:
+        except SequenceError:
             assert reduction == "mean"
             continue
         clip = torch.linalg.vector_norm(torch.cat([more, fewer]), dim=1).max()  # so that none is shortened
@@ -63,7 +64,7 @@ def test_a_mean_loss_in_reduced_matmul_precision_is_refused(rows, setting):
     model, x = dp.attach(_two_layers(), rows=rows), torch.ones(4, 8)
     gradients(model, x, "mean")
     torch.set_float32_matmul_precision(setting)
-    with pytest.raises(dp.SequenceError, match=r"full precision.*rounds its 1/B.*loss_reduction='sum'"):
+    with pytest.raises(SequenceError, match=r"full precision.*rounds its 1/B.*loss_reduction='sum'"):
         model(x).mean().backward()
     torch.set_float32_matmul_precision("highest")
     gradients(model, x, "mean")
@@ -82,7 +83,7 @@ def test_a_mean_loss_in_double_precision_has_no_shortcut():
 def test_a_backward_of_a_mean_inside_of_autocast_is_refused():
     model = dp.attach(_two_layers())
     out = model(torch.ones(4, 8))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(dp.SequenceError, match="autocast"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SequenceError, match="autocast"):
         out.mean().backward()
 
 
@@ -91,7 +92,7 @@ def test_rows_of_foreign_hooks_are_refused_in_reduced_precision():
     weight = nn.Parameter(torch.zeros(2))
     weight.grad_sample = torch.ones(3, 2)
     torch.set_float32_matmul_precision("high")
-    with pytest.raises(dp.SequenceError, match="full precision"):
+    with pytest.raises(SequenceError, match="full precision"):
         GradBatch.consume([weight])
 
 
@@ -160,7 +161,7 @@ def test_what_switches_a_setting_off_does(name):
 def test_a_mean_loss_through_coarse_convolutions_is_refused(monkeypatch):
     model = dp.attach(nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 1)))
     monkeypatch.setattr(torch.backends.mkldnn, "conv", _Switch("bf16"), raising=False)
-    with pytest.raises(dp.SequenceError, match=r"mkldnn\.conv"):
+    with pytest.raises(SequenceError, match=r"mkldnn\.conv"):
         model(torch.ones(2, 1, 3)).mean().backward()
 
 
@@ -180,5 +181,5 @@ def test_frozen_single_precision_counts_for_a_mean_loss(setting):
     if setting == "highest":
         loss.backward()
         return
-    with pytest.raises(dp.SequenceError, match="a mean loss needs products in full precision"):
+    with pytest.raises(SequenceError, match="a mean loss needs products in full precision"):
         loss.backward()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import torch_dpsco as dp
 from tests.problems import released
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
 from torch_dpsco.rows.dense import DenseBlocks
 from torch_dpsco.rows.layers.table import RECORDED
@@ -192,7 +193,7 @@ def test_a_penalty_on_input_gradients_is_refused(name):
     dp.attach(model)
     x.requires_grad_()
     (slope,) = torch.autograd.grad(losses(model(x)).sum(), x, create_graph=True)
-    with pytest.raises(dp.SequenceError, match="outside of the layer"):
+    with pytest.raises(SequenceError, match="outside of the layer"):
         slope.square().sum().backward()
     assert all(p.grad is None for p in model.parameters())
 
@@ -203,7 +204,7 @@ def test_a_penalty_on_the_weights_of_a_recorded_layer_is_refused(name):
     dp.attach(model)
     penalty = sum(p.square().sum() for p in trained(model))
     loss = losses(model(x)).mean() + penalty
-    with pytest.raises(dp.SequenceError, match="reg="):
+    with pytest.raises(SequenceError, match="reg="):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
 
@@ -313,7 +314,7 @@ def test_uses_of_a_layer_that_see_different_numbers_of_records_are_refused():
     pair = dp.attach(Pair(nn.Linear(3, 2)), loss_reduction="sum")
     first, second = pair(torch.ones(B, 3), torch.ones(1, 3))
     (first.sum() + second.sum()).backward()
-    with pytest.raises(dp.SequenceError, match="all records each time"):
+    with pytest.raises(SequenceError, match="all records each time"):
         GradBatch.consume(trained(pair))
 
 
@@ -321,7 +322,7 @@ def test_uses_of_a_layer_that_see_different_numbers_of_records_are_refused():
 def test_an_input_without_a_batch_is_refused(name):
     model, x = layer(name)
     dp.attach(model)
-    with pytest.raises(dp.SequenceError, match="must have a batch dimension"):
+    with pytest.raises(SequenceError, match="must have a batch dimension"):
         model(x[0])
 
 
@@ -392,7 +393,7 @@ def test_mean_losses_in_half_precision_are_refused_by_every_kind(name):
     model, x = layer(name, torch.float32)
     twin = dp.attach(model).bfloat16()
     loss = losses(twin(x.bfloat16()).float()).mean()
-    with pytest.raises(dp.SequenceError, match="reduction='sum'"):
+    with pytest.raises(SequenceError, match="reduction='sum'"):
         loss.backward()
 
 

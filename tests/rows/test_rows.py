@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.problems import TwoHeads
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, clear_rows, has_rows
 from torch_dpsco.rows.dense import DenseBlocks
 
@@ -228,7 +229,7 @@ def assert_nothing_left(model: nn.Module) -> None:
     params = list(model.parameters())
     assert not has_rows(params)
     assert all(p.grad is None for p in params)
-    with pytest.raises(dp.SequenceError, match=r"missing for parameter 0 of shape \(1, 1\)"):
+    with pytest.raises(SequenceError, match=r"missing for parameter 0 of shape \(1, 1\)"):
         GradBatch.consume(params)
 
 
@@ -244,7 +245,7 @@ def test_consume_clears_also_when_it_raises(rows):
         for k, head in enumerate(heads):
             model(torch.ones(2 + k, 1), head).sum().backward()
         assert has_rows(list(model.parameters()))
-        with pytest.raises(dp.SequenceError):
+        with pytest.raises(SequenceError):
             GradBatch.consume(list(model.parameters()))
         assert_nothing_left(model)
 
@@ -255,7 +256,7 @@ def test_missing_rows_are_explained():
     for attached in (False, True):
         if attached:
             dp.attach(model)
-        with pytest.raises(dp.SequenceError, match=r"parameter 0 of shape \(4, 3\): call dp\.attach\(model\) before"):
+        with pytest.raises(SequenceError, match=r"parameter 0 of shape \(4, 3\): call dp\.attach\(model\) before"):
             GradBatch.consume(list(model.parameters()))
 
 
@@ -266,7 +267,7 @@ def test_rows_that_opacus_has_clipped_are_refused():
     losses(model, torch.ones(2, 3)).mean().backward()
     opacus.step()
     assert has_rows(list(model.parameters()))
-    with pytest.raises(dp.SequenceError, match="belong to an Opacus DPOptimizer"):
+    with pytest.raises(SequenceError, match="belong to an Opacus DPOptimizer"):
         GradBatch.consume(list(model.parameters()))
     assert not has_rows(list(model.parameters()))
 

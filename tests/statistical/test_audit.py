@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design
+from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
 
@@ -29,7 +30,7 @@ def releases(
 ) -> torch.Tensor:
     """Returns the private means of many one-step releases of gradient -x, clipped at 1."""
     model = dp.attach(torch.nn.Linear(1, 1, bias=False))
-    with pytest.warns(dp.UtilityWarning, match="repeatable"):
+    with pytest.warns(UtilityWarning, match="repeatable"):
         optimizer = dp.PrivateOptimizer(
             model.parameters(),
             1e-9,

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.audit import Audit
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PrivateLoader, make_sampler
@@ -58,7 +59,7 @@ def localized(params: Any, adjacency: str, noise: torch.Generator) -> dp.Private
     return dp.LocalizedSGD(params, plan(dp.LocalizedSGD, adjacency), generator=noise)
 
 
-def audit(make: Callable[..., dp.PrivateOptimizer], adjacency: str) -> dp.Audit:
+def audit(make: Callable[..., dp.PrivateOptimizer], adjacency: str) -> Audit:
     """Audits the sum of the means of the steps that may use record 0."""
     noise, claims = torch.Generator().manual_seed(5), []
     layer = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")

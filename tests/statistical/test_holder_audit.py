@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.streams import picks
+from torch_dpsco.audit import Audit
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
@@ -79,7 +80,7 @@ def test_a_wrong_amount_of_noise_is_caught(share: float) -> None:
 # -- output perturbation ----------------------------------------------------------------------------------------------
 
 
-def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1.0) -> dp.Audit:
+def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1.0) -> Audit:
     """Audits whole runs of output perturbation whose noise is a share of the calibrated one."""
     budget = dp.Budget(EPSILON, DELTA, adjacency)
     plan = dp.HolderOutputSGD.plan(
@@ -121,7 +122,7 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
         adjacency=adjacency,
         seed=1,
     )
-    claimed = runs[0].privacy_spent(DELTA).epsilon
+    claimed = runs[0].report(DELTA).epsilon
     assert 0.999 * EPSILON < claimed <= EPSILON
     return replace(found, claimed=claimed)
 
@@ -159,7 +160,7 @@ def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
 # -- gradient perturbation --------------------------------------------------------------------------------------------
 
 
-def gradient_audit(adjacency: str) -> dp.Audit:
+def gradient_audit(adjacency: str) -> Audit:
     """Audits whole runs of gradient perturbation, two full batches each."""
     budget, noise = dp.Budget(EPSILON, DELTA, adjacency), torch.Generator().manual_seed(7)
     plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=budget, batch_size=N, epochs=2, lr=0.01, sampling="poisson")

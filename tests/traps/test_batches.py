@@ -16,6 +16,7 @@ import torch_dpsco as dp
 from tests.checks import scores, step
 from tests.problems import column, make_optimizer
 from tests.traps.naive import Script, opacus_script
+from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.sampling import RankSampler, make_sampler
 
 ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
@@ -42,8 +43,8 @@ def naive_release_after_an_interruption(first: float) -> Tensor:
 Parts = Callable[[dp.PrivateOptimizer, Any], Iterable[Any]]
 PARTS: dict[str, Parts] = {
     "loader": lambda ours, data: ours.loader(data, steps=1, physical_batch_size=1),
-    "PhysicalBatches": lambda ours, data: dp.PhysicalBatches(ours.loader(data, steps=1), 1),
-    "PhysicalBatches of a DataLoader": lambda ours, data: dp.PhysicalBatches(own_loader(ours, data), 1),
+    "PhysicalBatches": lambda ours, data: dp.sampling.PhysicalBatches(ours.loader(data, steps=1), 1),
+    "PhysicalBatches of a DataLoader": lambda ours, data: dp.sampling.PhysicalBatches(own_loader(ours, data), 1),
     "BatchMemoryManager": lambda ours, data: managed(ours, ours.loader(data, steps=1)),
     "BatchMemoryManager of a DataLoader": lambda ours, data: managed(ours, own_loader(ours, data)),
 }
@@ -123,9 +124,9 @@ def test_t04_parts_that_workers_prefetched_do_not_shift_later_steps(rows: str) -
     torch.testing.assert_close(torch.cat(means), torch.ones(4), atol=1e-3, rtol=0)
     assert len(ours.accountant) == ours.steps == 4
     message = r"optimizer.loader\(dataset, .*num_workers"
-    with pytest.raises(dp.SequenceError, match=message):
+    with pytest.raises(SequenceError, match=message):
         own_loader(ours, data, workers=2)
-    with pytest.raises(dp.SequenceError, match=message):
+    with pytest.raises(SequenceError, match=message):
         next(iter(managed(ours, ours.loader(data, steps=1, num_workers=2), 2)))
     assert len(ours.accountant) == ours.steps == 4
 
@@ -215,5 +216,5 @@ def test_t16_rate_steps_and_divisor_do_not_tell_the_number_of_records(rows: str)
 
     assert public_numbers(64, rows) == public_numbers(65, rows) == (1 / 8, 8, 8.0, 8)
     ours = make_optimizer(nn.Linear(1, 1), dp.Poisson(8, 64), adjacency="replace_one")
-    with pytest.raises(dp.UnitError, match="declared 64, the data set has 65"):
+    with pytest.raises(UnitError, match="declared 64, the data set has 65"):
         ours.loader(column(*[1.0] * 65))

@@ -15,6 +15,7 @@ from tests.checks import scores
 from tests.problems import make_optimizer
 from tests.traps.naive import opacus_script, plain
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import PrivacyError, SequenceError
 
 ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
 
@@ -79,10 +80,10 @@ def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(ro
     assert [finding.name for finding in critical] == ["coupled-records"]
     assert critical[0].evidence
     assert critical[0].fix
-    with pytest.raises(dp.PrivacyError, match="record"):
+    with pytest.raises(PrivacyError, match="record"):
         dp.fit(model, ours, data, loss, steps=1, progress=False)
     x, y = next(iter(ours.loader(data, steps=1)))
-    with pytest.raises(dp.PrivacyError, match="records must not reach each other"):
+    with pytest.raises(PrivacyError, match="records must not reach each other"):
         loss(model(x), y).backward()
     assert all(p.item() == 1.0 for p in model.parameters())
     assert len(ours.accountant) == ours.steps == 0
@@ -94,7 +95,7 @@ def test_t07_make_private_finds_records_that_are_coupled(rows: str, coupled: str
     build, loss, _ = COUPLED[coupled]
     model, accountant = build(), dp.Accountant(budget := dp.Budget(1.0, 1e-3))
     data = TensorDataset(torch.rand(9, 1), torch.ones(9, 1))
-    with pytest.raises(dp.PrivacyError, match="record"):
+    with pytest.raises(PrivacyError, match="record"):
         dp.make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -164,7 +165,7 @@ def test_t08_a_regularizer_has_its_full_weight_whatever_the_batch(rows: str) -> 
     model = scores(1, rows)
     nn.init.ones_(model.weight)
     ours = make_optimizer(model, Undeclared(4), noise=1.0)
-    with pytest.raises(dp.SequenceError, match=r"reg= or prox= to the optimizer"):
+    with pytest.raises(SequenceError, match=r"reg= or prox= to the optimizer"):
         step_with_a_regularizer_in_the_loss(model, ours)
     assert (model.weight.item(), ours.steps, len(ours.accountant)) == (1.0, 0, 0)
 

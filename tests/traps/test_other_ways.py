@@ -12,6 +12,7 @@ import torch_dpsco as dp
 from tests.checks import scores
 from tests.problems import column, make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import PrivacyError, SequenceError
 
 
 def part(model: torch.nn.Linear, optimizer: dp.PrivateOptimizer, batches: object) -> None:
@@ -29,7 +30,7 @@ def test_parts_of_two_iterations_are_never_joined(rows: str) -> None:
     part(model, ours, older)
     ours.discard()
     part(model, ours, iter(loader))
-    with pytest.raises(dp.SequenceError, match="an older iteration of the loader was continued"):
+    with pytest.raises(SequenceError, match="an older iteration of the loader was continued"):
         part(model, ours, older)
     assert not model.weight.any()
     assert len(ours.accountant) == ours.steps == 0
@@ -46,12 +47,12 @@ def test_an_oracle_serves_one_optimizer() -> None:
         return dp.PrivateOptimizer(scores(1).parameters(), 1.0, oracle=oracle, rule=dp.rules.SGD(), design=dp.Full(4))
 
     make()
-    with pytest.raises(dp.SequenceError, match="oracle is another optimizer's"):
+    with pytest.raises(SequenceError, match="oracle is another optimizer's"):
         make()
 
 
 def test_a_shallow_copy_of_an_optimizer_is_refused() -> None:
-    with pytest.raises(dp.SequenceError, match=r"copy\.deepcopy"):
+    with pytest.raises(SequenceError, match=r"copy\.deepcopy"):
         copy.copy(make_optimizer(scores(1), dp.Full(4)))
 
 
@@ -65,7 +66,7 @@ def test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise() -> None:
     if child == 0:
         try:
             ours.step()
-        except dp.PrivacyError as error:
+        except PrivacyError as error:
             os.write(write, str(error).encode())
         finally:
             os._exit(0)

@@ -19,6 +19,7 @@ from tests.checks import scores, step
 from tests.problems import column, make_optimizer
 from tests.traps.naive import opacus_script, plain
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.errors import PrivacyError, SequenceError
 
 RECORD = torch.tensor([[100.0]])
 ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
@@ -85,7 +86,7 @@ def test_t01_a_private_optimizer_cannot_be_wrapped_by_opacus(wrap: Any, design: 
     model, ours, wrapped = wrap(design)
     if not isinstance(design, Undeclared):
         next(iter(ours.loader(column(100.0))))
-    with pytest.raises(dp.SequenceError, match=r"Opacus DPOptimizer.*must not wrap.*use optimizer.loader\(dataset\)"):
+    with pytest.raises(SequenceError, match=r"Opacus DPOptimizer.*must not wrap.*use optimizer.loader\(dataset\)"):
         backward_and_step(model, wrapped)
     assert_nothing_happened(model, ours)
 
@@ -116,7 +117,7 @@ def test_t02_no_hook_takes_the_place_of_the_accountant(rows: str) -> None:
     assert calls == ["before", "after"] * 8
     assert len(ours.accountant) == ours.steps == 8
     assert ours.accountant.get_mu() == pytest.approx(2 * 8**0.5)  # noise 1, sensitivity 2 (replace_one), 8 steps
-    with pytest.raises(dp.PrivacyError, match="accountant is fixed at construction"):
+    with pytest.raises(PrivacyError, match="accountant is fixed at construction"):
         ours.accountant = dp.Accountant()
 
 
@@ -149,7 +150,7 @@ def test_t10_copies_of_an_optimizer_work_and_harm_no_other(rows: str, monkeypatc
     assert abs(torch.corrcoef(torch.stack(noises))[0, 1]) < 5 / 1000**0.5
     assert [optimizer.steps for _, optimizer in runs] == [1, 1]
     assert [len(optimizer.accountant) for _, optimizer in runs] == [2, 2]
-    with pytest.raises(dp.PrivacyError, match="must not be pickled"):
+    with pytest.raises(PrivacyError, match="must not be pickled"):
         pickle.dumps(ours)
     ours.register_state_dict_post_hook(lambda optimizer, state: state | {"note": "of mine"})
     assert ours.state_dict()["note"] == "of mine"
@@ -239,6 +240,6 @@ def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(r
     ledger = ours.accountant.ledger.digest()
     for owner, names in ((ours, FIXED_ATTRIBUTES), (oracle, FIXED_NUMBERS)):
         for name in names:
-            with pytest.raises((dp.PrivacyError, AttributeError)):
+            with pytest.raises((PrivacyError, AttributeError)):
                 setattr(owner, name, getattr(owner, name))
     assert (ours.steps, ours.accountant.ledger.digest()) == (1, ledger)

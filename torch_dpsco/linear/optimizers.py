@@ -44,7 +44,7 @@ class NoisyGD(SolvedOptimizer):
         >>> optimizer = dp.NoisyGD(model.parameters(), plan)
         >>> optimizer.solve(data)
         >>> optimizer.finalize()
-        >>> round(optimizer.privacy_spent().epsilon, 3)
+        >>> round(optimizer.report().epsilon, 3)
         1.0
     """
 
@@ -135,7 +135,7 @@ class ObjectivePerturbation(SolvedOptimizer):
         >>> optimizer = dp.ObjectivePerturbation(model.parameters(), plan)
         >>> optimizer.solve(data)
         >>> optimizer.finalize()
-        >>> round(optimizer.privacy_spent().epsilon, 3)
+        >>> round(optimizer.report().epsilon, 3)
         1.0
     """
 
@@ -233,7 +233,7 @@ class OutputPerturbation(SolvedOptimizer):
         >>> optimizer = dp.OutputPerturbation(model.parameters(), plan)
         >>> optimizer.solve(data)
         >>> optimizer.finalize()
-        >>> round(optimizer.privacy_spent().epsilon, 3)
+        >>> round(optimizer.report().epsilon, 3)
         1.0
     """
 

@@ -17,14 +17,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.report.figures import PrivacyReport, Run
+from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.optim.checks import listed
 
 _LARGEST = 1e100  # of what a plan is computed from
-_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan", "privacy_spent")
+_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan")
 
 _Self = TypeVar("_Self", bound="CommonOptimizer")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -135,9 +135,9 @@ class CommonOptimizer(Optimizer):
         """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
         return self._seeded
 
-    def privacy_spent(self, delta: float | None = None) -> PrivacyReport:
-        """Returns the numbers of the accountant's ledger; delta defaults to the budget's."""
-        return self.accountant.report(delta)
+    def privacy_spent(self, *args: Any, **kwargs: Any) -> None:
+        """Raises AttributeError: the word for what was spent is `report`."""
+        raise AttributeError("privacy_spent(delta) is now report(delta).figures; report(delta).epsilon is its epsilon")
 
     def _statement(self, run: Run, delta: float | None, ahead: Event | None) -> Statement:
         # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)

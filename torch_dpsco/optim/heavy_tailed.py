@@ -136,7 +136,7 @@ class AcceleratedSGD(HeavyTailed):
         ...     dp.losses.Squared()(model(x), y).backward()
         ...     optimizer.step()
         >>> optimizer.finalize()
-        >>> optimizer.steps, optimizer.privacy_spent().epsilon <= 1.0
+        >>> optimizer.steps, optimizer.report().epsilon <= 1.0
         (4, True)
     """
 

@@ -122,7 +122,7 @@ class HolderSGD(PlannedOptimizer):
         ...     dp.losses.Logistic()(model(x), y).backward()
         ...     optimizer.step()
         >>> optimizer.finalize()
-        >>> optimizer.report().report.epsilon == plan.epsilon() <= 1.0
+        >>> optimizer.report().figures.epsilon == plan.epsilon() <= 1.0
         True
     """
 

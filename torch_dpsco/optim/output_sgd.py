@@ -158,7 +158,7 @@ class HolderOutputSGD(RowFreeOptimizer):
         ...     for x, y in optimizer.loader(data):
         ...         loss(model(x), y).backward()
         ...         optimizer.step()
-        >>> optimizer.steps, optimizer.report().report.epsilon == plan.epsilon() <= 1.0
+        >>> optimizer.steps, optimizer.report().figures.epsilon == plan.epsilon() <= 1.0
         (10, True)
     """
 
@@ -343,7 +343,7 @@ class BoltOnPSGD(RowFreeOptimizer):
         ...     for x, y in optimizer.loader(data):
         ...         loss(model(x), y).backward()
         ...         optimizer.step()
-        >>> optimizer.steps, optimizer.report().report.epsilon == plan.epsilon(), round(plan.epsilon(), 9)
+        >>> optimizer.steps, optimizer.report().figures.epsilon == plan.epsilon(), round(plan.epsilon(), 9)
         (20, True, 1.0)
     """
 

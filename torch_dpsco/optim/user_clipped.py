@@ -83,7 +83,7 @@ class UserClippedSGD(UserOptimizer):
         ...     dp.losses.Logistic()(model(x), y).backward()
         ...     optimizer.step(users=users)
         >>> optimizer.finalize()
-        >>> optimizer.privacy_spent().epsilon == plan.epsilon() <= 2.0
+        >>> optimizer.report().epsilon == plan.epsilon() <= 2.0
         True
     """
 

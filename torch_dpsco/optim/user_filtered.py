@@ -164,7 +164,7 @@ class UserFilteredSGD(UserOptimizer):
         ...     dp.losses.Logistic()(model(x), y, reduction="sum").backward()
         ...     optimizer.step(users=users)
         >>> optimizer.finalize()
-        >>> optimizer.privacy_spent().epsilon == plan.epsilon() <= 4.0
+        >>> optimizer.report().epsilon == plan.epsilon() <= 4.0
         True
     """
 

@@ -46,7 +46,7 @@ def train(norm: nn.Module) -> None:
     for features, labels in optimizer.loader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
         nn.functional.mse_loss(model(features), labels).backward()
         optimizer.step()
-    print(f"{type(model[1]).__name__}: epsilon", round(optimizer.privacy_spent().epsilon, 2))
+    print(f"{type(model[1]).__name__}: epsilon", round(optimizer.report().epsilon, 2))
 
 
 class Hasty(RMSNorm):
@@ -67,5 +67,5 @@ if __name__ == "__main__":
     register(Hasty, HastyRows())
     try:
         train(Hasty(8))
-    except dp.PrivacyError as error:
+    except dp.errors.PrivacyError as error:
         print(error)

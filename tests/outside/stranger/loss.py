@@ -46,7 +46,7 @@ if __name__ == "__main__":
     dp.losses.check_holder(loss, problem, bound_x=1.0, bound_y=2.0)  # finds nothing to object to
     try:
         dp.losses.check_holder(loss, dp.Problem(smoothness=0.9), bound_x=1.0, bound_y=2.0)
-    except dp.NotCertifiedError as error:
+    except dp.errors.NotCertifiedError as error:
         print("a bolder promise:", str(error).partition(",")[0])
     plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6))
     print("steps", plan.steps, "batch", plan.batch_size, "epsilon", round(plan.epsilon(), 3))

@@ -75,4 +75,4 @@ if __name__ == "__main__":
         for x, y in optimizer.loader(torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))):
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    print("spent", round(optimizer.privacy_spent().epsilon, 3), "planned", round(plan.epsilon(), 3))
+    print("spent", round(optimizer.report().epsilon, 3), "planned", round(plan.epsilon(), 3))

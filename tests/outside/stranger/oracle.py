@@ -44,8 +44,8 @@ if __name__ == "__main__":
     for x, y in optimizer.loader(torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    print("epsilon", round(optimizer.privacy_spent().epsilon, 3))
+    print("epsilon", round(optimizer.report().epsilon, 3))
     try:
         optimizer.oracle.most = 100.0
-    except dp.PrivacyError as error:
+    except dp.errors.PrivacyError as error:
         print(error)

@@ -43,7 +43,7 @@ class Statement:
         headline: the guarantee in one sentence.
         warnings: what a reader must know before quoting it.
         sections: everything else.
-        report: the exact figures.
+        figures: the exact figures.
         run: the run that they are about.
         version: of the library that computed them.
 
@@ -64,14 +64,19 @@ class Statement:
     headline: str
     warnings: tuple[str, ...]
     sections: tuple[Section, ...]
-    report: PrivacyReport
+    figures: PrivacyReport
     run: Run
     version: str
 
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the guarantee."""
+        return self.figures.epsilon
+
     def __str__(self) -> str:
         lines = _wrapped(self.headline, "")
-        for name, epsilon in self.report.epsilons.items():
-            mark = "the guarantee" if name == self.report.adjacency else "for information"
+        for name, epsilon in self.figures.epsilons.items():
+            mark = "the guarantee" if name == self.figures.adjacency else "for information"
             lines.append(f"  epsilon {rounded_up(epsilon)} under {name} ({mark})")
         for title, sentences in self._all_sections():
             lines += ["", title]
@@ -80,12 +85,12 @@ class Statement:
 
     def markdown(self) -> str:
         """Returns a privacy card: headline, table of epsilons, and the sections."""
-        worlds = {name: text.format(unit=self.report.unit) for name, text in WORLDS.items()}
+        worlds = {name: text.format(unit=self.figures.unit) for name, text in WORLDS.items()}
         lines = ["# Privacy statement", "", f"**{self.headline}**", ""]
         lines += ["| adjacency | two worlds | epsilon | delta |", "|---|---|---|---|"]
-        for name, epsilon in self.report.epsilons.items():
-            label = f"**{name}** (the guarantee)" if name == self.report.adjacency else f"{name} (for information)"
-            lines.append(f"| {label} | {worlds[name]} | {rounded_up(epsilon)} | {rounded_up(self.report.delta)} |")
+        for name, epsilon in self.figures.epsilons.items():
+            label = f"**{name}** (the guarantee)" if name == self.figures.adjacency else f"{name} (for information)"
+            lines.append(f"| {label} | {worlds[name]} | {rounded_up(epsilon)} | {rounded_up(self.figures.delta)} |")
         for title, sentences in self._all_sections():
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
         return "\n".join(lines) + "\n"
@@ -139,7 +144,7 @@ def _finite(value: Any) -> Any:
 
 
 def _facts(statement: Statement) -> dict[str, Any]:
-    report, run = statement.report, statement.run
+    report, run = statement.figures, statement.run
     declared = not isinstance(run.design, Undeclared)
     return {
         "schema": _SCHEMA,
