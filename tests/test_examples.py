@@ -256,7 +256,7 @@ def test_every_python_block_of_the_readme_runs_as_it_stands(capsys: pytest.Captu
     tour, estimator, doctor = (printed_by(block, scope, capsys) for block in blocks("python"))
     plan = dp.HolderSGD.plan(problem=scope["problem"], n=N, budget=scope["budget"])
     assert str(plan) in tour
-    assert "(1, 1e-05)-differential privacy, replace_one" in tour
+    assert "(1, 1e-05)-differential privacy for one example (replace_one)." in tour
     assert "(1, 1e-06)-differential privacy for one example (add_remove)" in estimator
     shown = next(block for block in blocks("") if block.startswith("CRITICAL"))
     for line in shown.splitlines():
@@ -268,7 +268,7 @@ def test_the_tour_of_the_readme_learns_its_data_and_spends_its_budget(capsys: py
     scope: dict[str, Any] = {}
     shown = printed_by(blocks("python")[0], scope, capsys)
     model, optimizer = scope["model"], scope["optimizer"]
-    assert str(optimizer.report().figures) in shown
+    assert str(optimizer.report()) in shown
     assert optimizer.report().epsilon <= 1.0
     assert (optimizer.steps, optimizer.finalized) == (scope["private_sgd"].schedule.steps, True)
     assert scope["private_sgd"].steps == 0

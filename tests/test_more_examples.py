@@ -419,7 +419,7 @@ def names_of_dp(text: str) -> Iterator[str]:
 
 def test_the_document_names_only_what_exists() -> None:
     found = set(names_of_dp(DOC))
-    assert {".make_private", ".HolderSGD.plan", ".PhysicalBatches", ".doctor", ".Problem"} <= found
+    assert {".make_private", ".HolderSGD.plan", ".sampling.PhysicalBatches", ".doctor", ".Problem"} <= found
     for name in found:
         thing: Any = dp
         for part in name.split(".")[1:]:
@@ -428,7 +428,7 @@ def test_the_document_names_only_what_exists() -> None:
     for name in re.findall(r"`optimizer\.(\w+)", DOC):
         assert hasattr(dp.PrivateOptimizer, name), name
     for name in re.findall(r"`(\w+(?:Error|Exceeded|Warning))`", DOC):
-        assert issubclass(getattr(dp, name), Exception | Warning)
+        assert issubclass(getattr(dp.errors, name), Exception | Warning)
     for link in re.findall(r"\]\(([\w./]+)\)", DOC):
         assert (ROOT / "docs" / link).exists(), link
 

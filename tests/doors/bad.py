@@ -101,7 +101,11 @@ TYPES: dict[str, tuple[str, ...]] = {  # words of an annotation: labels of value
     "Any": tuple(VALUES),
     "object": tuple(VALUES),
 }
-LIBRARY = (ValueError, TypeError, *(vars(dp)[name] for name in dp.__all__ if name.endswith(("Error", "Exceeded"))))
+LIBRARY = (
+    ValueError,
+    TypeError,
+    *(vars(dp.errors)[name] for name in dir(dp.errors) if name.endswith(("Error", "Exceeded"))),
+)
 # how messages call an argument that has another name inside
 ALIASES = {
     "X": r"\bX\b|features|2D",

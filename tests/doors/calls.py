@@ -159,8 +159,8 @@ simple("dp.Full", dp.Full, n=24)
 simple("dp.Assigned", dp.Assigned, batch_size=6, n=24)
 simple("dp.Parts", dp.Parts, parts=lambda: ((dp.Full(8), 1), (dp.Poisson(4, 16), 2)), n=24)
 for _kind in (dp.Poisson, dp.Fixed, dp.Disjoint, dp.Shuffled):
-    CALLS[f"dp.{_kind.__name__}Sampler"] = lambda kind=_kind: (
-        getattr(dp, f"{kind.__name__}Sampler"),
+    CALLS[f"dp.sampling.{_kind.__name__}Sampler"] = lambda kind=_kind: (
+        getattr(dp.sampling, f"{kind.__name__}Sampler"),
         {"design": kind(6, 24)},
     )
 CALLS["dp.sampling.FullSampler"] = lambda: (dp.sampling.FullSampler, {"design": dp.Full(24)})

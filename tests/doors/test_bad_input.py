@@ -69,11 +69,17 @@ EXEMPT = {
     "Audit.contradicts",
     "dp.UserFilteredSGD.loader",
     "dp.LocalizedUserSGD.loader",
+    # what loaders of the library are made of
+    *(f"dp.sampling.{kind}Sampler" for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank")),
+    *(f"dp.sampling.{name}" for name in ("BoundedLoader", "Chunk", "DrawLog", "Isolation", "Partition", "Slots")),
+    *(f"dp.sampling.{name}" for name in ("UserLoader", "accept_empty_draws", "bounded", "fingerprint", "make_sampler")),
+    *(f"dp.sampling.{name}" for name in ("partition_name", "poisson_positions", "records_of", "require_divisible")),
+    "dp.sampling.user_ids",
 }
 
 
 def public(prefix: str, place: Any) -> Iterator[tuple[str, Any]]:
-    for name in place.__all__:
+    for name in getattr(place, "__all__", ()):  # `errors` has no other names than exceptions
         value = getattr(place, name)
         if isinstance(value, types.ModuleType):
             yield from public(f"{prefix}.{name}", value)
