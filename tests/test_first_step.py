@@ -159,7 +159,7 @@ def test_the_module_in_which_records_meet_is_named() -> None:
 def test_hooks_of_the_model_are_a_part_of_it() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].register_forward_hook(lambda module, args, out: out - out.mean(0))
-    with pytest.raises(PrivacyError, match=r"\(in (Factored)?Linear '0'"):
+    with pytest.raises(PrivacyError, match=r"\(in (Recorded)?Linear '0'"):
         step(nn.MSELoss(reduction="sum"), model)
 
 

@@ -83,7 +83,7 @@ class LocalizedSchedule:
         proved: whether the theorem covers `bound` + `tail` (with boosting: with the probability of `boosted_failure`).
 
     Example:
-        >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=math.inf,
+        >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=float("inf"),
         ...                        noise_std=0.1, error=None, uncapped_steps=9)
         >>> schedule = LocalizedSchedule(phases=(phase,), rho=0.5)
         >>> schedule.records, schedule.capped, phase.noise_multiplier
