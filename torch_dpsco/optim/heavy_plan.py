@@ -210,7 +210,7 @@ class HeavyTailed(PlannedOptimizer):
     plans: ClassVar[type[ClippedPlan]] = ClippedPlan
     words: ClassVar[tuple[str, ...]] = _PASS
     needs: ClassVar[tuple[str, ...]] = ()  # of the theorem, beside moments and smoothness
-    most: ClassVar[float]  # the largest step size of the theorem, times the smoothness, is 1 over it
+    most: ClassVar[float]  # the theorem admits step sizes up to 1 / (most * smoothness), the default
 
     @classmethod
     @abstractmethod
