@@ -18,7 +18,7 @@ from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantEr
 from torch_dpsco.theory.holder.paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_exponent, steps_theorem
 from torch_dpsco.theory.holder.stability import path_sensitivity
-from torch_dpsco.theory.output_sgd.plan import plan_output
+from torch_dpsco.theory.output_sgd.plan import _Request, balanced_output_lr, plan_output
 from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
 
 
@@ -90,6 +90,8 @@ def test_the_balanced_step_has_the_least_risk_bound(q):
     promises, task = hinge(q), TASK | {"n": 2000}
     best = plan_output(promises, **task)
     epochs = best.steps // 2000
+    request = _Request(promises, 2000, 1, 20, 1.0, 1e-6, None, "replace_one", None, "shuffled", "tight")
+    assert best.lr == balanced_output_lr(request, epochs)
     for factor in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0):
         if q == 2.0 and best.lr * factor > 1.0:
             continue
