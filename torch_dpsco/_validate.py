@@ -29,7 +29,8 @@ _T = TypeVar("_T")
 def _unpack(field: dict[str, Any]) -> tuple[str, Any]:
     if len(field) != 1:
         raise TypeError(f"exactly one keyword argument expected (got {sorted(field)})")
-    return field.popitem()
+    (item,) = field.items()
+    return item
 
 
 def shown(value: object) -> str:
