@@ -45,6 +45,8 @@ SCHEDULERS = {
 }
 
 
+# SequentialLR of older versions of torch calls `step` of its own schedulers in a way that torch deprecates
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_sets_the_rates_of_a_plain_optimizer(name):
     run = Run()
@@ -182,6 +184,7 @@ def test_a_gradient_scaler_changes_nothing():
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # RMSNorm says so
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_autocast_needs_a_loss_that_sums(rows):
+    """Rows are those of the records alone in autocast, whose own rounding differs between versions of torch."""
     for reduction in ("mean", "sum"):
         model = dp.attach(network().float(), rows=rows, loss_reduction=reduction)
         optimizer = private_optimizer(model, dp.Full(N))
@@ -195,9 +198,11 @@ def test_autocast_needs_a_loss_that_sums(rows):
                 break
             loss.backward()
             optimizer.step()
-            expected = clipped_means(network(), (x, y), N)
+            alone = network().float()
+            alone.forward = torch.autocast("cpu", dtype=torch.bfloat16)(alone.forward)
+            expected = clipped_means(alone, (x.float(), y.float()), N)
             for p, old, mean in zip(model.parameters(), before, expected, strict=True):
-                torch.testing.assert_close((old - p) / LR, mean.float(), rtol=0.1, atol=0.02)
+                torch.testing.assert_close((old - p) / LR, mean, rtol=0.01, atol=0.001)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -102,18 +102,21 @@ def test_frozen_layers_in_half_precision_are_refused_under_a_mean():
         dp.attach(model)
 
 
-class _Switch:
-    def __init__(self, fp32_precision: str) -> None:
-        self.fp32_precision = fp32_precision
+def _switch(monkeypatch: pytest.MonkeyPatch, library: str, kernels: str, value: str) -> None:
+    """Sets the switch of one kind of kernels; torch < 2.9 gets the switches for the time of a test."""
+    backend = getattr(torch.backends, library)
+    monkeypatch.setattr(backend, kernels, SimpleNamespace(fp32_precision=value), raising=False)
+    if not hasattr(backend, "fp32_precision"):
+        monkeypatch.setattr(backend, "fp32_precision", "none", raising=False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("kernels", "layer"), [("conv", nn.Conv1d(1, 1, 1)), ("rnn", nn.GRU(1, 1))])
 def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device, kernels, layer):
-    library = torch.backends.cudnn if device == "cuda" else torch.backends.mkldnn
+    library = "cudnn" if device == "cuda" else "mkldnn"
     on_device = SimpleNamespace(dtype=torch.float32, device=torch.device(device))
     for value, coarse in (("tf32", True), ("bf16", True), ("ieee", False), ("none", False)):
-        monkeypatch.setattr(library, kernels, _Switch(value), raising=False)
+        _switch(monkeypatch, library, kernels, value)
         assert (precision.coarse_setting([layer], [on_device]) is not None) == coarse
         assert precision.coarse_setting([nn.Linear(1, 1)], [on_device]) is None
 
@@ -121,12 +124,12 @@ def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device
 def test_a_refusal_names_what_switches_it_off(monkeypatch):
     """On CUDA convolutions are in TF32 by default."""
     conv, weight = nn.Conv2d(1, 1, 1), SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
-    monkeypatch.setattr(torch.backends.cudnn, "conv", _Switch("tf32"), raising=False)
+    _switch(monkeypatch, "cudnn", "conv", "tf32")
     text = precision.inexact_mean([conv], [weight])
     assert "torch.backends.cudnn.conv.fp32_precision='tf32' rounds its 1/B" in text
     assert text.endswith("switch it off: torch.backends.cudnn.allow_tf32 = False")
     assert "dp.attach(model, loss_reduction='sum')" in text
-    monkeypatch.setattr(torch.backends.cudnn, "conv", _Switch("bf16"), raising=False)
+    _switch(monkeypatch, "cudnn", "conv", "bf16")
     assert "switch it off: torch.backends.cudnn.conv.fp32_precision = 'ieee'" in precision.inexact_mean(
         [conv], [weight]
     )
@@ -160,7 +163,7 @@ def test_what_switches_a_setting_off_does(name):
 
 def test_a_mean_loss_through_coarse_convolutions_is_refused(monkeypatch):
     model = dp.attach(nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 1)))
-    monkeypatch.setattr(torch.backends.mkldnn, "conv", _Switch("bf16"), raising=False)
+    _switch(monkeypatch, "mkldnn", "conv", "bf16")
     with pytest.raises(SequenceError, match=r"mkldnn\.conv"):
         model(torch.ones(2, 1, 3)).mean().backward()
 

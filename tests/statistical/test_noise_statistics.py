@@ -36,7 +36,7 @@ def has_std(values: Tensor, std: float) -> bool:
 
 
 def is_gaussian(values: Tensor, std: float) -> bool:
-    return bool(stats.kstest(values.double().flatten().numpy(), "norm", (0.0, std)).pvalue > FALSE_ALARM)
+    return bool(stats.kstest(values.double().flatten().numpy(), stats.norm(scale=std).cdf).pvalue > FALSE_ALARM)
 
 
 def are_uncorrelated(first: Tensor, second: Tensor) -> bool:
