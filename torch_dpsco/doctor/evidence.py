@@ -40,8 +40,8 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
                 f"with another record 0, the gradients of {count} of the {evidence.size - 1} other records moved, by "
                 f"up to {float(moved.max()):.2g} of the largest row"
             )
-    for (reference, other), what in zip(evidence.outliers, evidence.outlier_kinds, strict=True):
-        count = jumps(reference, other, evidence.size)
+    for what, size, reference, other in evidence.outliers:
+        count = jumps(reference, other, size)
         if count and not found:
             found = f"with {what} as record 0, the gradients of {count} of the other records moved"
     if found:
@@ -267,8 +267,7 @@ class Evidence:
         size: records of the synthetic batch.
         base: the batch.
         changed: the same batch with another record 0.
-        outliers: pairs of batches that differ in record 0, which is an outlier in one of them.
-        outlier_kinds: what it is.
+        outliers: what record 0 is in the second of two batches that differ in it, their size, and the two.
         again: the batch directly after itself.
         after_other: the batch directly after one of other records.
         buffers: names of buffers and frozen parameters that a training forward changed.
@@ -286,8 +285,7 @@ class Evidence:
     size: int = 0
     base: Pass | None = None
     changed: Pass | None = None
-    outliers: list[tuple[Pass, Pass]] = field(default_factory=list)
-    outlier_kinds: list[str] = field(default_factory=list)
+    outliers: list[tuple[str, int, Pass, Pass]] = field(default_factory=list)
     again: Pass | None = None
     after_other: Pass | None = None
     buffers: list[str] = field(default_factory=list)
