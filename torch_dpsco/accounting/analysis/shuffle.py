@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis.binomial import lower_tail, upper_tail
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 FloatArray = NDArray[np.float64]
@@ -41,7 +42,6 @@ FloatArray = NDArray[np.float64]
 _POINTS = 1 << 22  # of a window, about 200 MB
 _MANY_POINTS = 1 << 18  # of a window for which all shifts and orders are wanted
 _UNIT = 2.0**-53
-_TAIL = 1e-8  # relative: more than the error of the binomial tails for all N with at most _POINTS points
 _ROUNDING = 1.0 + 1e-12  # more than that of the few operations on bounds
 # from 1.004, closely enough that the chords between them cost 0.5 %; nothing ever needs the last of them
 _ORDERS = tuple(1 + 0.004 * 1.3**k for k in range(17)) + tuple(1 + 0.3 * 1.15**k for k in range(120))
@@ -164,7 +164,7 @@ class _Window:
             raise InfeasibleError(f"trials and shift must give a window of at most {_POINTS} points (got {high - low})")
         # PRIVACY: what is off the window is rounded up
         # (test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up)
-        self.lost = float(binom.cdf(low - 1, trials, p) + binom.sf(high, trials, p)) * (1 + _TAIL)
+        self.lost = (lower_tail(low - 1, trials, p) + upper_tail(high + 1, trials, p)) * _ROUNDING
         if self.lost >= 1:
             raise ConditionError(f"shift must leave a window within {trials} trials (got {reach})")
         steps = _log_ratios(trials, p, low - reach + 1, high + reach)

@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 from scipy.special import ndtr
-from scipy.stats import binom
 from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.analysis.binomial import lower_tail
 from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import NonPrivate, PoissonGaussian, Sequential
 from torch_dpsco.accounting.stated import Failure, Pure
@@ -53,7 +53,7 @@ from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.theory.user_level.sensitivity import poisson_filter_coefficient
 
 _UNIT = 2.0**-53
-_UP = 1 + 1e-9  # more than the errors of the special functions
+_UP = 1 + 1e-9  # more than the error of a normal tail
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PoissonTest:
         """Probability of a bad step, rounded up."""
         # PRIVACY: both ways to be bad (test_bad_steps_are_as_rare_as_declared)
         wrong = float(ndtr((self.threshold - self.largest_deficiency) / self.noise_std))
-        return (wrong + float(binom.cdf(self.least - 1, self.users_at_least - 1, self.sample_rate))) * _UP
+        return (wrong + lower_tail(self.least - 1, self.users_at_least - 1, self.sample_rate)) * _UP
 
 
 @dataclass(frozen=True)

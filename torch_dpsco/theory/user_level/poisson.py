@@ -29,6 +29,7 @@ from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import binom
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.binomial import lower_tail
 from torch_dpsco.accounting.analysis.pld import pld_delta
 from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError
@@ -36,7 +37,7 @@ from torch_dpsco.theory.user_level.sensitivity import best_poisson_ramp_end, poi
 
 SCORE_SENSITIVITY = 2.0
 _UP = 1 + 1e-14
-_TAIL_UP = 1 + 1e-9  # more than the error of binomial and normal tails (test_tails_are_not_below_their_exact_values)
+_TAIL_UP = 1 + 1e-9  # more than the error of a normal tail
 
 
 def poisson_step_mu(score_sensitivity: float, score_noise_std: float, noise_ratio: float) -> float:
@@ -68,7 +69,7 @@ def poisson_underflow(n_users: int, sample_rate: float, n_min: int) -> float:
         True
     """
     n, q = check.positive_count(n_users=n_users), check.between(0.0, 1.0, sample_rate=sample_rate)
-    return min(1.0, float(binom.cdf(check.count(n_min=n_min) - 1, n - 1, q)) * _TAIL_UP)
+    return lower_tail(check.count(n_min=n_min) - 1, n - 1, q)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,10 @@ from typing import NamedTuple
 from scipy.stats import binom
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.binomial import upper_tail
 from torch_dpsco.errors import ConditionError
 
 _UP = 1 + 2e-15  # more than the roundings of the few operations of a coefficient, none of which cancels
-_TAIL_UP = 1 + 1e-9  # of a binomial tail: more than the error of the special function (tests against exact sums)
 
 
 class RampEnd(NamedTuple):
@@ -164,7 +164,7 @@ def bernoulli_mismatch(count: int, probability: float, failure: float) -> int:
 
     def exceeds(k: int) -> bool:
         # PRIVACY: an isf that is one too small would hide mismatches (test_mismatches_are_counted_exactly)
-        return bool(binom.sf(k, count, p) * _TAIL_UP > failure)
+        return upper_tail(k + 1, count, p) > failure
 
     while k < count and exceeds(k):
         k += 1
