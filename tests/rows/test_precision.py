@@ -70,6 +70,18 @@ def test_a_mean_loss_in_reduced_matmul_precision_is_refused(rows, setting):
     gradients(model, x, "mean")
 
 
+@pytest.mark.parametrize("variable", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
+def test_a_variable_that_lets_cpu_kernels_round_counts_like_a_switch(monkeypatch, variable):
+    model, before = dp.attach(_two_layers()), precision.switches()
+    monkeypatch.setenv(variable, "strict")
+    gradients(model, torch.ones(4, 8), "mean")
+    monkeypatch.setenv(variable, "BF16")
+    assert not precision.products_are_exact()
+    assert precision.switches() != before
+    with pytest.raises(SequenceError, match=f"variable {variable}=BF16 rounds its 1/B.*unset {variable}"):
+        model(torch.ones(4, 8)).mean().backward()
+
+
 def test_a_sum_loss_in_reduced_matmul_precision_trains():
     torch.set_float32_matmul_precision("medium")
     assert len(gradients(dp.attach(_two_layers(), loss_reduction="sum"), torch.ones(4, 8), "sum")) == 4

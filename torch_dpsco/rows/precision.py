@@ -10,6 +10,7 @@ Source: docs/proofs/rounding.md#products-in-reduced-precision.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch_dpsco.errors import SequenceError
 
 HALF = (torch.bfloat16, torch.float16)
 _EXACT = ("none", "ieee")
+_ONEDNN = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # environment variables of torch's CPU kernels
 
 
 def require_full_precision(backprops: Tensor) -> None:
@@ -34,10 +36,17 @@ def require_full_precision(backprops: Tensor) -> None:
 
 def products_are_exact() -> bool:
     """Returns whether float32 products run in float32: TensorFloat-32 and bfloat16 shortcuts are off."""
+    if _fpmath_mode() is not None:
+        return False
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # set through torch's newer per-backend switches: unknown, so assume the worst
         return False
+
+
+def _fpmath_mode() -> str | None:
+    """Returns the environment variable that lets oneDNN round products, None if there is none."""
+    return next((name for name in _ONEDNN if os.environ.get(name, "STRICT").upper() != "STRICT"), None)
 
 
 def slack(dtype: torch.dtype) -> float:
@@ -67,6 +76,8 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coa
     device = params[0].device.type
     if torch.is_autocast_enabled(device):
         return Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
+    if variable := _fpmath_mode():
+        return Coarse(f"the environment variable {variable}={os.environ[variable]}", f"unset {variable} and start anew")
     if not products_are_exact():
         setting = "torch.set_float32_matmul_precision, or another switch of products in reduced precision,"
         return Coarse(setting, "torch.set_float32_matmul_precision('highest')")
@@ -99,7 +110,7 @@ def switches() -> tuple[object, ...]:
         for_all = "mixed"
     products = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
     kernels = [_coarse_kernels(library, name) for library in ("cudnn", "mkldnn") for name in ("conv", "rnn")]
-    return for_all, *(getattr(product, "fp32_precision", None) for product in products), *kernels
+    return for_all, _fpmath_mode(), *(getattr(product, "fp32_precision", None) for product in products), *kernels
 
 
 def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
