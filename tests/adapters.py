@@ -247,11 +247,11 @@ def regularized_phase_trajectory(
     """Returns the last iterate of LocalizedSGD in one phase with a ball around its start, noise off."""
     weight, x, target, _ = _start(X, y, w0, steps, clip)
     n = len(X)
-    phase = resolve("torch_dpsco.theory.heavy_tailed.phases", "LocalizedPhase")(
+    phase = resolve("torch_dpsco.theory.heavy_tailed.localized", "LocalizedPhase")(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
         uncapped_steps=steps,
     )  # fmt: skip
-    schedule = resolve("torch_dpsco.theory.heavy_tailed.phases", "LocalizedSchedule")(phases=(phase,), rho=None)
+    schedule = resolve("torch_dpsco.theory.heavy_tailed.localized", "LocalizedSchedule")(phases=(phase,), rho=None)
     kind = resolve("torch_dpsco", "LocalizedSGD")
     optimizer = kind([weight], kind.plan(phases=schedule, n=n))
     *_, last = _run(optimizer, w0, x, target)
@@ -329,7 +329,7 @@ def auto_clip_rows(rows: Sequence[Sequence[float]], bound: float, offset: float)
 
 def central_candidate(candidates: Sequence[Sequence[float]]) -> Any:
     """Returns the most central of the candidates."""
-    select_central = resolve("torch_dpsco.rules.anchored", "select_central")
+    select_central = resolve("torch_dpsco.rules", "select_central")
     return select_central(torch.tensor(candidates, dtype=torch.float64))
 
 

@@ -18,9 +18,9 @@ from scipy.stats import binom
 
 import torch_dpsco as dp
 from tests.streams import picks
+from torch_dpsco import audit as bound
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Event, Gaussian, PoissonGaussian, Repeat, WORGaussian
-from torch_dpsco.audit import bound
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.oracles.clipped import ClippedMean
 

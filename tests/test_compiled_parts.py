@@ -17,8 +17,8 @@ from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import GradBatch, has_rows, micro_batches
+from torch_dpsco.rows.batch import forget_rows, leave_rows
 from torch_dpsco.rows.micro_batches import micro_batch_size
-from torch_dpsco.rows.precomputed import forget_rows, leave_rows
 
 
 def expected_parts(mean: int, size: int) -> float:

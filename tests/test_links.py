@@ -72,6 +72,22 @@ def test_what_code_cites_and_pages_link_is_there() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def spelled_out(path: str) -> list[str]:
+    """Returns the paths that `a/{b,c}.py` stands for."""
+    found = re.search(r"\{([^{}]*)\}", path)
+    return [path.replace(found[0], name) for name in found[1].split(",")] if found else [path]
+
+
+def test_files_and_folders_that_pages_name_are_there() -> None:
+    places = [ROOT / name for name in ("", "torch_dpsco", "tests", "docs")]
+    wrong = []
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
+        named = re.findall(r"`([\w{},*]+/[\w/{},*]*(?:\.py|/))`", page.read_text(encoding="utf-8"))
+        paths = [path for name in named for path in spelled_out(name)]
+        wrong += [f"{page.relative_to(ROOT)}: {path}" for path in paths if not any([*p.glob(path)] for p in places)]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_proofs_are_cited_by_page_and_anchor() -> None:
     wrong = []
     for path in (path for path in PAGES + CODE if path != Path(__file__)):

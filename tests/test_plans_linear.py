@@ -29,9 +29,8 @@ from torch_dpsco.linear.adassp import AdaSSPPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.output import OutputPlan, _sensitivity
-from torch_dpsco.linear.records import build_objective, make_records
 from torch_dpsco.linear.solved import SolvedOptimizer
-from torch_dpsco.linear.task import LinearPlan
+from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
 from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det

@@ -35,7 +35,7 @@ from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, qu
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.noise import normal
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, with_grid
+from torch_dpsco.theory.rounding import asks_exact, exact_grid, with_grid
 
 __all__ = [
     "C_MAX",

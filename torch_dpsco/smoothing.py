@@ -30,7 +30,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.noise import normal_, uniform
 from torch_dpsco.rng import Source, noise_generator
-from torch_dpsco.rules.base import State
+from torch_dpsco.rules import State
 
 
 def ball_shift(params: Sequence[Tensor], radius: float, generator: Source) -> list[Tensor]:

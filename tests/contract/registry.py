@@ -20,7 +20,7 @@ from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.mechanisms.shuffle import ShuffleParameters
 from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase

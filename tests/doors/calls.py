@@ -23,7 +23,7 @@ from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
 from torch_dpsco.theory.correlated import square_root
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase

@@ -19,9 +19,9 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_si
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear import LinearTask, Preparation
 from torch_dpsco.linear.output import OutputPlan, markov_plan, plan_output
-from torch_dpsco.linear.records import build_objective, make_records
 from torch_dpsco.linear.solvers import solve
 from torch_dpsco.linear.solvers.certificates import project
+from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.theory.linear.output import expected_suboptimal_sensitivity
 

@@ -13,8 +13,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
 from torch_dpsco.linear import LinearTask, Preparation
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan, plan_noisy_gd
-from torch_dpsco.linear.records import build_objective, make_records
 from torch_dpsco.linear.solvers.certificates import project
+from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.theory.linear.solvers import gradient_rounding
 

@@ -22,7 +22,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.linear import LinearTask, Preparation
 from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
-from torch_dpsco.linear.records import make_records
+from torch_dpsco.linear.task import make_records
 from torch_dpsco.losses.clipped import ResidualClipped
 
 DELTA = 1e-3

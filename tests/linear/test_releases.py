@@ -17,9 +17,9 @@ from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, Ut
 from torch_dpsco.linear import LinearTask, Preparation, fit_linear, output, plan_linear
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
-from torch_dpsco.linear.records import build_objective, make_records
 from torch_dpsco.linear.solvers import Solution, solve
 from torch_dpsco.linear.solvers.certificates import Certificate
+from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.theory.linear.objective import AMP_MU_OUT, amp_sigma_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_sigma_monotone

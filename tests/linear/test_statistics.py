@@ -16,7 +16,7 @@ from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.linear import LinearTask, Preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan, _symmetric, plan_adassp
 from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.records import make_records
+from torch_dpsco.linear.task import make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.theory.linear.adassp import adassp_constants
 

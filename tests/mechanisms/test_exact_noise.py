@@ -26,7 +26,7 @@ from torch_dpsco.accounting.identify import RatePoisson
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.mechanisms.vector_noise import exact_release, on_grid, release_on_grid
 from torch_dpsco.rng import Keystream, Stream
-from torch_dpsco.theory.exact_noise import Grid, asks_exact, exact_grid, with_grid
+from torch_dpsco.theory.rounding import Grid, asks_exact, exact_grid, with_grid
 
 IDEAL = "ideal Gaussian noise (floating-point attacks on the noise are out of scope)"
 SETTINGS = [(1.0, 1.0, 1), (3.7, 0.3, 10), (1e-9, 1e-7, 1000), (250.0, 2.0, 10**6), (1e40, 1e38, 33)]

@@ -22,7 +22,7 @@ from tests.reference.papers.heavy_tailed import (
     vector_parameters_paper,
     vector_sum,
 )
-from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon, zcdp_rho
+from torch_dpsco.accounting.analysis.convert import zcdp_epsilon, zcdp_rho
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.mechanisms import shuffle as shuffle_noise
 from torch_dpsco.mechanisms import shuffle as shuffle_sizing

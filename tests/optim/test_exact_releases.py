@@ -20,10 +20,10 @@ from torch_dpsco.linear import adassp as adassp_module
 from torch_dpsco.linear import output as output_module
 from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.output import markov_plan, plan_output
-from torch_dpsco.linear.records import make_records
+from torch_dpsco.linear.task import make_records
 from torch_dpsco.mechanisms.vector_noise import on_grid
 from torch_dpsco.optim import row_free
-from torch_dpsco.theory.exact_noise import exact_grid
+from torch_dpsco.theory.rounding import exact_grid
 
 N, DIM = 60, 3
 BUDGET = dp.Budget(1.0, 1e-4)

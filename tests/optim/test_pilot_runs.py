@@ -37,7 +37,7 @@ from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
 from torch_dpsco.optim.localized import parts_of
 from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 
 # Seeds warn in every test here, and pilots that are too small to resolve their quantile.
 pytestmark = [

@@ -28,8 +28,8 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.output import OutputPlan
-from torch_dpsco.linear.records import build_objective, make_records
 from torch_dpsco.linear.solvers import SOLVERS, solve
+from torch_dpsco.linear.task import build_objective, make_records
 
 N = 24
 BUDGET = dp.Budget(1.0, 1e-6)

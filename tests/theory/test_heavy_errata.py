@@ -9,8 +9,8 @@ import pytest
 
 from tests.reference.papers.accounting import zcdp_epsilon_bs16
 from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes, vector_parameters_paper
+from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.theory.clipping import clip_bias, mean_noise_std
 from torch_dpsco.theory.heavy_tailed.localized import localized_schedule_ballfree

@@ -16,8 +16,12 @@ from tests.reference.papers.heavy_tailed import boosted_copies, localized_schedu
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.heavy_tailed.boosted import boosted_failure, boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import ballfree_rate, localized_schedule, localized_schedule_ballfree
-from torch_dpsco.theory.heavy_tailed.phases import halved_sizes
+from torch_dpsco.theory.heavy_tailed.localized import (
+    ballfree_rate,
+    halved_sizes,
+    localized_schedule,
+    localized_schedule_ballfree,
+)
 from torch_dpsco.theory.heavy_tailed.reduction import (
     localized_schedule_minibatch,
     minibatch_size,

@@ -9,8 +9,12 @@ import pytest
 from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import localized_schedule, localized_schedule_ballfree
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedSchedule, halved_sizes
+from torch_dpsco.theory.heavy_tailed.localized import (
+    LocalizedSchedule,
+    halved_sizes,
+    localized_schedule,
+    localized_schedule_ballfree,
+)
 from torch_dpsco.theory.heavy_tailed.reduction import localized_schedule_minibatch, reduction_schedule
 
 TASK = {"n": 5000, "dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "diameter": 2.0}

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events as kinds
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
-from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon
+from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.rdp import (
@@ -39,7 +39,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_wor_gaussian,
 )
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
-from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
 from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import AdjacencyError

@@ -18,13 +18,12 @@ from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
-from torch_dpsco.linear.records import make_records
 from torch_dpsco.linear.solvers import SOLVERS
-from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation
+from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.theory.exact_noise import asks_exact
+from torch_dpsco.theory.rounding import asks_exact
 
 __all__ = ["MECHANISMS", "LinearTask", "Preparation", "choose_mechanism", "fit_linear", "plan_linear"]
 

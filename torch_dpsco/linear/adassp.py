@@ -29,10 +29,9 @@ from torch_dpsco.losses import Squared
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector
 from torch_dpsco.plan import exact_cost
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.linear.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper, adassp_mu
 from torch_dpsco.theory.linear.solvers import sum_terms
-from torch_dpsco.theory.rounding import DOUBLE
+from torch_dpsco.theory.rounding import DOUBLE, asks_exact, exact_grid, require_gaussian, with_grid
 
 
 @dataclass(frozen=True, kw_only=True)

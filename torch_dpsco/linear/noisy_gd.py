@@ -26,16 +26,14 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.records import build_objective
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask
+from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.exact_noise import require_gaussian
 from torch_dpsco.theory.linear.objective import objpert_reg
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.linear.solvers import gradient_rounding
-from torch_dpsco.theory.rounding import DOUBLE
+from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
 _MOST_STEPS = 500  # a step reads all records
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded

@@ -27,14 +27,12 @@ from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.records import build_objective
 from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask
+from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.exact_noise import require_gaussian
 from torch_dpsco.theory.linear.objective import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
@@ -48,6 +46,7 @@ from torch_dpsco.theory.linear.objective import (
 )
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
 from torch_dpsco.theory.linear.solvers import amp_tolerance, gradient_rounding
+from torch_dpsco.theory.rounding import require_gaussian
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,8 +59,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
-from torch_dpsco.accounting.analysis.zcdp import zcdp_rho
 from torch_dpsco.accounting.stated import ApproxZCDP
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.noise import uniform, words

@@ -29,11 +29,11 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows import clear_rows, forget_wrappers
-from torch_dpsco.rules.base import UpdateRule
+from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoader, Slots, UserLoader, user_ids
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.smoothing import Shifts
-from torch_dpsco.theory.exact_noise import asks_exact
+from torch_dpsco.theory.rounding import asks_exact
 
 
 class Assembly(CommonOptimizer):

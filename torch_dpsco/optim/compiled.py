@@ -54,8 +54,8 @@ from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
+from torch_dpsco.rows.batch import forget_rows, leave_rows
 from torch_dpsco.rows.micro_batches import micro_batch_size
-from torch_dpsco.rows.precomputed import forget_rows, leave_rows
 from torch_dpsco.rows.supported import require_supported
 
 _MOST = 2**14  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000

@@ -32,8 +32,7 @@ from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
-from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
-from torch_dpsco.rules.base import AVERAGES
+from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule

@@ -41,7 +41,7 @@ from torch_dpsco.optim.planned import (
 from torch_dpsco.oracles.holder import NOISES, HolderAbsolute, HolderClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
-from torch_dpsco.rules.base import AVERAGES
+from torch_dpsco.rules import AVERAGES
 from torch_dpsco.theory.holder.paper import search_split_paper
 from torch_dpsco.theory.holder.schedules import average_risk_bound, balanced_lr
 

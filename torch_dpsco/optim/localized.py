@@ -39,8 +39,13 @@ from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import localized_schedule, localized_schedule_ballfree
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule, halved_sizes
+from torch_dpsco.theory.heavy_tailed.localized import (
+    LocalizedPhase,
+    LocalizedSchedule,
+    halved_sizes,
+    localized_schedule,
+    localized_schedule_ballfree,
+)
 from torch_dpsco.theory.heavy_tailed.reduction import localized_schedule_minibatch, minibatch_size, reduction_schedule
 
 METHODS = ("localized", "ball", "boosted", "reduction")

@@ -53,13 +53,12 @@ from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.row_free_plan import RowFreePlan, loss_promises, numbers_of, target_of, whole_epochs
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
-from torch_dpsco.theory.exact_noise import asks_exact, with_grid
 from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
 from torch_dpsco.theory.output_sgd.bolt_on import bolt_on_sensitivity, plan_bolt_on
 from torch_dpsco.theory.output_sgd.mixture import weighted_law
 from torch_dpsco.theory.output_sgd.plan import paper_sensitivity, plan_output
 from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, LossPromises, output_path
-from torch_dpsco.theory.rounding import scaled_up
+from torch_dpsco.theory.rounding import asks_exact, scaled_up, with_grid
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 

@@ -15,7 +15,7 @@ from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
 from torch_dpsco.oracles.phased import QuantilePilot
 from torch_dpsco.theory.clipping import exchange_rate_phase
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 
 
 @dataclass(frozen=True)

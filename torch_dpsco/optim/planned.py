@@ -28,11 +28,10 @@ from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
-from torch_dpsco.rules import SGD, UpdateRule
-from torch_dpsco.rules.base import AVERAGES
+from torch_dpsco.rules import AVERAGES, SGD, UpdateRule
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.exact_noise import asks_exact
+from torch_dpsco.theory.rounding import asks_exact
 
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {
     "poisson": Poisson,

@@ -23,9 +23,9 @@ from torch_dpsco.optim.planned import ANSWERS, drawing
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
-from torch_dpsco.rules.base import AVERAGES
-from torch_dpsco.theory.exact_noise import asks_exact
+from torch_dpsco.rules import AVERAGES
 from torch_dpsco.theory.output_sgd.promises import LossPromises, OutputRun
+from torch_dpsco.theory.rounding import asks_exact
 
 
 @dataclass(frozen=True)

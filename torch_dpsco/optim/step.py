@@ -32,7 +32,7 @@ from torch_dpsco.optim.common import check_call, in_turn
 from torch_dpsco.optim.state import Saved
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
-from torch_dpsco.rules.base import trained
+from torch_dpsco.rules import trained
 from torch_dpsco.schedule import Phase
 
 _PRIVATE_MEAN = (

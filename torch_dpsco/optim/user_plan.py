@@ -25,7 +25,7 @@ from torch_dpsco.oracles.users.poisson import AdaptiveRadius
 from torch_dpsco.oracles.users.search import UserSearched
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
-from torch_dpsco.rules.base import UpdateRule
+from torch_dpsco.rules import UpdateRule
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import UserPhase
 from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan

@@ -68,7 +68,7 @@ from torch_dpsco.oracles.base import Release, clip_weights
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.theory.exact_noise import exact_grid, with_grid
+from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
 _NULL = 2.0**-44  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63

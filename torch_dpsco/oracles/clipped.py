@@ -41,7 +41,7 @@ from torch_dpsco.noise import add_normal_, normal_
 from torch_dpsco.oracles.base import Cut, MeanOracle, Release, clip_weights, clipped_slopes, cuts, in_float32, views
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import FLOAT64, GradBatch, LinearBlock, Summation, plan_summation, weighted_rows
-from torch_dpsco.theory.exact_noise import Grid, exact_grid, with_grid
+from torch_dpsco.theory.rounding import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
 

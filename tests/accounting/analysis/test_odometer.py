@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon
+from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon, zcdp_epsilon, zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.accounting.analysis.odometer import (
     ODOMETER_ORDERS,
@@ -22,7 +22,6 @@ from torch_dpsco.accounting.analysis.odometer import (
     odometer_epsilon,
     zcdp_filter_budget,
 )
-from torch_dpsco.accounting.analysis.zcdp import zcdp_epsilon, zcdp_rho
 
 GRID = np.array(ODOMETER_ORDERS)
 deltas = st.one_of(st.floats(-300.0, -0.01).map(lambda x: 10**x), st.floats(0.01, 0.99))

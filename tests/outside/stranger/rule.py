@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import torch_dpsco as dp
-from torch_dpsco.rules.base import Groups, State, absorb, trained
+from torch_dpsco.rules import Groups, State, absorb, trained
 from torch_dpsco.schedule import Phase
 
 

@@ -34,7 +34,7 @@ from torch_dpsco.theory.clipping import (
 from torch_dpsco.theory.heavy_tailed.averaged import _clip, strongly_convex_coefficients
 from torch_dpsco.theory.heavy_tailed.boosted import _gap
 from torch_dpsco.theory.heavy_tailed.inputs import OnePass
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, halved_sizes
+from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, halved_sizes
 from torch_dpsco.theory.heavy_tailed.reduction import _parts
 
 

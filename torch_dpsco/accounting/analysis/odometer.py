@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.accounting.analysis.zcdp import zcdp_rho
 
 ODOMETER_ORDERS = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0)
 

@@ -16,8 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_dpsco.rows.base import Block, work_dtype
-from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
-from torch_dpsco.rows.layers.saved_factors import Formed, Kept, added, joined, leaves_factors, pairs, require_unwritten
+from torch_dpsco.rows.layers.recorded import (
+    Formed,
+    Kept,
+    Kind,
+    Use,
+    added,
+    joined,
+    leaves_factors,
+    pairs,
+    require_dims,
+    require_unwritten,
+)
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.rows.base import NORM_ERROR, Block, Summation, row_norms, work_dtype
-from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
-from torch_dpsco.rows.layers.saved_factors import Formed, Kept
+from torch_dpsco.rows.layers.recorded import Formed, Kept, Kind, Use, require_dims
 
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_dpsco.rows.layers.recorded import Kind, Use
-from torch_dpsco.rows.layers.saved_factors import Kept, pairs
+from torch_dpsco.rows.layers.recorded import Kept, Kind, Use, pairs
 
 
 class LinearKind(Kind):

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_dpsco.rows.base import work_dtype
-from torch_dpsco.rows.layers.recorded import Kind, Use, require_dims
-from torch_dpsco.rows.layers.saved_factors import Formed, Kept
+from torch_dpsco.rows.layers.recorded import Formed, Kept, Kind, Use, require_dims
 
 
 def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:

@@ -28,13 +28,15 @@ from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.clipping import clip_bias, clip_threshold_square, mean_noise_std
 from torch_dpsco.theory.heavy_tailed.inputs import check_order
 from torch_dpsco.theory.heavy_tailed.localized import (
+    LocalizedPhase,
+    LocalizedSchedule,
     ballfree_rate,
     ballfree_steps,
     capped_steps,
     noise_level,
+    scaled_regs,
     warn_if_capped,
 )
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule, scaled_regs
 
 _SMALLEST_GROUP = 16
 

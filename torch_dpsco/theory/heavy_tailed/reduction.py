@@ -23,8 +23,14 @@ from dataclasses import replace
 from torch_dpsco import _validate as check
 from torch_dpsco.theory.clipping import clip_bias, clip_threshold_linear
 from torch_dpsco.theory.heavy_tailed.inputs import check_order
-from torch_dpsco.theory.heavy_tailed.localized import ballfree_rate, localized_schedule_ballfree, regularization
-from torch_dpsco.theory.heavy_tailed.phases import LocalizedPhase, LocalizedSchedule, halved_sizes
+from torch_dpsco.theory.heavy_tailed.localized import (
+    LocalizedPhase,
+    LocalizedSchedule,
+    ballfree_rate,
+    halved_sizes,
+    localized_schedule_ballfree,
+    regularization,
+)
 
 _SKIP_BELOW = 16
 

@@ -49,7 +49,6 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder.stability import expansions, step_sizes
 from torch_dpsco.theory.linear.output import noise_norms, safe
 from torch_dpsco.theory.output_sgd.promises import (
@@ -60,7 +59,16 @@ from torch_dpsco.theory.output_sgd.promises import (
     distance_bound,
     each_step,
 )
-from torch_dpsco.theory.rounding import DOUBLE, Arithmetic, gamma, scaled_up
+from torch_dpsco.theory.rounding import (
+    DOUBLE,
+    Arithmetic,
+    asks_exact,
+    exact_grid,
+    gamma,
+    require_gaussian,
+    scaled_up,
+    with_grid,
+)
 
 _POWERS: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0}  # of t, in the weight of w_t
 

@@ -26,7 +26,6 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.exact_noise import asks_exact, exact_grid, require_gaussian, with_grid
 from torch_dpsco.theory.holder.paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_theorem
 from torch_dpsco.theory.holder.stability import RunPath, expansions, path_sensitivity
@@ -40,7 +39,7 @@ from torch_dpsco.theory.output_sgd.promises import (
     each_step,
     output_path,
 )
-from torch_dpsco.theory.rounding import DOUBLE
+from torch_dpsco.theory.rounding import DOUBLE, asks_exact, exact_grid, require_gaussian, with_grid
 
 _SAMPLING, _MODES = ("shuffled", "fixed"), ("tight", "paper")
 _MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
