@@ -18,9 +18,9 @@ from scipy.stats import binom
 
 import torch_dpsco as dp
 from tests.streams import picks
-from torch_dpsco import audit as bound
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Event, Gaussian, PoissonGaussian, Repeat, WORGaussian
+from torch_dpsco.audit import _epsilon_lower, choose, judge
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.oracles.clipped import ClippedMean
 
@@ -101,8 +101,8 @@ def test_a_bound_from_the_outputs_that_chose_it_is_false():
     judged, flattered = 0, 0
     for scores in normal(4, 200, 2, 1000):
         sides = scores[0], scores[1]
-        judged += bound.judge([sides], 0, 0.0, 0.9).epsilon_lower > 0
-        flattered += bound.choose(sides, 0, 500, 0.0, 0.05).bound > 0
+        judged += judge([sides], 0, 0.0, 0.9).epsilon_lower > 0
+        flattered += choose(sides, 0, 500, 0.0, 0.05).bound > 0
     assert judged <= binom.isf(TAIL, 200, 0.1) < flattered
 
 
@@ -124,7 +124,7 @@ def test_the_interval_ends_are_those_of_the_binomial_tails(hits, false_hits, n, 
     t = rate(hits, tail) if hits else mp.mpf(0)
     f = rate(false_hits + 1, 1 - mp.mpf(tail))
     expected = max(mp.log(max(t / f, (1 - f) / (1 - t))), 0)
-    found = bound._epsilon_lower(np.array([hits]), np.array([false_hits]), n, 0.0, tail)[0]
+    found = _epsilon_lower(np.array([hits]), np.array([false_hits]), n, 0.0, tail)[0]
     assert found == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
 
 
