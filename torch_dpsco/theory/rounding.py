@@ -69,7 +69,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError, MissingConstantError
 
@@ -144,12 +143,12 @@ class Arithmetic:
     gradient_error: float | None = None
 
     def __post_init__(self) -> None:
-        _validate.positive_count(dim=self.dim)
-        _validate.positive_count(batch_size=self.batch_size)
-        _validate.positive(unit_roundoff=self.unit_roundoff)
-        _validate.nonnegative(score_offset=self.score_offset)
+        check.positive_count(dim=self.dim)
+        check.positive_count(batch_size=self.batch_size)
+        check.positive(unit_roundoff=self.unit_roundoff)
+        check.nonnegative(score_offset=self.score_offset)
         if self.gradient_error is not None:
-            _validate.nonnegative(gradient_error=self.gradient_error)
+            check.nonnegative(gradient_error=self.gradient_error)
 
     def score_error(self, radius: Numbers) -> Numbers:
         """Returns q, the error of a computed score over B, at parameters of this norm."""
