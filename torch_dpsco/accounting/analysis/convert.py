@@ -48,7 +48,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
@@ -77,10 +77,10 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: Failu
         >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
         1.371828e-06
     """
-    delta = _validate.between(0.0, 1.0, delta=delta)
-    failure = _validate.between(0.0, 1.0, failure=failure)
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    kind = _validate.choice(_KINDS, kind=kind)
+    delta = check.between(0.0, 1.0, delta=delta)
+    failure = check.between(0.0, 1.0, failure=failure)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    kind = check.choice(_KINDS, kind=kind)
     if failure == 0:
         return delta
     kept = 1 - failure if kind == "coupling" else 1.0
@@ -110,10 +110,10 @@ def delta_before_failure(delta: float, failure: float, epsilon: float, kind: Fai
         >>> round(delta_before_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="transcript"), 12)
         9e-07
     """
-    delta = _validate.between(0.0, 1.0, delta=delta)
-    failure = _validate.between(0.0, 1.0, failure=failure)
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    kind = _validate.choice(_KINDS, kind=kind)
+    delta = check.between(0.0, 1.0, delta=delta)
+    failure = check.between(0.0, 1.0, failure=failure)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    kind = check.choice(_KINDS, kind=kind)
     if failure == 0:
         return delta
     # PRIVACY: what is taken away is rounded up (test_the_inverse_never_exceeds_the_delta_of_the_statement)
@@ -160,7 +160,7 @@ def epsilon_with_failures(
         >>> round(epsilon_with_failures(1e-5, lambda delta: gaussian_epsilon(0.1, delta), per_side=1e-6), 6)
         0.347804
     """
-    delta = _validate.open_interval(0.0, 1.0, delta=delta)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
 
     def bound(epsilon: float) -> float:
         left = delta_before_failure(delta, transcript, epsilon, "transcript")
@@ -207,7 +207,7 @@ def mu_upper(epsilons: ArrayLike, deltas: ArrayLike, delta_min: float = 1e-10) -
         >>> round(mu_upper(grid, [gaussian_delta(0.5, epsilon) for epsilon in grid]), 2)
         0.5
     """
-    delta_min = _validate.open_interval(0.0, 1.0, delta_min=delta_min)
+    delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
     epsilon, delta = np.asarray(epsilons, dtype=np.float64), np.asarray(deltas, dtype=np.float64)
     if epsilon.ndim != 1 or epsilon.size < 2 or delta.shape != epsilon.shape:
         raise ValueError(f"epsilons and deltas must be 1-d, of one length >= 2 (got {epsilon.shape}, {delta.shape})")
@@ -314,7 +314,7 @@ def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilo
         8.0
     """
     order, value = _curve(orders, values)
-    log_delta = math.log(_validate.open_interval(0.0, 1.0, delta=delta))
+    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
     total_variation = np.sqrt(-np.expm1(-value))
     if total_variation.min() <= delta * (1 - _ROUNDING):
         return RDPEpsilon(0.0, float(order[np.argmin(total_variation)]))
@@ -354,7 +354,7 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
         4.1e-08
     """
     order, value = _curve(orders, values)
-    epsilon = _validate.nonnegative(epsilon=epsilon)
+    epsilon = check.nonnegative(epsilon=epsilon)
     excess = order - 1
     shape = excess * np.log1p(-1 / order) - np.log(order)
     log_delta = excess * (value - epsilon) + shape
@@ -366,8 +366,8 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
 
 
 def _checked(value: float, order: float, delta: float) -> tuple[float, float, float]:
-    log_delta = math.log(_validate.open_interval(0.0, 1.0, delta=delta))
-    return _validate.nonnegative(value=value, allow_inf=True), _validate.order(order=order), log_delta
+    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
+    return check.nonnegative(value=value, allow_inf=True), check.order(order=order), log_delta
 
 
 def _curve(orders: ArrayLike, values: ArrayLike) -> tuple[FloatArray, FloatArray]:
@@ -375,9 +375,9 @@ def _curve(orders: ArrayLike, values: ArrayLike) -> tuple[FloatArray, FloatArray
     if order.ndim != 1 or order.shape != value.shape or order.size == 0:
         raise ValueError(f"orders and values must be 1-d, of one length >= 1 (got {order.shape} and {value.shape})")
     for bad in order[~((order > 1) & (order < math.inf))]:
-        _validate.order(orders=bad)
+        check.order(orders=bad)
     for bad in value[~(value >= 0)]:
-        _validate.nonnegative(values=bad, allow_inf=True)
+        check.nonnegative(values=bad, allow_inf=True)
     return order, value
 
 
@@ -402,8 +402,8 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
         >>> round(zcdp_epsilon(rho=0.1, delta=1e-5), 4)
         1.9142
     """
-    rho = _validate.nonnegative(rho=rho)
-    log_inverse = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
+    rho = check.nonnegative(rho=rho)
+    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
     if rho == 0:
         return 0.0
 
@@ -445,8 +445,8 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
         >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
         0.03056
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    log_inverse = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
+    epsilon = check.nonnegative(epsilon=epsilon)
+    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
 
     def gap(log_b: float) -> float:
         b = math.exp(log_b)

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 
 FloatArray = NDArray[np.float64]
@@ -95,8 +95,8 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
         >>> round(gaussian_log_delta(epsilon=0.5, mu=0.02), 4)
         -323.5235
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    mu = _validate.nonnegative(mu=mu, allow_inf=True)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    mu = check.nonnegative(mu=mu, allow_inf=True)
     return float(log_delta_curve(np.array([epsilon]), mu)[0])
 
 
@@ -122,7 +122,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         4.3772
     """
     target = _target(delta)  # checks delta
-    return _epsilon(_validate.nonnegative(mu=mu, allow_inf=True), float(delta), target)
+    return _epsilon(check.nonnegative(mu=mu, allow_inf=True), float(delta), target)
 
 
 @functools.lru_cache(maxsize=256)  # the batches of one pass all ask for the same figure
@@ -158,7 +158,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         >>> round(gaussian_mu(epsilon=1.0, delta=1e-5), 6)
         0.268051
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
+    epsilon = check.nonnegative(epsilon=epsilon)
     # Two slacks below what gaussian_epsilon aims at, so that the kernel's error cannot put epsilon(mu) above epsilon:
     # a budget would refuse the very noise that was calibrated for it.
     target = _target(delta) * (1 + 2 * _SLACK)
@@ -198,7 +198,7 @@ def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:
         >>> round(gaussian_sigma(epsilon=1.0, delta=1e-5, sensitivity=2.0), 4)
         7.4613
     """
-    sensitivity = _validate.positive(sensitivity=sensitivity)
+    sensitivity = check.positive(sensitivity=sensitivity)
     mu = gaussian_mu(epsilon, delta)
     sigma = max(sensitivity / mu, math.ulp(0.0))
     while sensitivity / sigma > mu:  # PRIVACY: the division rounds (test_sigma_never_falls_short_of_the_exact_noise)
@@ -233,10 +233,10 @@ def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> flo
         >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)
         0.101683
     """
-    epsilon, sensitivity = _validate.positive(epsilon=epsilon), _validate.positive(sensitivity=sensitivity)
+    epsilon, sensitivity = check.positive(epsilon=epsilon), check.positive(sensitivity=sensitivity)
     c = zhao_constant(delta)
     factor = (c + math.sqrt(c * c + epsilon)) / (math.sqrt(2) * epsilon)
-    sigma = _validate.finite(sigma=max(sensitivity * factor * (1 + _ZHAO_SLACK), math.ulp(0.0)))
+    sigma = check.finite(sigma=max(sensitivity * factor * (1 + _ZHAO_SLACK), math.ulp(0.0)))
     # PRIVACY: the exact curve has the last word (test_the_noise_of_zhao_is_checked_against_the_exact_curve)
     if not gaussian_log_delta(epsilon, sensitivity / sigma) <= math.log(delta):
         raise ConditionError(
@@ -266,7 +266,7 @@ def zhao_constant(delta: float) -> float:
         >>> round(zhao_constant(delta=1e-6), 6)
         3.52551
     """
-    delta = _validate.open_interval(0.0, 0.5, delta=delta)
+    delta = check.open_interval(0.0, 0.5, delta=delta)
     root = math.sqrt(16 * delta + 1)
     if delta < 0.1:
         square = math.log((root + 1) / 8) - math.log(delta)  # apart: 1 / delta may overflow
@@ -327,7 +327,7 @@ def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 def _target(delta: float) -> float:
     # PRIVACY: aims below delta, so that kernel errors cannot overspend (test_the_inverses_are_on_the_safe_side)
-    return math.log(_validate.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
+    return math.log(check.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
 
 
 def _safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
@@ -371,10 +371,10 @@ def noisy_gd_mu(steps: float, contraction: float, sensitivity: float, noise_std:
         >>> round(noisy_gd_mu(steps=50, contraction=0.9, sensitivity=1.0, noise_std=2.0), 6)
         2.168246
     """
-    total = math.inf if steps == math.inf else float(_validate.count(steps=steps))
-    contraction = _validate.between(0.0, 1.0, contraction=contraction)
-    sensitivity = _validate.nonnegative(sensitivity=sensitivity)
-    noise_std = _validate.positive(noise_std=noise_std)
+    total = math.inf if steps == math.inf else float(check.count(steps=steps))
+    contraction = check.between(0.0, 1.0, contraction=contraction)
+    sensitivity = check.nonnegative(sensitivity=sensitivity)
+    noise_std = check.positive(noise_std=noise_std)
     if sensitivity == 0 or total == 0:
         return 0.0
     if contraction == 0 or total == 1:

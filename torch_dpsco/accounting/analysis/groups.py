@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 
 
 def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> float:
@@ -37,9 +37,9 @@ def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> floa
         >>> round(group_approx_dp_delta(epsilon=0.2, delta=1e-6, group_size=2), 12)
         2.221403e-06
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    delta = _validate.between(0.0, 1.0, delta=delta)
-    size = _validate.positive_count(group_size=group_size)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    delta = check.between(0.0, 1.0, delta=delta)
+    size = check.positive_count(group_size=group_size)
     if delta == 0 or size == 1:
         return delta
     # e^((k-1) epsilon) times a factor in [1, k]; the logarithm keeps it finite
@@ -64,7 +64,7 @@ def group_gdp_mu(mu: float, group_size: int) -> float:
         >>> group_gdp_mu(mu=0.5, group_size=4)
         2.0
     """
-    mu, size = _validate.nonnegative(mu=mu, allow_inf=True), _validate.positive_count(group_size=group_size)
+    mu, size = check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size)
     product = mu * size
     if math.isinf(product):
         return product

@@ -27,7 +27,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
@@ -63,7 +63,7 @@ def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float, weights:
         2.4562
     """
     excess, cost, log_weight = _state(orders, spent, weights)
-    target = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
+    target = -math.log(check.open_interval(0.0, 1.0, delta=delta))
     # at this epsilon one order alone suffices
     high = float(np.min(cost + (target - log_weight) / excess, initial=math.inf))
     if math.isinf(high):
@@ -106,7 +106,7 @@ def mixture_filter_admits(
         >>> [mixture_filter_admits(2.2, 1e-5, orders, rho * orders) for rho in (0.1, 0.11)]
         [True, False]
     """
-    target = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
+    target = -math.log(check.open_interval(0.0, 1.0, delta=delta))
     return mixture_filter_log_margin(epsilon, orders, spent, weights) >= target * (1 + _ROUNDING)
 
 
@@ -140,7 +140,7 @@ def mixture_filter_log_margin(
         >>> round(math.exp(-h) / rdp_delta([4.0], [0.1], 1.0), 8)
         1.0
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
+    epsilon = check.nonnegative(epsilon=epsilon)
     excess, cost, log_weight = _state(orders, spent, weights)
     if excess.size == 0:
         return -math.inf
@@ -185,8 +185,8 @@ def zcdp_filter_budget(epsilon: float, delta: float, failure_budget: float = 0.0
         >>> round(zcdp_filter_budget(1.0, 1e-5), 5), round(zcdp_filter_budget(1.0, 1e-5, failure_budget=9e-6), 5)
         (0.03056, 0.02436)
     """
-    delta = _validate.open_interval(0.0, 1.0, delta=delta)
-    failure = _validate.nonnegative(failure_budget=failure_budget)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    failure = check.nonnegative(failure_budget=failure_budget)
     if failure >= delta:
         raise ValueError(f"failure_budget must be < delta = {delta:g} (got {failure:g})")
     # PRIVACY: the difference rounds to nearest (test_the_zcdp_budget_and_its_failures_stay_within_delta)
@@ -227,9 +227,9 @@ def _state(orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None) -> tu
     if weight.shape != order.shape:
         raise ValueError(f"weights must have the length of orders (got {weight.shape} and {order.shape})")
     for bad in order[~((order > 1) & (order < math.inf))]:
-        _validate.order(orders=bad)
+        check.order(orders=bad)
     for bad in cost[~(cost >= 0)]:
-        _validate.nonnegative(spent=bad, allow_inf=True)
+        check.nonnegative(spent=bad, allow_inf=True)
     for bad in weight[~((weight > 0) & (weight <= 1))]:
         raise ValueError(f"weights must be in (0, 1] (got {bad})")
     if abs(float(weight.sum()) - 1) > 1e-12:

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.convert import mu_upper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_compose import (
@@ -111,8 +111,8 @@ def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: fl
         >>> round(pld_epsilon([(PoissonLoss(rate=256 / 60000, noise=1.0), 235)], delta=1e-5).epsilon, 3)
         0.393
     """
-    delta = _validate.between(0.0, 1.0, delta=_validate.positive(delta=delta))
-    ledger, step = _canonical(losses), _validate.positive(grid=grid)
+    delta = check.between(0.0, 1.0, delta=check.positive(delta=delta))
+    ledger, step = _canonical(losses), check.positive(grid=grid)
     if delta == 1 or not ledger:
         return PLDResult(0.0, delta, 0.0, 0.0, 0.0)
     if len(ledger) == 1 and isinstance(ledger[0][0], GaussianLoss):
@@ -143,8 +143,8 @@ def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: fl
         >>> round(pld_delta([(GaussianLoss(ratio=0.6), 1), (GaussianLoss(ratio=0.8), 1)], epsilon=1.0).delta, 6)
         0.126937
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    ledger, step = _canonical(losses), _validate.positive(grid=grid)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    ledger, step = _canonical(losses), check.positive(grid=grid)
     if not ledger:
         return PLDResult(epsilon, 0.0, 0.0, 0.0, 0.0)
     if len(ledger) == 1 and isinstance(ledger[0][0], GaussianLoss):
@@ -230,7 +230,7 @@ def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
     counts: dict[LossLaw, int] = {}
     squares = []
     for law, count in losses:
-        number = _validate.count(count=count)
+        number = check.count(count=count)
         if law.mu is None:
             counts[law] = counts.get(law, 0) + number
         else:
@@ -397,7 +397,7 @@ def gdp_upper(losses: Sequence[tuple[LossLaw, int]], delta_min: float = 1e-10) -
         >>> round(gdp_upper([(PoissonLoss(rate=256 / 60000, noise=1.0), 235)]), 2)
         0.24
     """
-    delta_min = _validate.open_interval(0.0, 1.0, delta_min=delta_min)
+    delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
     end = pld_epsilon(losses, delta_min)
     if end is None or end.epsilon in (0.0, math.inf):
         return None if end is None else end.epsilon

@@ -33,7 +33,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair, MixturePair, OppositePair
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
@@ -198,7 +198,7 @@ class PoissonLoss(LossLaw):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", _rate(self.rate))
         object.__setattr__(self, "noise", _noise(self.noise))
-        object.__setattr__(self, "size", _validate.positive_count(size=self.size))
+        object.__setattr__(self, "size", check.positive_count(size=self.size))
 
     @property
     def mu(self) -> float | None:
@@ -240,7 +240,7 @@ class GaussianLoss(LossLaw):
     ratio: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", _validate.positive(ratio=self.ratio))
+        object.__setattr__(self, "ratio", check.positive(ratio=self.ratio))
 
     @property
     def mu(self) -> float | None:
@@ -268,7 +268,7 @@ class ReplaceOneLoss(LossLaw):
     noise: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", _validate.open_interval(0.0, 1.0, rate=self.rate))
+        object.__setattr__(self, "rate", check.open_interval(0.0, 1.0, rate=self.rate))
         object.__setattr__(self, "noise", _noise(self.noise))
 
     def span(self, reach: float) -> tuple[float, float]:
@@ -342,8 +342,8 @@ class ApproxLoss(LossLaw):
     delta: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", _validate.nonnegative(epsilon=self.epsilon))
-        object.__setattr__(self, "delta", _validate.between(0.0, 1.0, delta=self.delta))
+        object.__setattr__(self, "epsilon", check.nonnegative(epsilon=self.epsilon))
+        object.__setattr__(self, "delta", check.between(0.0, 1.0, delta=self.delta))
         if self.delta == 1:
             raise ValueError("delta must be < 1 (got 1.0)")
 
@@ -375,9 +375,9 @@ def _span(pair: LossPair, low: float, high: float) -> tuple[float, float]:
 
 
 def _rate(value: float) -> float:
-    return _validate.between(0.0, 1.0, rate=_validate.positive(rate=value))
+    return check.between(0.0, 1.0, rate=check.positive(rate=value))
 
 
 def _noise(value: float) -> float:
     """Keeps squares finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway."""
-    return min(max(_validate.positive(noise=value), 1e-100), 1e100)
+    return min(max(check.positive(noise=value), 1e-100), 1e100)

@@ -45,7 +45,7 @@ from typing import overload
 
 import numpy as np
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
@@ -75,7 +75,7 @@ def rdp_laplace(scale: float, order: Orders) -> Orders:
         >>> round(rdp_laplace(scale=1.0, order=2.0), 6)
         0.619124
     """
-    scale = _validate.nonnegative(scale=scale)
+    scale = check.nonnegative(scale=scale)
     inverse = 1 / scale if scale > 0 else math.inf
 
     def curve(block: FloatArray) -> FloatArray:
@@ -113,7 +113,7 @@ def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
         >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)
         (0.735326, 0.462117)
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon, allow_inf=True)
+    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
     values = np.asarray(order, dtype=np.float64)
     if values.ndim > 1:
         raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
@@ -148,7 +148,7 @@ def rho_pure(epsilon: float) -> float:
         >>> round(rho_pure(1.0), 6)
         0.462117
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon, allow_inf=True)
+    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
     if epsilon == 0:
         return 0.0
     # PRIVACY: 2e-15 exceeds the rounding of tanh and product (test_rho_is_not_below_its_high_precision_value)
@@ -175,8 +175,8 @@ def pure_delta(epsilon: float, pure_epsilon: float) -> float:
         >>> round(pure_delta(epsilon=0.5, pure_epsilon=1.0), 6)
         0.287649
     """
-    epsilon = _validate.finite(epsilon=epsilon)
-    worst = _validate.nonnegative(pure_epsilon=pure_epsilon, allow_inf=True)
+    epsilon = check.finite(epsilon=epsilon)
+    worst = check.nonnegative(pure_epsilon=pure_epsilon, allow_inf=True)
     if epsilon <= -worst:
         return _profile(epsilon)
     return _profile(epsilon - worst, 1 + math.exp(-worst))
@@ -281,8 +281,8 @@ def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
         >>> round(rdp_l2_knorm(epsilon=1.0, dim=100, order=2.0), 7)
         0.0099988
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    dim = _validate.positive_count(dim=dim)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    dim = check.positive_count(dim=dim)
 
     def curve(block: FloatArray) -> FloatArray:
         worst = rdp_pure(epsilon, block)

@@ -25,7 +25,7 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 
 FloatArray = NDArray[np.float64]
 Orders = TypeVar("Orders", float, NDArray[np.float64])
@@ -67,12 +67,12 @@ def by_order(curve: Callable[[FloatArray], FloatArray], order: float | FloatArra
         ValueError: an order is not finite or not > 1.
     """
     if np.ndim(order) == 0:
-        return float(curve(np.array([_validate.order(order=order)]))[0])
+        return float(curve(np.array([check.order(order=order)]))[0])
     values = np.asarray(order, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
     for bad in values[~((values > 1) & (values < np.inf))]:
-        _validate.order(order=bad)
+        check.order(order=bad)
     distinct, inverse = np.unique(values, return_inverse=True)
     block = np.ceil(np.log2(distinct) / 4)
     parts = np.split(distinct, np.flatnonzero(np.diff(block)) + 1)

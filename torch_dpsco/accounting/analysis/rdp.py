@@ -44,7 +44,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import betaln, log_ndtr
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
@@ -245,8 +245,8 @@ def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> O
         >>> round(rdp_wor_gaussian(sample_rate=0.01, noise_ratio=1.0, order=2.0), 9)
         0.000280639
     """
-    rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = _validate.nonnegative(noise_ratio=noise_ratio)
+    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
+    noise = check.nonnegative(noise_ratio=noise_ratio)
     return sampled_divergence((rate, noise, 1), 1.0, order, _wor_log_excess)
 
 
@@ -355,10 +355,10 @@ def rdp_poisson_gaussian_group(
         >>> round(rdp_poisson_gaussian_group(0.01, 1.0, 2, 2.0, "remove"), 9)
         0.000699227
     """
-    rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = _validate.nonnegative(noise_multiplier=noise_multiplier)
-    size = _validate.positive_count(group_size=group_size)
-    direction = _validate.choice(("remove", "add"), direction=direction)
+    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
+    noise = check.nonnegative(noise_multiplier=noise_multiplier)
+    size = check.positive_count(group_size=group_size)
+    direction = check.choice(("remove", "add"), direction=direction)
     log_excess = _remove_log_excess if direction == "remove" else _add_log_excess
     return sampled_divergence((rate, noise, size), 1.0, order, log_excess)
 
@@ -389,8 +389,8 @@ def rdp_poisson_gaussian_replace_one(sample_rate: float, noise_multiplier: float
         >>> round(rdp_poisson_gaussian_replace_one(sample_rate=0.01, noise_multiplier=0.6, order=1.5), 9)
         0.001774543
     """
-    rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = _validate.nonnegative(noise_multiplier=noise_multiplier)
+    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
+    noise = check.nonnegative(noise_multiplier=noise_multiplier)
     return sampled_divergence((rate, noise, 1), 2.0, order, _replace_log_excess)
 
 

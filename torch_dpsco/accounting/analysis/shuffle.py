@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.binomial import lower_tail, upper_tail
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
@@ -97,11 +97,11 @@ def zcdp_shuffle(
 def _shuffle_window(
     trials: int, noise_probability: float, dim: int, max_shift: int, shift_norm: float, delta_window: float
 ) -> tuple[_Window, float]:
-    trials, max_shift = _validate.positive_count(trials=trials), _validate.positive_count(max_shift=max_shift)
-    p = _validate.open_interval(0.0, 1.0, noise_probability=noise_probability)
-    outside = _validate.open_interval(0.0, 1.0, delta_window=delta_window)
-    _validate.positive_count(dim=dim)
-    norm = _validate.positive(shift_norm=shift_norm)
+    trials, max_shift = check.positive_count(trials=trials), check.positive_count(max_shift=max_shift)
+    p = check.open_interval(0.0, 1.0, noise_probability=noise_probability)
+    outside = check.open_interval(0.0, 1.0, delta_window=delta_window)
+    check.positive_count(dim=dim)
+    norm = check.positive(shift_norm=shift_norm)
     if max_shift >= _MANY_POINTS:
         raise InfeasibleError(f"max_shift must be < {_MANY_POINTS} (got {max_shift})")
     while binom.isf(outside / 2, trials, p) - binom.ppf(outside / 2, trials, p) > _MANY_POINTS:

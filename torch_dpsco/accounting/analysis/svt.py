@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.pure import pure_delta
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
@@ -65,9 +65,9 @@ def above_threshold_epsilon(
         >>> round(above_threshold_epsilon(threshold_scale=2.0, query_scale=4.0, sensitivity=1.0), 12)
         1.0
     """
-    scales = _validate.nonnegative(threshold_scale=threshold_scale), _validate.nonnegative(query_scale=query_scale)
-    sensitivity = _validate.nonnegative(sensitivity=sensitivity)
-    positives = _validate.positive_count(num_positives=num_positives)
+    scales = check.nonnegative(threshold_scale=threshold_scale), check.nonnegative(query_scale=query_scale)
+    sensitivity = check.nonnegative(sensitivity=sensitivity)
+    positives = check.positive_count(num_positives=num_positives)
     if sensitivity == 0:
         return 0.0
     if min(scales) == 0:
@@ -99,10 +99,10 @@ def above_threshold_scales(
         >>> [round(scale, 9) for scale in above_threshold_scales(epsilon=0.5, sensitivity=1.0)]
         [4.0, 8.0]
     """
-    epsilon = _validate.positive(epsilon=epsilon)
-    sensitivity = _validate.positive(sensitivity=sensitivity)
-    positives = _validate.positive_count(num_positives=num_positives)
-    share = _validate.open_interval(0.0, 1.0, threshold_share=threshold_share)
+    epsilon = check.positive(epsilon=epsilon)
+    sensitivity = check.positive(sensitivity=sensitivity)
+    positives = check.positive_count(num_positives=num_positives)
+    share = check.open_interval(0.0, 1.0, threshold_share=threshold_share)
     unit = sensitivity / epsilon * (1 + 4e-15)  # more than all roundings here and in above_threshold_epsilon
     return AboveThresholdScales(unit / share, 2 * positives * (unit / (1 - share)))
 
@@ -124,7 +124,7 @@ def concentration_score_sensitivity(n_users: int) -> float:
         >>> concentration_score_sensitivity(4)
         1.5
     """
-    n = _validate.positive_count(n_users=n_users)
+    n = check.positive_count(n_users=n_users)
     value = 2 * (n - 1) / n
     return math.nextafter(value, math.inf) if Fraction(value) < Fraction(2 * (n - 1), n) else value
 
@@ -155,8 +155,8 @@ def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: 
         >>> laplace_difference_tail(margin=0.0, threshold_scale=2.0, query_scale=3.0)
         0.5
     """
-    margin = _validate.finite(margin=margin)
-    one, other = _validate.positive(threshold_scale=threshold_scale), _validate.positive(query_scale=query_scale)
+    margin = check.finite(margin=margin)
+    one, other = check.positive(threshold_scale=threshold_scale), check.positive(query_scale=query_scale)
     small, large = min(one, other), max(one, other)
     reach = abs(margin) / large
     u = reach * (large - small) / small
@@ -192,9 +192,9 @@ def bad_pass_probability(margin: float, steps: int, threshold_scale: float, quer
         >>> round(bad_pass_probability(margin=20.83, steps=1, threshold_scale=4.0, query_scale=8.0), 6)
         0.048418
     """
-    margin = _validate.finite(margin=margin)
-    steps = _validate.positive_count(steps=steps)
-    threshold, query = _validate.positive(threshold_scale=threshold_scale), _validate.positive(query_scale=query_scale)
+    margin = check.finite(margin=margin)
+    steps = check.positive_count(steps=steps)
+    threshold, query = check.positive(threshold_scale=threshold_scale), check.positive(query_scale=query_scale)
 
     def some_pass(r: FloatArray) -> FloatArray:
         return -np.expm1(steps * _log_cdf((margin + r) / query))
@@ -222,7 +222,7 @@ def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_sc
         >>> round(bad_pass_margin(failure=0.01, steps=100, threshold_scale=4.0, query_scale=8.0), 3)
         70.439
     """
-    failure, steps = _validate.open_interval(0.0, 1.0, failure=failure), _validate.positive_count(steps=steps)
+    failure, steps = check.open_interval(0.0, 1.0, failure=failure), check.positive_count(steps=steps)
     low, high = 0.0, threshold_scale + query_scale
     while steps * laplace_difference_tail(high, threshold_scale, query_scale) > failure:
         low, high = high, 2 * high
@@ -258,9 +258,9 @@ def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
         >>> round(svt_gaussian_delta(epsilon=1.0, epsilon_svt=0.5, mu=0.3), 6)
         0.004714
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    svt = _validate.nonnegative(epsilon_svt=epsilon_svt)
-    mu = _validate.nonnegative(mu=mu)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    svt = check.nonnegative(epsilon_svt=epsilon_svt)
+    mu = check.nonnegative(mu=mu)
     likely = 1 / (1 + math.exp(-svt))
     rare = math.exp(-svt) * likely
     delta = likely * _gaussian_hockey_stick(epsilon - svt, mu) + rare * _gaussian_hockey_stick(epsilon + svt, mu)
@@ -288,9 +288,9 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
         >>> round(svt_gaussian_mu(epsilon=1.0, delta=1e-6, epsilon_svt=0.2), 6)
         0.19837
     """
-    epsilon = _validate.nonnegative(epsilon=epsilon)
-    delta = _validate.open_interval(0.0, 1.0, delta=delta)
-    svt = _validate.nonnegative(epsilon_svt=epsilon_svt)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    svt = check.nonnegative(epsilon_svt=epsilon_svt)
     low, high = 0.0, 1.0
     if svt_gaussian_delta(epsilon, svt, low) >= delta:
         raise InfeasibleError(

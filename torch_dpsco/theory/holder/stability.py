@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.rounding import Arithmetic, scaled_up
 
@@ -82,8 +82,8 @@ def expansions(holder_exponent: float, holder_constant: float, lr: FloatArray, g
 
     Source: docs/proofs/holder.md#expansion-of-a-step, docs/proofs/holder.md#expansion-with-a-scalar-score.
     """
-    alpha = _validate.between(0.0, 1.0, holder_exponent=holder_exponent)
-    constant, largest = _validate.positive(holder_constant=holder_constant), float(np.max(lr, initial=0.0))
+    alpha = check.between(0.0, 1.0, holder_exponent=holder_exponent)
+    constant, largest = check.positive(holder_constant=holder_constant), float(np.max(lr, initial=0.0))
     if alpha == 1 and largest > 2.0 / constant:
         raise ConditionError(f"lr must be at most 2/L = {2.0 / constant:g} for a smooth loss (got {largest:g})")
     logs = log_expansion(alpha, constant, np.log(lr), glm)
@@ -173,7 +173,7 @@ def run_path(
     bounds = np.broadcast_to(_array("grad_bounds", grad_bounds, sizes.size), sizes.shape)
     shares = _weights(weights, sizes.size)
     tails = np.concatenate([np.cumsum(shares[:0:-1])[::-1], [0.0]])  # V_1..V_T, V_T = 0
-    scale = _validate.positive(hit_constant=hit_constant) / _validate.positive_count(batch_size=batch_size)
+    scale = check.positive(hit_constant=hit_constant) / check.positive_count(batch_size=batch_size)
     slack = 4 * sizes.size + 64
     squares = expansions(holder_exponent, holder_constant, sizes, glm) ** 2
     if arithmetic is None:
@@ -186,7 +186,7 @@ def run_path(
         final = 2 * arithmetic.average_error(sizes.size, float(norms.max()))
         # The error of the scores costs at most either of two bounds, each for the whole run.
         drift = final + min(_drift(shares, squares * e.scale + e.squared) + 2 * float(e.added @ tails) for e in errors)
-    cap = 2 * _validate.positive(allow_inf=True, radius=radius)
+    cap = 2 * check.positive(allow_inf=True, radius=radius)
     if arithmetic is not None and cap < math.inf:
         cap = 2 * (arithmetic.norm_bound(radius) + arithmetic.average_error(sizes.size, radius))
     # PRIVACY: rounded up (test_the_path_agrees_with_the_double_sum_and_is_never_below_it)
@@ -216,7 +216,7 @@ def path_sensitivity(path: RunPath, steps_per_epoch: int) -> float:
     """
     if path.hits.size == 0:  # the answer is w_1 = 0
         return 0.0
-    starts = np.arange(0, path.hits.size, _validate.positive_count(steps_per_epoch=steps_per_epoch))
+    starts = np.arange(0, path.hits.size, check.positive_count(steps_per_epoch=steps_per_epoch))
     hits = float(np.maximum.reduceat(path.hits, starts).sum())
     return min(scaled_up(path.drift + hits, starts.size + 8), path.cap)
 
@@ -225,7 +225,7 @@ def step_sizes(lr: ArrayLike) -> FloatArray:
     """Returns step sizes as an array (T,); raises ValueError unless all are finite and > 0."""
     sizes = np.asarray(lr, dtype=np.float64)
     if sizes.ndim != 1 or sizes.size == 0 or not (np.isfinite(sizes).all() and (sizes > 0).all()):
-        raise ValueError(f"lr must be a nonempty list of finite numbers > 0 (got {_validate.shown(sizes.tolist())})")
+        raise ValueError(f"lr must be a nonempty list of finite numbers > 0 (got {check.shown(sizes.tolist())})")
     return sizes
 
 
@@ -256,8 +256,8 @@ _EXACT_STEPS = 512
 
 def _growth(alpha: float, constant: float, loss_at_zero: float, lr: FloatArray) -> FloatArray:
     """Returns A(eta) of every step size, without the term of alpha = 0, which depends on the radius."""
-    alpha = _validate.between(0.0, 1.0, holder_exponent=alpha)
-    constant, largest = _validate.positive(holder_constant=constant), float(np.max(lr, initial=0.0))
+    alpha = check.between(0.0, 1.0, holder_exponent=alpha)
+    constant, largest = check.positive(holder_constant=constant), float(np.max(lr, initial=0.0))
     growth = 2 * lr * loss_at_zero
     if alpha == 1 and largest > 1.0 / constant:
         raise ConditionError(
@@ -305,7 +305,7 @@ def iterate_bounds(
     Source: docs/proofs/holder.md#radius-of-the-iterates, docs/proofs/rounding.md#two-runs-in-floating-point.
     """
     sizes = step_sizes(lr)
-    growth = _growth(holder_exponent, holder_constant, _validate.nonnegative(loss_at_zero=loss_at_zero), sizes)
+    growth = _growth(holder_exponent, holder_constant, check.nonnegative(loss_at_zero=loss_at_zero), sizes)
     radii, bounds = np.empty_like(sizes), np.empty_like(sizes)
     radius, start = 0.0, 0
     while start < sizes.size:
@@ -314,7 +314,7 @@ def iterate_bounds(
         reach = radius if length == 1 else 1.001 * math.sqrt(radius**2 + float(growth[block].sum()))
         while True:
             score = 0.0 if arithmetic is None else arithmetic.score_error(reach)
-            bound = _validate.nonnegative(grad_bound=grad_bound(reach + score))
+            bound = check.nonnegative(grad_bound=grad_bound(reach + score))
             path = _path_of_radii(radius, reach, bound, sizes[block], growth[block], arithmetic, holder_exponent == 0)
             if length == 1 or path[-2] <= reach:
                 break

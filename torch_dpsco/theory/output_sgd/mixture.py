@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import gammaln, log_ndtr
 
-from torch_dpsco import _validate
+from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder.stability import RunPath
 from torch_dpsco.theory.rounding import scaled_up
@@ -185,7 +185,7 @@ def _log_delta(epsilon: float, mu: FloatArray) -> FloatArray:
 
 def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
     """Returns the least sigma with law.delta(sigma, epsilon) <= delta, to a relative 1e-10, on the safe side."""
-    epsilon, delta = _validate.nonnegative(epsilon=epsilon), _validate.open_interval(0.0, 1.0, delta=delta)
+    epsilon, delta = check.nonnegative(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
     positive = law.sensitivities > 0
     if not positive.any():
         return 0.0
@@ -212,5 +212,5 @@ def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
 
 
 def _rate(sample_rate: float) -> float:
-    rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
-    return _validate.positive(sample_rate=rate)
+    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
+    return check.positive(sample_rate=rate)
