@@ -85,14 +85,15 @@ def test_no_plan_claims_more_than_it_proves(task):
 @given(tasks)
 @settings(max_examples=15)
 def test_little_is_left_over(task):
-    """The noise would not be private with 3 % less: calibration gives little away beyond the reserve."""
+    """The noise would not be private with 10 % less. (The search bounds bad passes by their union, the plan knows their
+    integral: with a few hundred users several percent are left over.)"""
     try:
         plan = calibrate_filter(**task)
     except InfeasibleError:
         return
     assert plan.delta_at(plan.epsilon) > 0.5 * plan.delta
     with pytest.raises(ConditionError):
-        dataclasses.replace(plan, noise_std=0.97 * plan.noise_std)
+        dataclasses.replace(plan, noise_std=0.9 * plan.noise_std)
 
 
 @pytest.mark.parametrize("mode", ["tight", "paper_corrected"])

@@ -71,7 +71,7 @@ def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
         total, last, at = total + float(masses.sum()), float(masses[-1]), at + j.size
     with localcontext(Context(prec=50)):
         tail = float(_log_mass(k, n, p).exp() * Decimal(total + rest))
-    # PRIVACY: each ratio errs by at most 4 roundings; a tail below the smallest normal float is rounded up to it
+    # each ratio errs by at most 4 roundings; a tail below the smallest normal float is rounded up to it
     return max(tail, sys.float_info.min), 2e-12 + 8 * _UNIT * (at - k + 8)
 
 
