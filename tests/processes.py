@@ -37,8 +37,8 @@ def run_rank(rank: int, work: Callable[..., Any], world: int, folder: str, args:
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS / 3)
     )
+    # the group ends with the process: `destroy_process_group` of torch 2.6 hangs now and then
     torch.save(work(rank, *args), f"{folder}/{rank}")
-    dist.destroy_process_group()
 
 
 def launch(work: Callable[..., Any], world: int, folder: Path, *args: Any) -> list[Any]:
