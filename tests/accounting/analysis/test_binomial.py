@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.analysis.binomial import lower_tail, upper_tail
+from torch_dpsco.errors import InfeasibleError
 
-rates = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1e-300, 1 - 2**-53]), st.floats(0.0, 1.0))
+rates = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1e-300, 5e-324, 1 - 2**-53]), st.floats(0.0, 1.0))
 
 
 def exact_tails(k: int, n: int, p: float) -> tuple[mp.mpf, mp.mpf]:
@@ -37,3 +38,9 @@ def test_tails_of_thousands_of_trials_are_exact_rounded_up(n, p):
             k = int(n * p + away * deviation)
             for found, exact in zip((lower_tail(k, n, p), upper_tail(k, n, p)), exact_tails(k, n, p), strict=True):
                 assert min(exact, 1) <= found <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2.3e-308")
+
+
+def test_more_trials_than_the_proof_covers_are_refused():
+    assert upper_tail(10**13, 10**13, 1.0) == 1.0
+    with pytest.raises(InfeasibleError, match=r"trials of a binomial law must be <= 1e\+13"):
+        lower_tail(3, 10**13 + 1, 1e-13)

@@ -15,17 +15,20 @@ from fractions import Fraction
 
 import numpy as np
 
+from torch_dpsco.errors import InfeasibleError
+
+_MOST_TRIALS = 10**13
 _CHUNK = 1 << 12
 _UNIT = 2.0**-53
 _HALF_LOG_TWO_PI = Decimal("0.91893853320467274178032973640561763986139747363778")
 
 
 def lower_tail(k: int, trials: int, p: float) -> float:
-    """Returns P[Bin(trials, p) <= k], rounded up by at most 1e-8 of itself for up to 1e12 trials.
+    """Returns P[Bin(trials, p) <= k], rounded up by at most 3e-8 of itself (1e-11 for up to 1e6 trials).
 
     Args:
         k: any integer.
-        trials: >= 0.
+        trials: in 0..1e13.
         p: in [0, 1].
 
     Example:
@@ -36,17 +39,19 @@ def lower_tail(k: int, trials: int, p: float) -> float:
 
 
 def upper_tail(k: int, trials: int, p: float) -> float:
-    """Returns P[Bin(trials, p) >= k], rounded up by at most 1e-8 of itself for up to 1e12 trials.
+    """Returns P[Bin(trials, p) >= k], rounded up by at most 3e-8 of itself (1e-11 for up to 1e6 trials).
 
     Args:
         k: any integer.
-        trials: >= 0.
+        trials: in 0..1e13.
         p: in [0, 1].
     """
     return _upper_tail(k, trials, Fraction(p))
 
 
 def _upper_tail(k: int, n: int, p: Fraction) -> float:
+    if n > _MOST_TRIALS:
+        raise InfeasibleError(f"trials of a binomial law must be <= {_MOST_TRIALS:.0e} (got {n})")
     if k <= 0 or k > n or p in (0, 1):
         return float(k <= 0 or (k <= n and p == 1))
     if k <= n * p:
@@ -58,7 +63,7 @@ def _upper_tail(k: int, n: int, p: Fraction) -> float:
 
 def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
     """Returns P[Bin(n, p) >= k] for n p < k <= n, and a bound of its relative error."""
-    odds = float(p / (1 - p))
+    odds = float(min(p / (1 - p), Fraction(2) ** 1000))  # larger ones have k = n, where no mass is left
     total, last, at = 1.0, 1.0, k  # in units of the mass at k
     while True:
         ratio = (n - at) / (at + 1) * odds
@@ -71,7 +76,7 @@ def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
         total, last, at = total + float(masses.sum()), float(masses[-1]), at + j.size
     with localcontext(Context(prec=50)):
         tail = float(_log_mass(k, n, p).exp() * Decimal(total + rest))
-    # each ratio errs by at most 4 roundings; a tail below the smallest normal float is rounded up to it
+    # each ratio errs by 3 roundings and that of the odds; a tail below the smallest normal float is rounded up to it
     return max(tail, sys.float_info.min), 2e-12 + 8 * _UNIT * (at - k + 8)
 
 
