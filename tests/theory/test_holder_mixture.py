@@ -114,7 +114,8 @@ def test_the_curve_of_the_mixture_is_never_below_the_exact_one(epsilon, log_mu):
     exact = gaussian_log_delta(epsilon, mu)
     assert ours >= exact - 1e-13 * abs(exact)
     if exact > -60:
-        assert ours <= exact + max(1e-8, 1e-13 / mu)
+        # log_ndtr errs by 16 u (4 + 60) at most here, of a difference of its values that is at least mu / 12
+        assert ours <= exact + max(1e-8, 2e-12 / mu)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.5])
