@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,14 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
         silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
     assert "exact noise" not in str(silent)  # nothing to draw
     assert "3 steps, step size" in str(silent)  # of no number of records that is known
+
+
+@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+def test_a_plan_whose_gradients_start_at_0_prints() -> None:
+    plan = dp.HolderSGD.plan(problem=replace(LOSS.problem(bound_x=1.0), grad_at_zero=0.0), n=1000, budget=BUDGET)
+    assert plan.grad_bound == 0
+    assert "assumed" in str(plan)
+    assert "per coordinate of a mean gradient" not in str(plan)
 
 
 def test_one_pass_is_no_more() -> None:

@@ -83,7 +83,7 @@ class HolderPlan(StepPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        if isinstance(self.noise_std, float):
+        if isinstance(self.noise_std, float) and self.grad_bound > 0:  # 0: promised gradients of 0 at the start
             where = " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
             yield noise_on_mean(self.noise_std / self.grad_bound, self.grad_bound, where)
         yield "assumed", "rows do not depend on other records; the bounds of the problem are enforced by clipping"
