@@ -13,17 +13,18 @@ import math
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch_dpsco import _validate as check
-from torch_dpsco import losses
+from torch_dpsco import losses, plots
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import Event, event_from_json, event_to_json
+from torch_dpsco.accounting.events import Event, event_from_json, event_to_json, scaled_noise
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report.figures import rounded_up
@@ -32,9 +33,15 @@ from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.schedule import Phase, Schedule
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
 _LABEL, _WIDTH = 12, 110
+_NO_BUDGET_DELTA = 1e-6  # of figures that are printed or drawn for plans without a budget
+_NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
+_SHOWN, _POINTS = 16, 12
 _LAST = ("assumed", "trusted", "expected", "exact noise")  # lines that end every table, in this order
 
 
@@ -96,6 +103,79 @@ class Plan(ABC):
             return Accountant(self.budget)
         return Accountant(adjacency=self.adjacency, unit=self.unit)
 
+    def stages(self) -> Iterator[tuple[int, Event]]:
+        """Yields (steps, everything that so many steps charge) for some numbers of steps; nothing for one release."""
+        yield from ()
+
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields the noise of each part of the run, as far as the plan knows it.
+
+        Yields:
+            (name of the part, std of the noise per coordinate over the largest norm of what it is added to, number of
+            coordinates or None).
+        """
+        yield from ()
+
+    def plot(self) -> Figure:
+        """Returns a picture: noise beside signal, and epsilon over steps, also with less and more noise.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+
+        Example:
+            >>> import torch_dpsco as dp
+            >>> problem = dp.losses.Logistic().problem(bound_x=2.0)
+            >>> plan = dp.HolderSGD.plan(problem=problem, n=100, budget=dp.Budget(1.0, 1e-3), batch_size=100, epochs=2)
+            >>> [axes.get_title() for axes in plan.plot().axes]
+            ['Noise beside signal', 'What is spent']
+        """
+        title = f"{type(self).__name__}: privacy for one {self.unit} ({self.adjacency})"
+        return plots.figure(title, self._noise_panel(), self._epsilon_panel())
+
+    def _noise_panel(self) -> plots.Panel:
+        title, shares = "Noise beside signal", list(self.noise_shares())[:_SHOWN]
+        if not shares or not all(math.isfinite(share) and share > 0 for _, share, _ in shares):
+            return plots.words(title, "the plan does not bound\nwhat the noise is added to")
+        drawn = {"largest signal (norm)": [1.0] * len(shares), "noise, one coordinate (std)": [s for _, s, _ in shares]}
+        dims = [dim for _, _, dim in shares if dim is not None]
+        if len(dims) == len(shares):
+            norms = [share * math.sqrt(dim) for (_, share, _), dim in zip(shares, dims, strict=True)]
+            drawn[f"noise, all {dims[0]} coordinates (norm)"] = norms
+        return plots.dots(title, "share of the largest signal", [name for name, _, _ in shares], drawn)
+
+    def _epsilon_panel(self) -> plots.Panel:
+        level = f"epsilon at delta {rounded_up(self._shown_delta)}"
+        limit = None if self.budget is None else (f"budget: {self.budget.epsilon:g}", self.budget.epsilon)
+        try:
+            stages = list(self.stages())
+            if not stages:
+                return self._release_panel(level, limit)
+            drawn = [plots.Line("this plan", *self._costs(stages, 1.0))]
+        except ConditionError as error:
+            return plots.words("What is spent", "not known beforehand:\n" + textwrap.fill(str(error), 40))
+        for factor in _NEIGHBORS:
+            with suppress(ConditionError):
+                drawn.append(plots.Line(f"with noise x {factor:g}", *self._costs(stages, factor)))
+        return plots.lines("What is spent", "steps made", level, drawn, limit=limit)
+
+    def _release_panel(self, level: str, limit: tuple[str, float] | None) -> plots.Panel:
+        factors = [0.5 * 4 ** (k / (_POINTS - 1)) for k in range(_POINTS)]
+        mark = ("this plan", 1.0, self._cost(self.event(), 1.0))
+        line = plots.Line("one release", factors, [self._cost(self.event(), factor) for factor in factors])
+        x_label = "noise, as a multiple of this plan's"
+        return plots.lines("What is spent", x_label, level, [line], limit=limit, mark=mark)
+
+    def _costs(self, stages: list[tuple[int, Event]], factor: float) -> tuple[list[float], list[float]]:
+        return [0.0, *(float(steps) for steps, _ in stages)], [0.0, *(self._cost(made, factor) for _, made in stages)]
+
+    def _cost(self, event: Event, factor: float) -> float:
+        scaled = event if factor == 1 else scaled_noise(event, factor)
+        return Ledger([scaled]).epsilon(self._shown_delta, self.adjacency)
+
+    @property
+    def _shown_delta(self) -> float:
+        return _NO_BUDGET_DELTA if self.budget is None else self.budget.delta
+
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
         rows.sort(key=lambda row: _LAST.index(row[0]) if row[0] in _LAST else -1)
@@ -118,7 +198,7 @@ class Plan(ABC):
         )
 
     def _epsilons(self) -> str:
-        delta = 1e-6 if self.budget is None else self.budget.delta
+        delta = self._shown_delta
         found, beyond = [], ""
         try:
             for adjacency in ADJACENCIES:

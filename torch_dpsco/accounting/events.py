@@ -38,6 +38,7 @@ from torch_dpsco.accounting.adjacency import (
     sorted_sens,
 )
 from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve, Stated
+from torch_dpsco.errors import ConditionError
 
 __all__ = [
     "ADD_REMOVE",
@@ -68,6 +69,7 @@ __all__ = [
     "ZCDP",
     "check_adjacency",
     "clipped_gaussian",
+    "scaled_noise",
 ]
 
 
@@ -357,6 +359,35 @@ _SHAPES: dict[str, type[Any]] = {
 }
 _WORDS = ("partition", "partition_kind", "kind", "key_public", "exact")  # strings that are no numbers
 _OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact")  # where they have their default
+
+
+def scaled_noise(event: Event, factor: float) -> Event:
+    """Returns what the same releases charge with `factor` times the noise.
+
+    Raises:
+        ConditionError: an event does not say what its noise is.
+
+    Example:
+        >>> scaled_noise(Repeat(Gaussian(2.0, {"replace_one": 1.0}), 3), 1.5).event.sigma
+        3.0
+    """
+    check.positive(factor=factor)
+    if isinstance(event, Repeat):
+        return Repeat(scaled_noise(event.event, factor), event.n)
+    if isinstance(event, Sequential):
+        return Sequential(tuple(scaled_noise(inner, factor) for inner in event.events))
+    if isinstance(event, Parallel):
+        parts = {part: tuple(scaled_noise(inner, factor) for inner in inside) for part, inside in event.items()}
+        return dataclasses.replace(event, parts=parts)
+    if isinstance(event, (PoissonGaussian, WORGaussian)):
+        return dataclasses.replace(event, noise_multiplier=event.noise_multiplier * factor)
+    if isinstance(event, Gaussian) and not event.failure:
+        return dataclasses.replace(event, sigma=event.sigma * factor)
+    if isinstance(event, Laplace):
+        return dataclasses.replace(event, scale=event.scale * factor)
+    if isinstance(event, KNorm):
+        return dataclasses.replace(event, eps=event.eps / factor)
+    raise ConditionError(f"noise must be known to the event to be scaled (got {type(event).__name__})")
 
 
 def event_to_json(event: Event, *, exact: bool = True) -> dict[str, Any]:

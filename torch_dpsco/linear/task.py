@@ -319,6 +319,11 @@ class LinearPlan(Plan):
     def noise_and_signal(self) -> tuple[float, float, str]:
         """Std per coordinate of the noise, bound on the norm of what it is added to, and what that is, in words."""
 
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields that of the one release; see `Plan.noise_shares`."""
+        std, signal, of = self.noise_and_signal
+        yield of, std / signal, self.task.parameters
+
     def solve(self, records: Records, start: Tensor | None = None) -> Any:
         """Returns what `release` needs: NOT private.
 

@@ -49,6 +49,10 @@ class CorrelatedPlan(StepPlan):
             self.clip, self.noise_multiplier, self.batch_size, Banded(self.coefficients), self.steps
         )
 
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields the noise that is added to each mean; later steps subtract parts of it."""
+        yield "each step", self.noise_multiplier * Banded(self.coefficients).norm / self.batch_size, None
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()

@@ -26,6 +26,7 @@ from torch_dpsco.optim.assembly import sizes_are_private
 from torch_dpsco.optim.charges import first_charges, planned_event
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, UpdateRule
@@ -39,6 +40,8 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
     "shuffled": Shuffled,
     "assigned": Assigned,
 }
+
+_STAGES = 10  # points of a curve over steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +102,32 @@ class StepPlan(Plan):
 
     def event(self) -> Event:
         """Returns everything that the run charges, as `Plan.event`."""
+        return self._event_until(self.steps)
+
+    def stages(self) -> Iterator[tuple[int, Event]]:
+        """Yields what a part of the steps charges; see `Plan.stages`."""
+        if self.steps is None:
+            self.event()  # raises
+            return
+        for made in sorted({math.ceil(self.steps * k / _STAGES) for k in range(1, _STAGES + 1)} | {1}):
+            yield made, self._event_until(made)
+
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields the noise on means of clipped rows, phase by phase; see `Plan.noise_shares`."""
+        members = [member for member in self.oracle(self.prox()).members if isinstance(member, ClippedMean)]
+        for k, member in enumerate(members, 1):
+            yield "each step" if len(members) == 1 else f"phase {k}", member.noise_multiplier / member.batch_size, None
+
+    def _event_until(self, steps: int | None) -> Event:
         oracle = self.oracle(self.prox())
         checks.require_same_parts(oracle, self.design, self.schedule())
         if asks_exact(self.secure):
             oracle.use_exact_noise()
         if any(charge.adaptive for charge in first_charges(oracle, self.design)):
             raise ConditionError("a step costs what the iterates before it make it cost")
-        if self.steps is None:
+        if steps is None:
             raise ConditionError("the run has no last step: give steps=")
-        return planned_event(oracle, self.design, 0, self.steps, "planned")
+        return planned_event(oracle, self.design, 0, steps, "planned")
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""

@@ -216,6 +216,11 @@ class RowFreePlan(Plan):
         moved = check.nonnegative(sensitivity=self.sensitivity)
         return Gaussian(self.noise_scale, {self.adjacency: moved}, exact=asks_exact(self.secure))
 
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields that of the answer, where its norm is bounded; see `Plan.noise_shares`."""
+        if math.isfinite(self.reach):
+            yield "the answer", self.noise_std / self.reach, self.dim
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
         yield "batches", drawing(self.design, self.unit)

@@ -1,0 +1,201 @@
+"""Small pictures of public numbers: panels of lines, dots and bars, side by side in one matplotlib Figure.
+
+Numbers in, a Figure out: nothing here knows a plan or a report. Lines differ in style and marker too, so that they can
+be told apart in print and without color; the background is white, also on a dark page. No setting of matplotlib is
+changed, and pyplot is not used.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Panel: TypeAlias = "Callable[[Axes], None]"
+
+_LOOKS = (("#0b5394", "-", "o"), ("#b45f06", "--", "s"), ("#38761d", ":", "^"), ("#741b47", "-.", "D"))
+_FIXED = {
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.grid": True,
+    "grid.color": "#d9d9d9",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 8.0,
+    "legend.framealpha": 0.9,
+    "svg.hashsalt": "torch_dpsco",  # the same picture is the same file
+}
+_A4, _LINES = (8.27, 11.69), 76
+
+
+class Line(NamedTuple):
+    """A line of a panel: its name and its points."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def lines(
+    title: str,
+    x_label: str,
+    y_label: str,
+    drawn: Sequence[Line],
+    *,
+    limit: tuple[str, float] | None = None,
+    mark: tuple[str, float, float] | None = None,
+) -> Panel:
+    """Returns a panel of lines from 0 up.
+
+    Args:
+        title: in plain words.
+        x_label: with the unit.
+        y_label: with the unit.
+        drawn: at most four.
+        limit: name and height of a level line.
+        mark: name and place of one point.
+    """
+
+    def panel(axes: Axes) -> None:
+        for line, (color, style, marker) in zip(drawn, _LOOKS, strict=False):
+            every = max(1, len(line.x) // 8)
+            axes.plot(
+                line.x, line.y, style, color=color, marker=marker, markersize=4, markevery=every, label=line.label
+            )
+        if limit is not None:
+            axes.axhline(limit[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=limit[0])
+        if mark is not None:
+            axes.plot(*mark[1:], "*", color="black", markersize=11, label=mark[0])
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        axes.set_xlim(left=min(min(line.x) for line in drawn))
+        axes.set_ylim(bottom=0)
+        _name_series(axes)
+
+    return panel
+
+
+def dots(title: str, x_label: str, rows: Sequence[str], drawn: Mapping[str, Sequence[float]]) -> Panel:
+    """Returns a panel of one row per name, with one dot per series, on a logarithmic scale.
+
+    Args:
+        title: in plain words.
+        x_label: with the unit.
+        rows: from the top down.
+        drawn: name of a series to its values > 0, one per row.
+    """
+
+    def panel(axes: Axes) -> None:
+        for (label, values), (color, _, marker) in zip(drawn.items(), _LOOKS, strict=False):
+            axes.plot(values, range(len(rows)), marker, color=color, markersize=8, label=label)
+            for row, value in enumerate(values):
+                axes.annotate(f"{value:.2g}", (value, row), (0, 6), textcoords="offset points", ha="center", size=7)
+        _name_rows(axes, rows)
+        axes.set_xscale("log")
+        axes.set(title=title, xlabel=x_label)
+        axes.margins(x=0.15)
+        _name_series(axes)
+
+    return panel
+
+
+def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float], whole: tuple[str, float]) -> Panel:
+    """Returns a panel of one bar per name, with a line where the whole is.
+
+    Args:
+        title: in plain words.
+        x_label: with the unit.
+        rows: from the top down.
+        values: one per row.
+        whole: its name and value.
+    """
+
+    def panel(axes: Axes) -> None:
+        axes.barh(range(len(rows)), values, height=0.5, color="#9fc5e8", edgecolor="#0b5394", hatch="//")
+        axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
+        _name_rows(axes, rows)
+        axes.set(title=title, xlabel=x_label)
+        axes.set_xlim(left=0)
+        _name_series(axes)
+
+    return panel
+
+
+def words(title: str, text: str) -> Panel:
+    """Returns a panel that says why there is no picture."""
+
+    def panel(axes: Axes) -> None:
+        axes.set_title(title)
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, parse_math=False)
+
+    return panel
+
+
+def figure(title: str, *panels: Panel) -> Figure:
+    """Returns the panels side by side.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+
+    Example:
+        >>> drawn = figure("Costs", lines("Epsilon", "steps", "epsilon", [Line("this plan", [0, 1], [0.0, 0.5])]))
+        >>> encoded(drawn, "svg")[:5]
+        b'<?xml'
+    """
+    style, figures = _matplotlib()
+    with style.context(["default", _FIXED]):  # whatever the caller's style is
+        made: Figure = figures.Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
+        made.suptitle(title, fontsize=11)
+        for axes, panel in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axes)
+    return made
+
+
+def encoded(drawn: Figure, kind: str) -> bytes:
+    """Returns a figure as a file of a kind: "svg", "png" or "pdf"."""
+    style, _ = _matplotlib()
+    file = io.BytesIO()
+    with style.context(["default", _FIXED]):
+        drawn.savefig(file, format=kind, facecolor="white", dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
+
+
+def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
+    """Returns a PDF of lines of text, each of 100 characters at most, with a figure at the end."""
+    style, figures = _matplotlib()
+    from matplotlib.backends.backend_pdf import PdfPages
+
+    file = io.BytesIO()
+    with style.context(["default", _FIXED]), PdfPages(file, metadata={"CreationDate": date}) as pages:
+        for start in range(0, len(text), _LINES):
+            page = figures.Figure(figsize=_A4)
+            shown = "\n".join(text[start : start + _LINES])
+            page.text(0.08, 0.95, shown, va="top", family="monospace", size=7.5, linespacing=1.4, parse_math=False)
+            pages.savefig(page)
+        pages.savefig(drawn, facecolor="white")
+    return file.getvalue()
+
+
+def _name_series(axes: Axes) -> None:
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+
+
+def _name_rows(axes: Axes, rows: Sequence[str]) -> None:
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib import figure as figures
+        from matplotlib import style
+    except ImportError as error:
+        raise ImportError("pictures must be drawn by matplotlib: pip install 'torch_dpsco[plots]'") from error
+    return style, figures
