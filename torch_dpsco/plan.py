@@ -136,12 +136,13 @@ class Plan(ABC):
         title, shares = "Noise beside signal", list(self.noise_shares())[:_SHOWN]
         if not shares or not all(math.isfinite(share) and share > 0 for _, share, _ in shares):
             return plots.words(title, "the plan does not bound\nwhat the noise is added to")
-        drawn = {"largest signal (norm)": [1.0] * len(shares), "noise, one coordinate (std)": [s for _, s, _ in shares]}
+        drawn = {"noise, one coordinate (std)": [share for _, share, _ in shares]}
         dims = [dim for _, _, dim in shares if dim is not None]
         if len(dims) == len(shares):
             norms = [share * math.sqrt(dim) for (_, share, _), dim in zip(shares, dims, strict=True)]
             drawn[f"noise, all {dims[0]} coordinates (norm)"] = norms
-        return plots.dots(title, "share of the largest signal", [name for name, _, _ in shares], drawn)
+        names, whole = [name for name, _, _ in shares], ("largest signal (norm)", 1.0)
+        return plots.dots(title, "share of the largest signal", names, drawn, whole)
 
     def _epsilon_panel(self) -> plots.Panel:
         level = f"epsilon at delta {rounded_up(self._shown_delta)}"

@@ -81,7 +81,9 @@ def lines(
     return panel
 
 
-def dots(title: str, x_label: str, rows: Sequence[str], drawn: Mapping[str, Sequence[float]]) -> Panel:
+def dots(
+    title: str, x_label: str, rows: Sequence[str], drawn: Mapping[str, Sequence[float]], whole: tuple[str, float]
+) -> Panel:
     """Returns a panel of one row per name, with one dot per series, on a logarithmic scale.
 
     Args:
@@ -89,6 +91,7 @@ def dots(title: str, x_label: str, rows: Sequence[str], drawn: Mapping[str, Sequ
         x_label: with the unit.
         rows: from the top down.
         drawn: name of a series to its values > 0, one per row.
+        whole: name and place of a line to compare with.
     """
 
     def panel(axes: Axes) -> None:
@@ -96,6 +99,7 @@ def dots(title: str, x_label: str, rows: Sequence[str], drawn: Mapping[str, Sequ
             axes.plot(values, range(len(rows)), marker, color=color, markersize=8, label=label)
             for row, value in enumerate(values):
                 axes.annotate(f"{value:.2g}", (value, row), (0, 6), textcoords="offset points", ha="center", size=7)
+        axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
         axes.set(title=title, xlabel=x_label)

@@ -311,6 +311,15 @@ class Ledger:
         yield from found
 
     @locked
+    def events(self) -> Iterator[tuple[Event, int]]:
+        """Yields (event, count) such that a ledger of them equals this one."""
+        for partition, part, event, times in self.entries():
+            if partition:
+                yield Parallel({part: (event,)}, partition, *self._kinds[partition]), times
+            else:
+                yield event, times
+
+    @locked
     def includes(self, other: Ledger) -> bool:
         """Returns whether every event of another ledger is here, at least as often."""
         mine = {(partition, part, event): times for partition, part, event, times in self.entries()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Context
 from fractions import Fraction
@@ -37,6 +38,7 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
+_CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
 
@@ -80,6 +82,27 @@ def attack_advantage(epsilon: float, delta: float) -> float:
     decay = math.exp(-epsilon)
     # PRIVACY: an upper bound (test_no_attack_on_gaussian_noise_beats_the_stated_bound)
     return min(1.0, (math.tanh(epsilon / 2.0) + 2.0 * delta * decay / (1.0 + decay)) * _SLACK)
+
+
+def trade_off(curve: Iterable[tuple[float, float]], false_positive: float) -> float:
+    """Returns a lower bound on the false negative rate of every test which of two neighboring data sets was used.
+
+    Proof. As in `attack_advantage`, with false positive rate f and false negative rate 1 - t, at each (epsilon, delta):
+    1 - t >= 1 - delta - e^epsilon f, and e^epsilon (1 - t) >= 1 - delta - f.
+
+    Args:
+        curve: pairs (epsilon, delta) that hold for the same releases, in both directions.
+        false_positive: rate f in [0, 1].
+
+    Example:
+        >>> trade_off([(0.0, 0.1)], 0.5), trade_off([(float("inf"), 0.0)], 0.5)
+        (0.4, 0.0)
+    """
+    f, best = check.between(0.0, 1.0, false_positive=false_positive), 0.0
+    for epsilon, delta in curve:
+        if epsilon < 700:  # e^epsilon fits
+            best = max(best, 1.0 - delta - math.exp(epsilon) * f, math.exp(-epsilon) * (1.0 - delta - f))
+    return best
 
 
 def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, float]:
@@ -210,6 +233,8 @@ class PrivacyReport:
         planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
         advice: what would cost less for the same work.
         ledger_id: random name of the ledger, as its file and checkpoints have it.
+        spent: (event, count) of the ledger; empty where sums of events bound nothing, because parameters were chosen on
+            the way.
     """
 
     epsilons: dict[Adjacency, float]
@@ -224,11 +249,21 @@ class PrivacyReport:
     planned_epsilon: float | None = None
     advice: tuple[str, ...] = ()
     ledger_id: str = field(default="", compare=False)
+    spent: tuple[tuple[Event, int], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def epsilon(self) -> float:
         """Epsilon of the guarantee."""
         return self.epsilons[self.adjacency]
+
+    def privacy_curve(self) -> tuple[tuple[float, float], ...]:
+        """Returns pairs (epsilon, delta) of the guarantee: the one that is quoted first, then others of the ledger."""
+        quoted = (self.epsilon, self.delta)
+        if not self.spent or math.isinf(self.epsilon):
+            return (quoted,)
+        ledger = Ledger(Repeat(event, count) for event, count in self.spent)
+        levels = [self.epsilon * k / _CURVE for k in range(_CURVE)]
+        return (quoted, *((epsilon, ledger.delta(epsilon, self.adjacency)) for epsilon in levels))
 
     @property
     def events(self) -> tuple[str, ...]:
@@ -360,4 +395,5 @@ def make_report(
         advantage=min(attack_advantage(evaluation.epsilon, delta), _total_variation(ledger, adjacency)),
         planned_epsilon=None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon,
         advice=_advice(ledger, delta, adjacency, evaluation.epsilon),
+        spent=tuple(ledger.events()),
     )

@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.events import event_to_json
+from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 from torch_dpsco.accounting.report.wording import (
     GROUPS,
@@ -28,6 +31,9 @@ from torch_dpsco.accounting.report.wording import (
     sections,
     warning_sentences,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Run", "Section", "Statement", "make_statement"]
 
@@ -101,6 +107,29 @@ class Statement:
         if indent is not None:
             check.between(0, 100, indent=indent)
         return json.dumps(_finite(_facts(self)), indent=indent, allow_nan=False)
+
+    def plot(self) -> Figure:
+        """Returns a picture: what a test can find out, what was spent, and what each kind of charge costs by itself.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return card.draw(self.figures)
+
+    def save(self, path: str | os.PathLike[str], *, date: datetime | None = None, overwrite: bool = False) -> None:
+        """Writes a privacy card, one file that needs no other: .html and .pdf with the pictures, .md or .json without.
+
+        Args:
+            path: its suffix says what is written.
+            date: of the card; default now.
+            overwrite: replace a file that is there.
+
+        Raises:
+            ValueError: another suffix.
+            FileExistsError: the file is there.
+            ImportError: matplotlib, which draws the pictures, is not installed.
+        """
+        card.save(self, path, date, overwrite)
 
     def _repr_markdown_(self) -> str:
         return self.markdown()

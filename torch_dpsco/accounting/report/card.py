@@ -1,0 +1,180 @@
+"""The privacy card: a statement with its pictures, as one file that needs no other and no network.
+
+Everything in it is public, as in `statement`: what was charged, and what follows from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_dpsco import plots
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from torch_dpsco.accounting.report.statement import Statement
+
+SUFFIXES = (".html", ".pdf", ".md", ".json")
+_POINTS, _SHOWN = 12, 8
+_STYLE = (
+    "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;color:#222;background:#fff}"
+    "table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
+    "img{max-width:100%}.warn{border-left:4px solid #a00;padding-left:1em}"
+    "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}}"
+    "@media print{body{color:#000;background:#fff}}"
+)
+
+
+def draw(report: PrivacyReport) -> Figure:
+    """Returns the pictures of a report: what a test can find out, what was spent when, and on what."""
+    title = f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one {report.unit}"
+    return plots.figure(f"{title} ({report.adjacency})", *_panels(report))
+
+
+def save(statement: Statement, path: str | os.PathLike[str], date: datetime | None, overwrite: bool) -> None:
+    """Writes the card; see `Statement.save`."""
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise ValueError(f"path must end in {', '.join(SUFFIXES)} (got {os.fspath(path)!r})")
+    date = datetime.now(timezone.utc) if date is None else date
+    content = {".html": _html, ".pdf": _pdf, ".md": _markdown, ".json": _json}[suffix](statement, date)
+    try:
+        with open(path, "wb" if overwrite else "xb") as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise FileExistsError(
+            f"path must be that of a new file, or overwrite=True be given (got {os.fspath(path)!r})"
+        ) from error
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
+    if math.isinf(report.epsilon):
+        yield plots.words("No guarantee", "epsilon is infinite")
+        return
+    shares = [k / 100 for k in range(101)]
+    missed = [trade_off(report.privacy_curve(), share) for share in shares]
+    yield plots.lines(
+        "What a test can find out about one record",
+        "share of false alarms",
+        "share of misses, at least",
+        [plots.Line("best possible test", shares, missed), plots.Line("blind guess", shares, shares[::-1])],
+    )
+    if not report.spent:
+        return
+    level = f"epsilon at delta {rounded_up(report.delta)}"
+    budget = None if report.budget is None else (f"budget: {report.budget.epsilon:g}", report.budget.epsilon)
+    yield plots.lines(
+        "What was spent",
+        "charges, equal ones together",
+        level,
+        [plots.Line("so far", *_spending(report))],
+        limit=budget,
+    )
+    names, alone = _kinds(report)
+    whole = (f"all together: {rounded_up(report.epsilon)}", report.epsilon)
+    yield plots.bars("What each kind of charge costs by itself", level, names, alone, whole)
+
+
+def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
+    total = sum(count for _, count in report.spent)
+    marks = iter(sorted({1, *(math.ceil(total * k / _POINTS) for k in range(1, _POINTS + 1))}))
+    ledger, made, mark = Ledger(), 0, next(marks)
+    x, y = [0.0], [0.0]
+    for event, count in report.spent:
+        left = count
+        while left:
+            now = min(left, mark - made)
+            ledger.add(event, now)
+            left, made = left - now, made + now
+            if made == mark:
+                x.append(float(made))
+                y.append(ledger.epsilon(report.delta, report.adjacency))
+                mark = next(marks, total)
+    return x, y
+
+
+def _kinds(report: PrivacyReport) -> tuple[list[str], list[float]]:
+    ledgers: dict[str, Ledger] = {}
+    counts: dict[str, int] = {}
+    for event, count in report.spent:
+        ((_, _, simple, _),) = Ledger([event]).entries()
+        name = (
+            type(simple).__name__
+            if len(report.charges) > _SHOWN
+            else str(simple).replace("(", "(\n").replace(", ", ",\n")
+        )
+        ledgers.setdefault(name, Ledger()).add(event, count)
+        counts[name] = counts.get(name, 0) + count
+    alone = {name: ledger.epsilon(report.delta, report.adjacency) for name, ledger in ledgers.items()}
+    return [f"{counts[name]} x {name}" for name in alone], list(alone.values())
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _facts(date: datetime) -> dict[str, str]:
+    versions = {name: version(name) for name in ("torch", "numpy", "scipy")}
+    return {"date": date.isoformat(timespec="seconds"), "python": platform.python_version(), **versions}
+
+
+def _made(statement: Statement, date: datetime) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in _facts(date).items())
+    return f"Card made with torch_dpsco {statement.version}; {facts}."
+
+
+def _json(statement: Statement, date: datetime) -> bytes:
+    return json.dumps({**json.loads(statement.json()), "card": _facts(date)}, indent=2).encode()
+
+
+def _markdown(statement: Statement, date: datetime) -> bytes:
+    return f"{statement.markdown()}\n{_made(statement, date)}\n".encode()
+
+
+def _pdf(statement: Statement, date: datetime) -> bytes:
+    return plots.document([*str(statement).splitlines(), "", _made(statement, date)], draw(statement.figures), date)
+
+
+def _html(statement: Statement, date: datetime) -> bytes:
+    report = statement.figures
+    picture = base64.b64encode(plots.encoded(draw(report), "svg")).decode()
+    rows = [("adjacency", "epsilon", "delta")]
+    rows += [(name, rounded_up(epsilon), rounded_up(report.delta)) for name, epsilon in report.epsilons.items()]
+    sections = [("Read this first", statement.warnings)] if statement.warnings else []
+    body = [
+        f"<h1>Privacy statement</h1><p><strong>{escape(statement.headline)}</strong></p>",
+        f"<table>{''.join(map(_row, rows))}</table>",
+        *(_section(title, sentences, " class=warn") for title, sentences in sections),
+        f'<p><img alt="Trade-off of a test, privacy spent, cost by kind" src="data:image/svg+xml;base64,{picture}"></p>',
+        *(_section(title, sentences) for title, sentences in statement.sections),
+        f"<p><small>{escape(_made(statement, date))}</small></p>",
+    ]
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy statement</title>'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        f"style-src 'unsafe-inline'\"><style>{_STYLE}</style></head>"
+    )
+    return "\n".join([head, "<body>", *body, "</body></html>\n"]).encode()
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _section(title: str, sentences: Sequence[str], kind: str = "") -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<section{kind}><h2>{escape(title)}</h2><ul>{items}</ul></section>"
