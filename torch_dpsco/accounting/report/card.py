@@ -11,6 +11,7 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import datetime, timezone
 from html import escape
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dpsco import plots
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
 
@@ -78,13 +80,8 @@ def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         return
     level = f"epsilon at delta {rounded_up(report.delta)}"
     budget = None if report.budget is None else (f"budget: {report.budget.epsilon:g}", report.budget.epsilon)
-    yield plots.lines(
-        "What was spent",
-        "charges, equal ones together",
-        level,
-        [plots.Line("so far", *_spending(report))],
-        limit=budget,
-    )
+    so_far = plots.Line("so far", *_spending(report))
+    yield plots.lines("What was spent", "charges, equal ones together", level, [so_far], limit=budget)
     names, alone = _kinds(report)
     whole = (f"all together: {rounded_up(report.epsilon)}", report.epsilon)
     yield plots.bars("What each kind of charge costs by itself", level, names, alone, whole)
@@ -110,18 +107,18 @@ def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
 
 def _kinds(report: PrivacyReport) -> tuple[list[str], list[float]]:
     ledgers: dict[str, Ledger] = {}
-    counts: dict[str, int] = {}
     for event, count in report.spent:
-        ((_, _, simple, _),) = Ledger([event]).entries()
-        name = (
-            type(simple).__name__
-            if len(report.charges) > _SHOWN
-            else str(simple).replace("(", "(\n").replace(", ", ",\n")
-        )
+        name = _kind(event, len(report.charges) <= _SHOWN)
         ledgers.setdefault(name, Ledger()).add(event, count)
-        counts[name] = counts.get(name, 0) + count
-    alone = {name: ledger.epsilon(report.delta, report.adjacency) for name, ledger in ledgers.items()}
-    return [f"{counts[name]} x {name}" for name in alone], list(alone.values())
+    costs = [ledger.epsilon(report.delta, report.adjacency) for ledger in ledgers.values()]
+    return [f"{len(ledger)} x {name}" for name, ledger in ledgers.items()], costs
+
+
+def _kind(event: Event, in_full: bool) -> str:
+    ((_, _, simple, _),) = Ledger([event]).entries()
+    name = type(simple).__name__
+    numbers = [(own.name, getattr(simple, own.name)) for own in fields(simple)] if in_full else []
+    return "".join([name, *(f"\n{own}={value:.4g}" for own, value in numbers[:1] if isinstance(value, float))])
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ def _html(statement: Statement, date: datetime) -> bytes:
         f"<h1>Privacy statement</h1><p><strong>{escape(statement.headline)}</strong></p>",
         f"<table>{''.join(map(_row, rows))}</table>",
         *(_section(title, sentences, " class=warn") for title, sentences in sections),
-        f'<p><img alt="Trade-off of a test, privacy spent, cost by kind" src="data:image/svg+xml;base64,{picture}"></p>',
+        f'<p><img alt="What a test can find out, what was spent" src="data:image/svg+xml;base64,{picture}"></p>',
         *(_section(title, sentences) for title, sentences in statement.sections),
         f"<p><small>{escape(_made(statement, date))}</small></p>",
     ]
