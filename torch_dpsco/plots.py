@@ -1,4 +1,4 @@
-"""Small pictures of public numbers: panels of lines, dots and bars, side by side in one matplotlib Figure.
+"""Small pictures of public numbers: panels of lines, dots and bars in one matplotlib Figure.
 
 Numbers in, a Figure out: nothing here knows a plan or a report. Lines differ in style and marker too, so that they can
 be told apart in print and without color; the background is white, also on a dark page. No setting of matplotlib is
@@ -143,7 +143,7 @@ def words(title: str, text: str) -> Panel:
 
 
 def figure(title: str, *panels: Panel) -> Figure:
-    """Returns the panels side by side.
+    """Returns the panels, two in a row.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -155,10 +155,11 @@ def figure(title: str, *panels: Panel) -> Figure:
     """
     style, figures = _matplotlib()
     with style.context(["default", _FIXED]):  # whatever the caller's style is
-        made: Figure = figures.Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
+        columns, rows = min(2, len(panels)), (len(panels) + 1) // 2
+        made: Figure = figures.Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
         made.suptitle(title, fontsize=11)
-        for axes, panel in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            panel(axes)
+        for k, panel in enumerate(panels, 1):
+            panel(made.add_subplot(rows, columns, k))
     return made
 
 

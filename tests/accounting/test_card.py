@@ -1,0 +1,105 @@
+"""The privacy card: whole, in one file, and in agreement with the ledger."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+
+import pytest
+
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.events import Gaussian, Parallel, clipped_gaussian
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.report.figures import Run, trade_off
+from torch_dpsco.accounting.report.statement import make_statement
+
+pytest.importorskip("matplotlib")
+DELTA, DATE = 1e-5, datetime(2030, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+STEP = clipped_gaussian(9.0)
+
+
+def stated(name="NoisyGD", accountant=None):
+    accountant = Accountant(Budget(3.0, DELTA)) if accountant is None else accountant
+    accountant.authorize(STEP, 4)
+    return make_statement(accountant.report(DELTA), Run(name, Full(50), STEP, steps=4, planned=4, finalized=True))
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
+def test_the_card_says_all_that_the_statement_says(tmp_path, suffix):
+    path = tmp_path / f"card{suffix}"
+    statement = stated()
+    statement.save(path, date=DATE)
+    text = path.read_text(encoding="utf-8")
+    for said in ("replace_one", "one example", "2030-01-02T03:04:05", "torch", statement.version, statement.headline):
+        assert said in text
+    for line in statement.figures.assumptions:
+        assert line[1:] in text
+
+
+def test_the_pdf_opens_and_has_its_date(tmp_path):
+    stated().save(tmp_path / "card.pdf", date=DATE)
+    content = (tmp_path / "card.pdf").read_bytes()
+    assert content.startswith(b"%PDF") and content.rstrip().endswith(b"%%EOF") and b"D:20300102030405" in content
+
+
+def test_the_html_needs_no_network_and_escapes_text(tmp_path):
+    stated("<script>alert(1)</script>").save(tmp_path / "card.html")
+    text = (tmp_path / "card.html").read_text(encoding="utf-8")
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "http:" not in text and "https:" not in text and "default-src 'none'" in text
+    assert text.count("data:image/svg+xml;base64,") == 1
+
+
+def test_json_is_that_of_the_statement_and_more(tmp_path):
+    statement = stated()
+    statement.save(tmp_path / "card.json", date=DATE)
+    saved = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    assert saved.pop("card")["date"] == "2030-01-02T03:04:05+00:00"
+    assert saved == json.loads(statement.json())
+
+
+def test_other_suffixes_and_other_files_are_left_alone(tmp_path):
+    path = tmp_path / "card.md"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        stated().save(path)
+    assert path.read_text() == "mine"
+    stated().save(path, overwrite=True)
+    assert path.read_text(encoding="utf-8").startswith("# Privacy statement")
+    with pytest.raises(ValueError, match=r"path must end in .html, .pdf, .md, .json \(got 'card.docx'\)"):
+        stated().save("card.docx")
+
+
+def test_the_curve_is_that_of_the_accountant():
+    accountant = Accountant()
+    curve = stated(accountant=accountant).figures.privacy_curve()
+    assert curve[0] == (accountant.get_epsilon(DELTA), DELTA)
+    assert all(delta == accountant.get_delta(epsilon) for epsilon, delta in curve[1:])
+    assert all(
+        trade_off(curve, share) >= max(0.0, trade_off(curve[:1], share)) and trade_off(curve, share) <= 1 - share
+        for share in (0.0, 0.1, 0.5, 0.9, 1.0)
+    )
+
+
+def test_the_pictures_end_at_what_was_spent():
+    statement = stated()
+    _, spending, kinds = statement.plot().axes
+    so_far, budget = spending.get_lines()
+    assert tuple(so_far.get_xydata()[-1]) == (4.0, statement.epsilon)
+    assert budget.get_label() == "budget: 3"
+    assert [bar.get_width() for bar in kinds.patches] == [statement.epsilon]
+
+
+def test_an_adaptive_card_draws_no_sums():
+    figures = stated(accountant=Accountant(Budget(3.0, DELTA, mode="odometer"))).figures
+    assert figures.spent == () and figures.privacy_curve() == ((figures.epsilon, DELTA),)
+
+
+def test_a_ledger_of_the_events_of_a_ledger_is_the_same():
+    parts = Parallel({"a": (STEP, STEP), "b": (Gaussian(3.0, {"replace_one": 1.0}),)}, "cut", "keyed", True)
+    ledger, again = Ledger([STEP, parts, STEP]), Ledger()
+    for event, count in ledger.events():
+        again.add(event, count)
+    assert again.digest() == ledger.digest()

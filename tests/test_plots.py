@@ -1,0 +1,94 @@
+"""Pictures of plans: they draw the plan's own figures, change no setting, and say what they need."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import torch_dpsco as dp
+from torch_dpsco import plots
+from torch_dpsco.accounting.events import GDP, Gaussian, PoissonGaussian, Repeat, Sequential, scaled_noise
+from torch_dpsco.errors import ConditionError
+
+matplotlib = pytest.importorskip("matplotlib")
+N, BUDGET, LOSS = 64, dp.Budget(2.0, 1e-4), dp.losses.Logistic()
+
+
+def holder(**kind):
+    problem = LOSS.problem(bound_x=2.0, radius=3.0)
+    return dp.HolderSGD.plan(**{"problem": problem, "n": N, "batch_size": N, "epochs": 4, "budget": BUDGET, **kind})
+
+
+def localized():
+    curved = dp.Problem(smoothness=1.0, strong_convexity=0.5, radius=3.0)
+    own = {"clip": 1.0, "reg": 0.1, "max_steps": 3, "min_phase": 9}
+    return dp.LocalizedSGD.plan(problem=curved, n=N, budget=BUDGET, dim=4, **own)
+
+
+def output():
+    return dp.OutputPerturbation.plan(model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET)
+
+
+def lines_of(figure):
+    return {line.get_label(): line.get_xydata() for line in figure.axes[1].get_lines()}
+
+
+@pytest.mark.parametrize("make", [holder, localized, output])
+def test_every_plan_draws_noise_and_epsilon(make):
+    figure = make().plot()
+    assert [axes.get_title() for axes in figure.axes] == ["Noise beside signal", "What is spent"]
+    assert plots.encoded(figure, "png").startswith(b"\x89PNG")
+    assert plots.encoded(figure, "svg") == plots.encoded(figure, "svg")
+
+
+@pytest.mark.parametrize("make", [holder, localized])
+def test_the_curve_ends_at_the_epsilon_of_the_plan(make):
+    plan = make()
+    drawn = lines_of(plan.plot())
+    assert tuple(drawn["this plan"][-1]) == (plan.steps, plan.epsilon())
+    assert drawn["with noise x 0.8"][-1, 1] > plan.epsilon() > drawn["with noise x 1.25"][-1, 1]
+    assert drawn["budget: 2"][0][1] == BUDGET.epsilon
+
+
+def test_the_mark_of_one_release_is_the_epsilon_of_the_plan():
+    plan = output()
+    assert tuple(lines_of(plan.plot())["this plan"][0]) == (1.0, plan.epsilon())
+
+
+def test_what_is_not_known_beforehand_is_said():
+    plan = holder(noise_multiplier=2.0, budget=None, steps=None, epochs=None)
+    said = [text.get_text() for text in plan.plot().axes[1].texts] if plan.steps is None else ["not known beforehand"]
+    assert said[0].startswith("not known beforehand")
+
+
+def test_noise_is_scaled_in_every_event_that_has_some():
+    event = Sequential((Repeat(PoissonGaussian(2.0, 0.1), 3), Gaussian(1.0, {"replace_one": 1.0})))
+    scaled = scaled_noise(event, 2.0)
+    assert (scaled.events[0].event.noise_multiplier, scaled.events[1].sigma) == (4.0, 2.0)
+    with pytest.raises(ConditionError, match=r"noise must be known to the event to be scaled \(got GDP\)"):
+        scaled_noise(GDP(1.0), 2.0)
+    with pytest.raises(ConditionError, match="Gaussian"):
+        scaled_noise(Gaussian(1.0, {"replace_one": 1.0}, 1e-6), 2.0)  # its failure may depend on the noise
+
+
+def test_no_setting_is_changed_and_no_style_is_taken_over():
+    with matplotlib.rc_context({"text.color": "white", "figure.facecolor": "black"}):
+        before = dict(matplotlib.rcParams)
+        figure = plots.figure("x", plots.words("y", "z"))
+        assert dict(matplotlib.rcParams) == before
+    assert figure.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
+    assert figure.axes[0].texts[0].get_color() == "black"
+
+
+def test_lines_differ_without_color():
+    drawn = [plots.Line(str(k), [0, 1], [0.0, k]) for k in range(4)]
+    axes = plots.figure("x", plots.lines("a", "b", "c", drawn)).axes[0]
+    assert len({(line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}) == 4
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'torch_dpsco\[plots\]'"):
+        plots.figure("x", plots.words("y", "z"))
