@@ -32,7 +32,7 @@ _FIXED = {
     "legend.framealpha": 0.9,
     "svg.hashsalt": "torch_dpsco",  # the same picture is the same file
 }
-_A4, _LINES = (8.27, 11.69), 76
+_A4, _LINES = (8.27, 11.69), 66
 
 
 class Line(NamedTuple):

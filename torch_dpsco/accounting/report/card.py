@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import datetime, timezone
@@ -143,7 +144,9 @@ def _markdown(statement: Statement, date: datetime) -> bytes:
 
 
 def _pdf(statement: Statement, date: datetime) -> bytes:
-    return plots.document([*str(statement).splitlines(), "", _made(statement, date)], draw(statement.figures), date)
+    return plots.document(
+        [*str(statement).splitlines(), "", *textwrap.wrap(_made(statement, date), 100)], draw(statement.figures), date
+    )
 
 
 def _html(statement: Statement, date: datetime) -> bytes:
