@@ -353,6 +353,38 @@ class LedgerFile:
         self._size, self._digest = len(line), digest
 
 
+class LedgerCopy(LedgerFile):
+    """A ledger file as it is now, also that of a run which goes on: nothing is locked, mended or written.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        PrivacyError: as `LedgerFile`; also where the last line has no end.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._mark = HighWater(self.path)
+        self._size, self._digest, self._broken = 0, "", True
+        known = self._mark.read()  # before the lines: a mark is never ahead of them
+        self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            self.book = self._read(known)
+        finally:
+            os.close(self._fd)
+
+    def close(self) -> None:
+        """Does nothing: the file is closed."""
+
+    def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
+        raise PrivacyError(
+            f"the last line of ledger file {self.path!r} has no end: it is being written, or was torn by a crash; an "
+            f"accountant on the file mends it"
+        )
+
+
 def _opened(path: str) -> int:
     """Opens and locks the file of that name; while the lock was not yet held, another may have taken its place."""
     while True:

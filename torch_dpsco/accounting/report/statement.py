@@ -106,7 +106,7 @@ class Statement:
         """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
         if indent is not None:
             check.between(0, 100, indent=indent)
-        return json.dumps(_finite(_facts(self)), indent=indent, allow_nan=False)
+        return json.dumps(finite(_facts(self)), indent=indent, allow_nan=False)
 
     def plot(self) -> Figure:
         """Returns a picture: what a test can find out, what was spent, and what each kind of charge costs by itself.
@@ -163,12 +163,12 @@ def _wrapped(text: str, bullet: str) -> list[str]:
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Returns a JSON-codable value with infinities as strings."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,312 @@
+"""The command line, `dpsco` or `python -m torch_dpsco`: plans, reports, ledgers, diagnoses and audits.
+
+Exit codes: 0 all is well, 1 something wrong was found, 2 the command cannot be carried out as it was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityWarning
+
+Result = tuple[str, int]  # what is printed, and the exit code
+_AUDIT = ("delta", "trials", "confidence", "adjacency", "seed")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: its words; default those of the process.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser().parse_args(words)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
+            text, code = args.run(args)
+    except (ValueError, OSError, AdjacencyError, UnitError) as error:
+        _say(sys.stderr, f"dpsco: {_by_option(str(error))}")
+        return 2
+    except PrivacyError as error:
+        _say(sys.stderr, f"dpsco: {error}")
+        return 1
+    _say(sys.stdout, text)
+    return code
+
+
+def _say(stream: Any, text: str) -> None:
+    stream.write(f"{text}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="dpsco", description="Plans and checks of differentially private fitting.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    plan = _command(
+        commands,
+        "plan",
+        _plan,
+        "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6",
+        "Prints the plan of a run: noise, steps, epsilon under each adjacency, assumptions.",
+    )
+    plan.add_argument("algorithm", metavar="ALGORITHM", help="class of the optimizer, such as HolderSGD")
+    plan.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="...", help="what its plan takes: dpsco plan ALGORITHM --help"
+    )
+
+    report = _command(
+        commands,
+        "report",
+        _report,
+        "report run.ledger --delta 1e-6",
+        "Says what was spent, from a ledger file, which is left as it is.",
+    )
+    report.add_argument("ledger", metavar="LEDGER", help="the file")
+    report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
+    report.add_argument("--adjacency", help="default that of the ledger")
+    report.add_argument("--json", action="store_true", help="print JSON")
+
+    ledger = commands.add_parser("ledger", help="looks after ledger files", allow_abbrev=False)
+    check = _command(
+        ledger.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser),
+        "check",
+        _check,
+        "ledger check run.ledger",
+        "Says whether a ledger file is whole, and changes nothing.",
+    )
+    check.add_argument("ledger", metavar="LEDGER", help="the file")
+
+    doctor = _command(
+        commands,
+        "doctor",
+        _doctor,
+        "doctor script.py:parts",
+        "Looks for mistakes in a training script. The function returns what dp.doctor takes: model, loss, "
+        "loader, optimizer, as a tuple or a dict.",
+    )
+    audit = _command(
+        commands,
+        "audit",
+        _audit,
+        "audit script.py:mechanism --delta 1e-5 --trials 1000 --claim 1",
+        "Bounds epsilon from below by experiment. The function returns what dp.audit takes: the mechanism "
+        "and a pair of inputs, as a tuple or a dict.",
+    )
+    for command in (doctor, audit):
+        command.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="called without arguments")
+    for name in _AUDIT:
+        audit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help=f"{name} of dp.audit")
+    audit.add_argument("--claim", type=float, metavar="EPSILON", help="exit with 1 if the bound refutes this epsilon")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], Result], example: str, text: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, epilog=f"example: dpsco {example}", allow_abbrev=False
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> Result:
+    import torch_dpsco as dp
+
+    kinds = {name: kind for name in dp.__all__ if hasattr(kind := getattr(dp, name), "plans")}
+    kinds = {name: kind for name, kind in kinds.items() if "model" not in _names(kind.plan)}
+    if args.algorithm not in kinds:
+        raise ValueError(f"ALGORITHM must be one of {', '.join(kinds)} (got {args.algorithm!r})")
+    kind = kinds[args.algorithm]
+    tables = {name.lower(): loss for name, loss in vars(dp.losses).items() if hasattr(loss, "problem")}
+    losses = {name: loss for name, loss in tables.items() if not inspect.isabstract(loss)}
+
+    def budget(epsilon: float, delta: float, adjacency: Any = "replace_one") -> dp.Budget:
+        return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
+
+    sources, own = [kind.plan, dp.Budget], {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget", "problem"}
+    promised = "problem" in _names(kind.plan)
+    if promised:
+        sources += [dp.Problem, *losses.values()]
+        own |= {name for made in sources[2:] for name in _names(made)} - {"exact_grad_bound"}
+    parser = _Parser(prog=f"dpsco plan {args.algorithm}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    texts = {name: text for source in reversed(sources) for name, text in _described(source).items()}
+    for name in sorted(own):
+        parser.add_argument(_option(name), type=_value, metavar="VALUE", help=texts.get(name))
+    if promised:
+        parser.add_argument("--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}")
+    parser.add_argument("--json", action="store_true", help="print what --save writes")
+    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict")
+    given = vars(parser.parse_args(args.options))
+    as_json, file = given.pop("json", False), given.pop("save", None)
+
+    if given.keys() & {"epsilon", "delta"}:
+        given["budget"] = _made(budget, given)
+    promises = {name: given.pop(name) for name in own & given.keys() - {*_names(kind.plan), *_names(budget)}}
+    if "loss" in given:
+        problem = _made(_made(losses[given.pop("loss")], promises).problem, promises)
+        given["problem"] = replace(problem, **_taken(dp.Problem, promises))
+    elif promises:
+        given["problem"] = _made(dp.Problem, promises)
+    plan = _made(kind.plan, given)
+    if given := given | promises:
+        raise ValueError(f"{next(iter(given))} must be left out: nothing here takes it (got {[*given.values()][0]!r})")
+    text = json.dumps(plan.to_dict(), indent=2)
+    if file:
+        Path(file).write_text(f"{text}\n", encoding="utf-8")
+    return text if as_json else str(plan), 0
+
+
+def _report(args: argparse.Namespace) -> Result:
+    from torch_dpsco.accounting.accountant import Accountant
+    from torch_dpsco.accounting.adjacency import check_adjacency
+    from torch_dpsco.accounting.ledger.book import write_state
+    from torch_dpsco.accounting.ledger.file import LedgerCopy
+    from torch_dpsco.accounting.report.statement import finite
+
+    book = LedgerCopy(_file(args.ledger)).book
+    if args.adjacency:
+        book.config["adjacency"] = check_adjacency(args.adjacency)
+    accountant = Accountant(adjacency=book.config.get("adjacency"), unit=book.config.get("unit", "example"))
+    accountant.load_state_dict(write_state(book))
+    report = accountant.report(args.delta)
+    if not args.json:
+        return str(report), 0
+    shown = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "charges"}
+    return json.dumps(finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2), 0
+
+
+def _check(args: argparse.Namespace) -> Result:
+    from torch_dpsco.accounting.ledger.file import LedgerCopy
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UtilityWarning)  # no mark
+        try:
+            book = LedgerCopy(_file(args.ledger)).book
+        except UtilityWarning as doubt:
+            return str(doubt), 1
+    return f"whole: ledger {book.id}, {len(book.ledger)} events of {len(book.runs)} runs, none behind its mark", 0
+
+
+def _doctor(args: argparse.Namespace) -> Result:
+    from torch_dpsco.doctor import doctor
+
+    call = _call(doctor, args.target, {})
+    diagnosis = doctor(*call.args, **call.kwargs)
+    return str(diagnosis), int(bool(diagnosis.critical))
+
+
+def _audit(args: argparse.Namespace) -> Result:
+    from tqdm import tqdm
+
+    from torch_dpsco.audit import audit
+
+    call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})
+    mechanism, trials = call.arguments["mechanism"], call.arguments["trials"]
+    with tqdm(total=2 * trials, unit="run", disable=None) as bar:  # none where no terminal is
+
+        def counted(given: Any) -> Any:
+            bar.update()
+            return mechanism(given)
+
+        call.arguments["mechanism"] = counted
+        found = audit(*call.args, **call.kwargs)
+    found = replace(found, claimed=args.claim)
+    return str(found), int(args.claim is not None and found.contradicts())
+
+
+# -- words and values --------------------------------------------------------------------------------------------------
+
+
+def _file(path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"LEDGER must be a file that ledger_path= has named (got {path!r})")
+    return path
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _by_option(message: str) -> str:
+    """Returns a message that names the option in place of the field."""
+    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", lambda name: _option(name[0]), message)
+
+
+def _value(text: str) -> Any:
+    """Returns the number or list that a word stands for, or the word; what it must be, the function it is for says."""
+    for read in (int, float, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _made(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Returns the function's value of those given that it takes, which are taken out."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is parameter.empty and name not in given:
+            raise ValueError(f"{name if name != 'problem' else 'loss'} must be given")
+    return function(**_taken(function, given))
+
+
+def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given.pop(name) for name in _names(function) if name in given}
+
+
+def _described(function: Callable[..., Any]) -> dict[str, str]:
+    """Returns what a docstring says about each argument."""
+    block = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", block[1] if block else "", re.MULTILINE)
+    return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
+
+
+def _call(function: Callable[..., Any], target: str, options: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Returns the arguments of a function: those that a function of a script returns, and options."""
+    path, _, name = target.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path) if Path(path).is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"SCRIPT.py:FUNCTION must name a file and a function in it (got {target!r})")
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).parent))
+    spec.loader.exec_module(script)
+    if not callable(make := getattr(script, name, None)):
+        raise ValueError(f"SCRIPT.py:FUNCTION must name a function of {path} (got {name!r})")
+    made = make()
+    values, named = ((), made) if isinstance(made, Mapping) else (made, {})
+    try:
+        return inspect.signature(function).bind(*values, **{**named, **options})
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must return what dp.{function.__name__} takes, as a tuple or a dict: {error}"
+        ) from error
