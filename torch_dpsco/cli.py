@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,7 +118,8 @@ def _parser() -> _Parser:
     for command in (doctor, audit):
         command.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="called without arguments")
     for name in _AUDIT:
-        audit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help=f"{name} of dp.audit")
+        needed = name in ("delta", "trials")
+        audit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, required=needed, help="of dp.audit")
     audit.add_argument("--claim", type=float, metavar="EPSILON", help="exit with 1 if the bound refutes this epsilon")
     return parser
 
@@ -175,7 +177,8 @@ def _plan(args: argparse.Namespace) -> Result:
         given["problem"] = _made(dp.Problem, promises)
     plan = _made(kind.plan, given)
     if given := given | promises:
-        raise ValueError(f"{next(iter(given))} must be left out: nothing here takes it (got {[*given.values()][0]!r})")
+        name, value = given.popitem()
+        raise ValueError(f"{name} must be left out: nothing here takes it (got {value!r})")
     text = json.dumps(plan.to_dict(), indent=2)
     if file:
         Path(file).write_text(f"{text}\n", encoding="utf-8")
@@ -232,7 +235,7 @@ def _audit(args: argparse.Namespace) -> Result:
 
         def counted(given: Any) -> Any:
             bar.update()
-            return mechanism(given)
+            return _tried("the mechanism", partial(mechanism, given))
 
         call.arguments["mechanism"] = counted
         found = audit(*call.args, **call.kwargs)
@@ -299,14 +302,22 @@ def _call(function: Callable[..., Any], target: str, options: Mapping[str, Any])
         raise ValueError(f"SCRIPT.py:FUNCTION must name a file and a function in it (got {target!r})")
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).parent))
-    spec.loader.exec_module(script)
+    _tried(path, partial(spec.loader.exec_module, script))
     if not callable(make := getattr(script, name, None)):
         raise ValueError(f"SCRIPT.py:FUNCTION must name a function of {path} (got {name!r})")
-    made = make()
+    made = _tried(target, make)
     values, named = ((), made) if isinstance(made, Mapping) else (made, {})
     try:
         return inspect.signature(function).bind(*values, **{**named, **options})
     except TypeError as error:
-        raise ValueError(
-            f"{name} must return what dp.{function.__name__} takes, as a tuple or a dict: {error}"
-        ) from error
+        takes = f"what dp.{function.__name__} takes, as a tuple or a dict"
+        raise ValueError(f"SCRIPT.py:FUNCTION must return {takes}: {error} (got {target!r})") from error
+
+
+def _tried(what: str, call: Callable[[], Any]) -> Any:
+    """Returns what code of the user returns; raises ValueError, in one sentence, whatever it raises."""
+    from torch_dpsco.coupling.rollback import Refused, attempt
+
+    if isinstance(found := attempt(what, call), Refused):
+        raise ValueError(f"{found}: run it by itself for the traceback") from found.error
+    return found
