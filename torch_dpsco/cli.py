@@ -46,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(words)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
-            text, code = args.run(args)
+            result: Result = args.run(args)
     except (ValueError, OSError, AdjacencyError, UnitError) as error:
         _say(sys.stderr, f"dpsco: {_by_option(str(error))}")
         return 2
     except PrivacyError as error:
         _say(sys.stderr, f"dpsco: {error}")
         return 1
-    _say(sys.stdout, text)
-    return code
+    _say(sys.stdout, result[0])
+    return result[1]
 
 
 def _say(stream: Any, text: str) -> None:
@@ -63,58 +63,23 @@ def _say(stream: Any, text: str) -> None:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="dpsco", description="Plans and checks of differentially private fitting.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = _command(
-        commands,
-        "plan",
-        _plan,
-        "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6",
-        "Prints the plan of a run: noise, steps, epsilon under each adjacency, assumptions.",
-    )
+    plan = _command(commands, _plan, "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6")
     plan.add_argument("algorithm", metavar="ALGORITHM", help="class of the optimizer, such as HolderSGD")
-    plan.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="...", help="what its plan takes: dpsco plan ALGORITHM --help"
-    )
+    plan.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="see dpsco plan ALGORITHM --help")
 
-    report = _command(
-        commands,
-        "report",
-        _report,
-        "report run.ledger --delta 1e-6",
-        "Says what was spent, from a ledger file, which is left as it is.",
-    )
-    report.add_argument("ledger", metavar="LEDGER", help="the file")
+    report = _command(commands, _report, "report run.ledger --delta 1e-6")
     report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
     report.add_argument("--adjacency", help="default that of the ledger")
     report.add_argument("--json", action="store_true", help="print JSON")
+    ledger = commands.add_parser("ledger", help="See dpsco ledger check --help.", allow_abbrev=False)
+    check = _command(ledger.add_subparsers(required=True, metavar="COMMAND"), _check, "ledger check run.ledger")
+    for command in (report, check):
+        command.add_argument("ledger", metavar="LEDGER", help="the file")
 
-    ledger = commands.add_parser("ledger", help="looks after ledger files", allow_abbrev=False)
-    check = _command(
-        ledger.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser),
-        "check",
-        _check,
-        "ledger check run.ledger",
-        "Says whether a ledger file is whole, and changes nothing.",
-    )
-    check.add_argument("ledger", metavar="LEDGER", help="the file")
-
-    doctor = _command(
-        commands,
-        "doctor",
-        _doctor,
-        "doctor script.py:parts",
-        "Looks for mistakes in a training script. The function returns what dp.doctor takes: model, loss, "
-        "loader, optimizer, as a tuple or a dict.",
-    )
-    audit = _command(
-        commands,
-        "audit",
-        _audit,
-        "audit script.py:mechanism --delta 1e-5 --trials 1000 --claim 1",
-        "Bounds epsilon from below by experiment. The function returns what dp.audit takes: the mechanism "
-        "and a pair of inputs, as a tuple or a dict.",
-    )
+    doctor = _command(commands, _doctor, "doctor script.py:parts")
+    audit = _command(commands, _audit, "audit script.py:noisy --delta 1e-5 --trials 1000 --claim 1")
     for command in (doctor, audit):
         command.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="called without arguments")
     for name in _AUDIT:
@@ -124,11 +89,11 @@ def _parser() -> _Parser:
     return parser
 
 
-def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], Result], example: str, text: str
-) -> argparse.ArgumentParser:
+def _command(commands: Any, run: Callable[[argparse.Namespace], Result], example: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command, which is named and described by its function."""
+    text, example = inspect.getdoc(run), f"example: dpsco {example}"
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, epilog=f"example: dpsco {example}", allow_abbrev=False
+        run.__name__[1:], help=text, description=text, epilog=example, allow_abbrev=False
     )
     command.set_defaults(run=run)
     return command
@@ -138,6 +103,7 @@ def _command(
 
 
 def _plan(args: argparse.Namespace) -> Result:
+    """Prints the plan of a run: noise, steps, epsilon under each adjacency, assumptions."""
     import torch_dpsco as dp
 
     kinds = {name: kind for name in dp.__all__ if hasattr(kind := getattr(dp, name), "plans")}
@@ -186,6 +152,7 @@ def _plan(args: argparse.Namespace) -> Result:
 
 
 def _report(args: argparse.Namespace) -> Result:
+    """Says what was spent, from a ledger file, which is left as it is."""
     from torch_dpsco.accounting.accountant import Accountant
     from torch_dpsco.accounting.adjacency import check_adjacency
     from torch_dpsco.accounting.ledger.book import write_state
@@ -205,6 +172,7 @@ def _report(args: argparse.Namespace) -> Result:
 
 
 def _check(args: argparse.Namespace) -> Result:
+    """Says whether a ledger file is whole, and changes nothing."""
     from torch_dpsco.accounting.ledger.file import LedgerCopy
 
     with warnings.catch_warnings():
@@ -217,6 +185,7 @@ def _check(args: argparse.Namespace) -> Result:
 
 
 def _doctor(args: argparse.Namespace) -> Result:
+    """Looks for mistakes in a training script, whose function returns the arguments of dp.doctor, as a tuple or dict."""
     from torch_dpsco.doctor import doctor
 
     call = _call(doctor, args.target, {})
@@ -225,6 +194,7 @@ def _doctor(args: argparse.Namespace) -> Result:
 
 
 def _audit(args: argparse.Namespace) -> Result:
+    """Bounds epsilon from below by experiment; the function returns a mechanism and a pair of inputs for dp.audit."""
     from tqdm import tqdm
 
     from torch_dpsco.audit import audit

@@ -1,0 +1,170 @@
+"""The command line: what each command prints, its exit codes, and one sentence for each bad usage."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.cli import main
+from torch_dpsco.plan import Plan
+
+PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+SCRIPT = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+BUDGET = "--n 10000 --epsilon 1 --delta 1e-6"
+LOGISTIC = f"plan HolderSGD --loss logistic --bound-x 1 {BUDGET}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the page's script and a ledger file, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("script.py").write_text(
+        f"{SCRIPT}\n\ndef loud():\n    return {{'mechanism': float, 'pair': (0.0, 1.0)}}\n\n\ndef broken():\n"
+        "    raise KeyError('x')\n\n\ndef few():\n    return (1,)\n\n\ndef coupled():\n"
+        "    return parts() | {'loss': lambda s, y: torch.logsumexp(y * s, 0).sum()}\n"
+    )
+    accountant = dp.Accountant(adjacency="add_remove", ledger_path="run.ledger")
+    accountant.authorize(PoissonGaussian(2.0, 0.01), 10)
+    yield accountant
+    sys.modules.pop("script", None)
+
+
+def run(capsys, words: str) -> tuple[int, str, str]:
+    code = main(shlex.split(words))
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
+    assert command.startswith("dpsco ")
+    code, out, err = run(capsys, command.removeprefix("dpsco "))
+    assert (code, err) == (0, "")
+    assert out.strip()
+
+
+def test_a_plan_is_that_of_the_class(folder, capsys):
+    problem = dp.losses.Logistic().problem(bound_x=1.0)
+    plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove"))
+    code, out, _ = run(capsys, f"{LOGISTIC} --adjacency add_remove --json --save plan.json")
+    assert code == 0
+    assert Plan.from_dict(json.loads(out)) == plan == Plan.from_dict(json.loads(Path("plan.json").read_text()))
+    assert run(capsys, f"{LOGISTIC} --adjacency add_remove")[1] == f"{plan}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"HolderSGD --lipschitz 1 --lr 0.1 {BUDGET}",
+        f"HolderOutputSGD --loss hinge --power 1.5 --bound-x 1 --radius 10 --dim 11 {BUDGET}",
+        f"CorrelatedSGD --clip 1 --lr 0.1 --radius inf --epochs 2 --batch-size 100 {BUDGET}",
+        "UserClippedSGD --n-users 1000 --clip 1 --lr 0.1 --epochs 2 --batch-size 100 --epsilon 1 --delta 1e-6",
+        "ClippedSGD --n 1000 --clip 1 --lr 0.1 --noise-multiplier 2 --batch-size 100 --adjacency zero_out",
+    ],
+)
+def test_options_follow_the_class(words, capsys):
+    code, out, err = run(capsys, f"plan {words}")
+    assert (code, err) == (0, "")
+    assert "epsilon" in out
+
+
+def test_a_report_says_what_the_accountant_says(folder, capsys):
+    assert run(capsys, "report run.ledger --delta 1e-6") == (0, f"{folder.report(1e-6)}\n", "")
+    found = json.loads(run(capsys, "report run.ledger --delta 1e-6 --json --adjacency replace_one")[1])
+    assert found["adjacency"] == "replace_one"
+    assert found["epsilon"] == folder.get_epsilon(1e-6, adjacency="replace_one")
+    assert found["ledger_id"] == folder.ledger_id
+
+
+def test_reading_a_ledger_changes_nothing(folder, capsys):
+    names = ("run.ledger", "run.ledger.mark")
+    before = [(Path(name).read_bytes(), Path(name).stat().st_mtime_ns) for name in names]
+    assert run(capsys, "ledger check run.ledger")[0] == run(capsys, "report run.ledger --delta 1e-6")[0] == 0
+    assert [(Path(name).read_bytes(), Path(name).stat().st_mtime_ns) for name in names] == before
+    folder.authorize(PoissonGaussian(2.0, 0.01))  # the run goes on
+    assert "11 events" in run(capsys, "ledger check run.ledger")[1]
+
+
+def test_a_ledger_that_is_not_whole_is_found(folder, capsys):
+    file, mark = Path("run.ledger"), Path("run.ledger.mark")
+    content, marked = file.read_bytes(), mark.read_bytes()
+    whole_lines = content.splitlines(keepends=True)
+    for name, damaged, kept in (
+        ("cut", b"".join(whole_lines[:-1]), marked),
+        ("torn", content[:-5], marked),
+        ("altered", content.replace(b'"count": 10', b'"count": 1'), marked),
+        ("mark", content, marked.replace(b'"events": 10', b'"events": 90')),
+    ):
+        file.write_bytes(damaged), mark.write_bytes(kept)
+        code, out, err = run(capsys, "ledger check run.ledger")
+        assert (code, out, err.count("\n")) == (1, "", 1), name
+        assert file.read_bytes() == damaged
+    file.write_bytes(content), mark.unlink()
+    code, out, _ = run(capsys, "ledger check run.ledger")
+    assert code == 1
+    assert "has no mark" in out
+    assert not mark.exists()
+
+
+def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
+    code, out, _ = run(capsys, "doctor script.py:coupled")
+    assert code == 1
+    assert "CRITICAL: coupled records" in out
+    code, out, _ = run(capsys, "audit script.py:loud --delta 1e-5 --trials 200 --claim 1 --seed 3")
+    assert code == 1
+    assert "REFUTED" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "COMMAND"),
+        ("plan Holder", "ALGORITHM must be one of .*HolderSGD.* \\(got 'Holder'\\)"),
+        ("plan NoisyGD", "ALGORITHM must be"),
+        ("plan HolderSGD --foo 3", "--foo 3"),
+        (f"plan HolderSGD {BUDGET}", "--loss must be given"),
+        (f"plan HolderSGD --loss logistic {BUDGET}", "--bound-x must be given"),
+        (f"plan HolderSGD --loss logistc {BUDGET}", "--loss: invalid choice: 'logistc'"),
+        (f"{LOGISTIC} --width 2", "--width must be left out: .* \\(got 2\\)"),
+        (f"{LOGISTIC} --n ten", "--n must be an integer \\(got 'ten'\\)"),
+        ("plan CorrelatedSGD --n 10 --lr 1 --clip 1 --epsilon 1", "--delta must be given"),
+        ("report run.ledger", "--delta"),
+        ("report run.ledger --delta 2", "--delta must be in \\[0, 1\\) \\(got 2.0\\)"),
+        ("report run.ledger --delta 1e-6 --adjacency no", "adjacency must be .*'no'"),
+        ("report nowhere --delta 1e-6", "LEDGER must be .*'nowhere'"),
+        ("ledger check nowhere", "LEDGER must be .*'nowhere'"),
+        ("doctor script.py", "SCRIPT.py:FUNCTION must name"),
+        ("doctor script.py:nothing", "SCRIPT.py:FUNCTION must name a function of script.py \\(got 'nothing'\\)"),
+        ("doctor script.py:few", "must return what dp.doctor takes, .*'loss'"),
+        ("doctor script.py:broken", "script.py:broken raised KeyError: 'x'"),
+        ("audit script.py:loud --delta 1e-5", "--trials"),
+        ("audit script.py:loud --delta 1e-5 --trials 2", "--trials must be >= 8 a side \\(got 2\\)"),
+    ],
+)
+def test_a_bad_usage_is_one_sentence(words, says, folder, capsys):
+    code, out, err = run(capsys, words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(says, err)
+
+
+@pytest.mark.parametrize("command", ["", "plan", "plan HolderSGD", "report", "ledger check", "doctor", "audit"])
+def test_help_is_printed(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*command.split(), "--help"])
+    assert end.value.code == 0
+    assert "usage: dpsco" in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_module():
+    words = [sys.executable, "-m", "torch_dpsco", "--help"]
+    done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert "usage: dpsco" in done.stdout
