@@ -185,7 +185,7 @@ def _check(args: argparse.Namespace) -> Result:
 
 
 def _doctor(args: argparse.Namespace) -> Result:
-    """Looks for mistakes in a training script, whose function returns the arguments of dp.doctor, as a tuple or dict."""
+    """Looks for mistakes in a training script; the function returns the arguments of dp.doctor, as a tuple or dict."""
     from torch_dpsco.doctor import doctor
 
     call = _call(doctor, args.target, {})
