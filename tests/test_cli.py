@@ -168,3 +168,8 @@ def test_the_package_runs_as_a_module():
     words = [sys.executable, "-m", "torch_dpsco", "--help"]
     done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     assert "usage: dpsco" in done.stdout
+
+
+def test_the_console_script_is_declared():
+    setup = (Path(__file__).parents[1] / "setup.cfg").read_text(encoding="utf-8")
+    assert f"console_scripts =\n    dpsco = {main.__module__}:{main.__name__}\n" in setup

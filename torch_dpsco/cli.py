@@ -181,7 +181,7 @@ def _check(args: argparse.Namespace) -> Result:
             book = LedgerCopy(_file(args.ledger)).book
         except UtilityWarning as doubt:
             return str(doubt), 1
-    return f"whole: ledger {book.id}, {len(book.ledger)} events of {len(book.runs)} runs, none behind its mark", 0
+    return f"whole: ledger {book.id}, {len(book.ledger)} events, no fewer than its mark knows of", 0
 
 
 def _doctor(args: argparse.Namespace) -> Result:
