@@ -57,7 +57,7 @@ class Run(NamedTuple):
     models: list[nn.Module]
 
 
-def run_quick(name: str) -> Run:
+def run_quick(name: str, folder: Path) -> Run:
     module, models = load(name), []
 
     def spied(function: Any) -> Any:
@@ -70,6 +70,7 @@ def run_quick(name: str) -> Run:
 
     text = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        patch.chdir(folder)
         if name == "logistic_regression":
             patch.setattr(module, "fit_baseline", spied(module.fit_baseline))
             patch.setattr(module.dp, "fit", spied(module.dp.fit))
@@ -83,8 +84,13 @@ def run_quick(name: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
-    return {name: run_quick(name) for name in NAMES}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("of_a_newcomer")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Run]:
+    return {name: run_quick(name, folder) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +196,53 @@ def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(runs: dict
     assert f"\n{steps} steps in " in runs["logistic_regression"].text
 
 
-def test_the_options_of_the_logistic_example_reach_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    main = load("logistic_regression").main
-    figures = main(["--quick", "--epsilon", "0.5", "--delta", "1e-6", "--adjacency", "replace_one", "--epochs", "3"])
+def test_the_verdict_of_the_logistic_example_is_that_of_its_figures(runs: dict[str, Run]) -> None:
+    figures, text, _ = runs["logistic_regression"]
+    verdict = text.split(" s\n\n")[1]
+    lost = [100 * (figures[f"baseline_{kind}"] - figures[kind]) for kind in ("accuracy", "auc")]
+    cost = re.search(r"Privacy and the short run cost (\S+) points of accuracy and (\S+) points of AUC", verdict)
+    assert tuple(map(float, cost.groups())) == pytest.approx(lost, abs=0.0051)
+    assert f"right about {100 * figures['accuracy']:.1f} % of the people" in verdict
+    _, _, steps, event = spent(text)
+    accountant = dp.Accountant(adjacency="add_remove")
+    accountant.record(event, steps)
+    right = float(re.search(r"wins at most (\S+) % of even bets", verdict)[1])
+    assert 50 * (1 + accountant.get_delta(0.0)) <= right <= 50 * (1 + accountant.get_delta(0.0)) + 0.11
+    assert "whether one given person is in the data" in verdict
+
+
+def test_the_card_of_the_logistic_example_is_where_it_says(runs: dict[str, Run], folder: Path) -> None:
+    shown = runs["logistic_regression"].text.split()[-1]
+    assert shown == "privacy_card.html"
+    assert "differential privacy for one example (add_remove)" in (folder / shown).read_text(encoding="utf-8")
+
+
+def test_without_matplotlib_the_card_of_the_logistic_example_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert Path("privacy_card.md") == load("logistic_regression").CARD
+
+
+def test_a_file_that_is_there_is_not_taken_for_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.md").write_text("mine", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        load("logistic_regression").main(["--quick", "--card", "mine.md"])
+    assert "--card must be a new file (got mine.md)" in capsys.readouterr().err
+    assert Path("mine.md").read_text(encoding="utf-8") == "mine"
+
+
+def test_the_options_of_the_logistic_example_reach_the_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, card = load("logistic_regression").main, tmp_path / "card.json"
+    options = ["--quick", "--epsilon", "0.5", "--delta", "1e-6", "--adjacency", "replace_one", "--epochs", "3"]
+    figures = main([*options, "--card", str(card)])
     shown = capsys.readouterr().out
+    assert shown.endswith(f": {card}\n")
+    assert "which of two records one given person has" in shown
+    assert card.is_file()
     assert 0.495 < figures["epsilon"] == figures["epsilon_replace_one"] <= 0.5
     assert f"spent: ({rounded_up(figures['epsilon'])}, 1e-06)-differential privacy, replace_one" in shown
 
