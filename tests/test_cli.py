@@ -119,9 +119,25 @@ def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
     code, out, _ = run(capsys, "doctor script.py:coupled")
     assert code == 1
     assert "CRITICAL: coupled records" in out
-    code, out, _ = run(capsys, "audit script.py:loud --delta 1e-5 --trials 200 --claim 1 --seed 3")
+    code, out, _ = run(capsys, "doctor script.py:coupled --json")
+    assert (code, json.loads(out)[0]["name"], json.loads(out)[0]["severity"]) == (1, "coupled-records", "critical")
+    audit = "audit script.py:loud --delta 1e-5 --trials 200 --claim 1 --seed 3"
+    code, out, _ = run(capsys, audit)
     assert code == 1
     assert "REFUTED" in out
+    code, out, _ = run(capsys, f"{audit} --json")
+    found = json.loads(out)
+    assert (code, found["claimed"], found["trials"]) == (1, 1.0, 200)
+    assert found["epsilon_lower"] > 1.0
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys):
+    pytest.importorskip("matplotlib")
+    for words in (LOGISTIC, "report run.ledger --delta 1e-6"):
+        assert run(capsys, f"{words} --plot drawn.{suffix}")[0] == 0
+        assert Path(f"drawn.{suffix}").read_bytes().startswith(start)
+        Path(f"drawn.{suffix}").unlink()
 
 
 @pytest.mark.parametrize(
@@ -140,6 +156,7 @@ def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
         ("report run.ledger", "--delta"),
         ("report run.ledger --delta 2", "--delta must be in \\[0, 1\\) \\(got 2.0\\)"),
         ("report run.ledger --delta 1e-6 --adjacency no", "adjacency must be .*'no'"),
+        (f"{LOGISTIC} --plot drawn.gif", "--plot must end in .svg, .png or .pdf \\(got 'drawn.gif'\\)"),
         ("report nowhere --delta 1e-6", "LEDGER must be .*'nowhere'"),
         ("ledger check nowhere", "LEDGER must be .*'nowhere'"),
         ("doctor script.py", "SCRIPT.py:FUNCTION must name"),

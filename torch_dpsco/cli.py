@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityW
 
 Result = tuple[str, int]  # what is printed, and the exit code
 _AUDIT = ("delta", "trials", "confidence", "adjacency", "seed")
+_PICTURE = "write the picture too: .svg, .png or .pdf (needs matplotlib)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
             result: Result = args.run(args)
-    except (ValueError, OSError, AdjacencyError, UnitError) as error:
+    except (ValueError, OSError, ImportError, AdjacencyError, UnitError) as error:
         _say(sys.stderr, f"dpsco: {_by_option(str(error))}")
         return 2
     except PrivacyError as error:
@@ -72,7 +73,7 @@ def _parser() -> _Parser:
     report = _command(commands, _report, "report run.ledger --delta 1e-6")
     report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
     report.add_argument("--adjacency", help="default that of the ledger")
-    report.add_argument("--json", action="store_true", help="print JSON")
+    report.add_argument("--plot", metavar="FILE", help=_PICTURE)
     ledger = commands.add_parser("ledger", help="See dpsco ledger check --help.", allow_abbrev=False)
     check = _command(ledger.add_subparsers(required=True, metavar="COMMAND"), _check, "ledger check run.ledger")
     for command in (report, check):
@@ -86,6 +87,8 @@ def _parser() -> _Parser:
         needed = name in ("delta", "trials")
         audit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, required=needed, help="of dp.audit")
     audit.add_argument("--claim", type=float, metavar="EPSILON", help="exit with 1 if the bound refutes this epsilon")
+    for command in (report, doctor, audit):
+        command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -130,8 +133,9 @@ def _plan(args: argparse.Namespace) -> Result:
         parser.add_argument("--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}")
     parser.add_argument("--json", action="store_true", help="print what --save writes")
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict")
+    parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
     given = vars(parser.parse_args(args.options))
-    as_json, file = given.pop("json", False), given.pop("save", None)
+    as_json, file, picture = given.pop("json", False), given.pop("save", None), given.pop("plot", None)
 
     if given.keys() & {"epsilon", "delta"}:
         given["budget"] = _made(budget, given)
@@ -148,6 +152,7 @@ def _plan(args: argparse.Namespace) -> Result:
     text = json.dumps(plan.to_dict(), indent=2)
     if file:
         Path(file).write_text(f"{text}\n", encoding="utf-8")
+    _draw(plan.plot, picture)
     return text if as_json else str(plan), 0
 
 
@@ -157,6 +162,7 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.accounting.adjacency import check_adjacency
     from torch_dpsco.accounting.ledger.book import write_state
     from torch_dpsco.accounting.ledger.file import LedgerCopy
+    from torch_dpsco.accounting.report import card
     from torch_dpsco.accounting.report.statement import finite
 
     book = LedgerCopy(_file(args.ledger)).book
@@ -165,9 +171,10 @@ def _report(args: argparse.Namespace) -> Result:
     accountant = Accountant(adjacency=book.config.get("adjacency"), unit=book.config.get("unit", "example"))
     accountant.load_state_dict(write_state(book))
     report = accountant.report(args.delta)
+    _draw(partial(card.draw, report), args.plot)
     if not args.json:
         return str(report), 0
-    shown = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "charges"}
+    shown = {field.name: getattr(report, field.name) for field in fields(report) if field.name not in ("charges", "spent")}
     return json.dumps(finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2), 0
 
 
@@ -190,13 +197,15 @@ def _doctor(args: argparse.Namespace) -> Result:
 
     call = _call(doctor, args.target, {})
     diagnosis = doctor(*call.args, **call.kwargs)
-    return str(diagnosis), int(bool(diagnosis.critical))
+    text = json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2) if args.json else str(diagnosis)
+    return text, int(bool(diagnosis.critical))
 
 
 def _audit(args: argparse.Namespace) -> Result:
     """Bounds epsilon from below by experiment; the function returns a mechanism and a pair of inputs for dp.audit."""
     from tqdm import tqdm
 
+    from torch_dpsco.accounting.report.statement import finite
     from torch_dpsco.audit import audit
 
     call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})
@@ -210,7 +219,8 @@ def _audit(args: argparse.Namespace) -> Result:
         call.arguments["mechanism"] = counted
         found = audit(*call.args, **call.kwargs)
     found = replace(found, claimed=args.claim)
-    return str(found), int(args.claim is not None and found.contradicts())
+    text = json.dumps(finite(asdict(found)), indent=2) if args.json else str(found)
+    return text, int(args.claim is not None and found.contradicts())
 
 
 # -- words and values --------------------------------------------------------------------------------------------------
@@ -220,6 +230,17 @@ def _file(path: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"LEDGER must be a file that ledger_path= has named (got {path!r})")
     return path
+
+
+def _draw(make: Callable[[], Any], path: str | None) -> None:
+    """Writes a figure as its suffix says."""
+    from torch_dpsco import plots
+
+    if path is None:
+        return
+    if (kind := Path(path).suffix.removeprefix(".")) not in ("svg", "png", "pdf"):
+        raise ValueError(f"plot must end in .svg, .png or .pdf (got {path!r})")
+    Path(path).write_bytes(plots.encoded(make(), kind))
 
 
 def _option(name: str) -> str:
