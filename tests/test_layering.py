@@ -34,7 +34,7 @@ ORDER = (
     "distributed",
     "optim linear",
     "doctor audit",
-    "train checkpoint make_private estimators",
+    "loggers train checkpoint make_private estimators",
     "cli __main__",
 )
 

@@ -10,7 +10,7 @@ for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
 
 from typing import TYPE_CHECKING
 
-from torch_dpsco import errors, losses, oracles, prox, rules, sampling
+from torch_dpsco import errors, loggers, losses, oracles, prox, rules, sampling
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
@@ -79,6 +79,7 @@ __all__ = [
     "errors",
     "fit",
     "ghost_backward",
+    "loggers",
     "losses",
     "make_private",
     "oracles",

@@ -197,6 +197,7 @@ _HOW = {  # how to make what an argument must be
     "Budget": ", as Budget(1.0, 1e-5)",
     "Design": " of torch_dpsco, as Poisson(batch_size, n)",
     "Generator": " of torch, as torch.Generator()",
+    "Logger": ", as loggers.tensorboard(writer)",
     "MeanOracle": " of torch_dpsco.oracles",
     "Module": " of torch.nn, the model itself",
     "Problem": ", as losses.Logistic().problem(bound_x=...)",

@@ -27,7 +27,7 @@ from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuff
 from torch_dpsco.accounting.events import Event, event_from_json, event_to_json, scaled_noise
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.report.figures import NO_BUDGET_DELTA, rounded_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
 _LABEL, _WIDTH = 12, 110
-_NO_BUDGET_DELTA = 1e-6  # of figures that are printed or drawn for plans without a budget
 _NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
 _SHOWN, _POINTS = 16, 12
 _LAST = ("assumed", "trusted", "expected", "exact noise")  # lines that end every table, in this order
@@ -175,7 +174,7 @@ class Plan(ABC):
 
     @property
     def _shown_delta(self) -> float:
-        return _NO_BUDGET_DELTA if self.budget is None else self.budget.delta
+        return NO_BUDGET_DELTA if self.budget is None else self.budget.delta
 
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]

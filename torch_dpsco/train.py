@@ -24,6 +24,7 @@ from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.linear.solved import SolvedOptimizer
+from torch_dpsco.loggers import Logger
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.compiled import CompiledRows, try_compile
@@ -59,6 +60,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 50,
     padding: bool | None = None,
+    log: Logger | None = None,
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 
@@ -89,6 +91,7 @@ def fit(
             that of a finished run gives its model, with a warning. The accountant must have a ledger file.
         every: steps between two checkpoints.
         padding: see `PrivateOptimizer.loader`.
+        log: writes public numbers, as `loggers.tensorboard(writer)`; never the training loss.
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
@@ -113,6 +116,7 @@ def fit(
     check.made(loss_fn=loss_fn)
     if delta is not None:
         check.open_interval(0.0, 1.0, delta=delta)
+    tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
         wrong = {
             "users": users,
@@ -128,7 +132,7 @@ def fit(
                 f"{type(optimizer).__name__} fixes it"
             )
         saved = open_checkpoint(checkpoint, every, model, optimizer)
-        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved)
+        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved, tell)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
@@ -185,8 +189,10 @@ def fit(
                 if optimizer.steps > made:  # else it was a part of a draw
                     made = optimizer.steps
                     saved.step_made()
+                    tell(optimizer)
                 progress_bar.show(goal - optimizer.steps)
     saved.save()
+    tell(optimizer)
     return model.eval()
 
 
@@ -239,6 +245,7 @@ def _fit_row_free(
     num_workers: int,
     progress: bool,
     saved: Unsaved,
+    tell: Callable[[Any], None],
 ) -> _Model:
     """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
     require_same_parameters(model, optimizer)
@@ -266,6 +273,7 @@ def _fit_row_free(
             saved.step_made()
             bar.update()
     saved.save()
+    tell(optimizer)
     return model.eval()
 
 

@@ -534,6 +534,8 @@ CALLS["dp.sampling.PrivateLoader"] = lambda: (
 )
 simple("dp.sampling.PhysicalBatches", dp.sampling.PhysicalBatches, loader=lambda: loader(), physical_batch_size=4)
 
+simple("dp.loggers.Logger", dp.loggers.Logger, write=print, every=5, delta=1e-3)
+
 
 @call("dp.fit")
 def _fit() -> Good:

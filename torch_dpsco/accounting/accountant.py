@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -21,11 +21,29 @@ from torch_dpsco.accounting.ledger.file import LedgerFile
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import locked
 from torch_dpsco.accounting.opacus import epsilon_at_orders, register
-from torch_dpsco.accounting.report.figures import PrivacyReport, attack_advantage, make_report
+from torch_dpsco.accounting.report.figures import (
+    NO_BUDGET_DELTA,
+    PrivacyReport,
+    attack_advantage,
+    make_report,
+    rounded_up,
+)
 from torch_dpsco.accounting.spending import Spending
-from torch_dpsco.errors import AdjacencyError, PrivacyError
+from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError
 
 _CACHED_QUERIES = 256
+
+
+class Spent(NamedTuple):
+    """What was spent so far.
+
+    Args:
+        epsilon: at delta, under the accountant's adjacency.
+        delta: that of the budget.
+    """
+
+    epsilon: float
+    delta: float
 
 
 class Accountant(Spending):
@@ -93,6 +111,65 @@ class Accountant(Spending):
         raise PrivacyError("an accountant must not be pickled: a copy would spend unseen; save state_dict() instead")
 
     # -- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    @locked
+    def spent(self) -> Spent:
+        """Epsilon so far at the budget's delta, as `get_epsilon`; computed once, until the next charge.
+
+        Under an adaptive budget that is the target from the first charge on. To stop before the plan is made, because
+        of what was released, does not make this figure the guarantee: the target is (see `budgets.budget`).
+
+        Raises:
+            ValueError: there is no budget, whose delta it is: ask `get_epsilon(delta)`.
+        """
+        budget = self._required_budget("spent")
+        return Spent(self._so_far(budget.delta), budget.delta)
+
+    @property
+    @locked
+    def remaining(self) -> float:
+        """The budget's epsilon less what was `spent`, at least 0: a figure to display, of which nothing can be bought.
+
+        Epsilons do not subtract: what still fits depends on what was charged and on what comes, and is often far more
+        than this figure suggests. `max_steps(event)` says how many more of an event fit, `admits(event)` whether it
+        does; of a run, `optimizer.ahead(1)` is the next event and `optimizer.ahead()` all that is planned.
+
+        Raises:
+            ValueError: there is no budget.
+
+        Example:
+            >>> from torch_dpsco.accounting.events import clipped_gaussian
+            >>> accountant, step = Accountant(Budget(1.0, 1e-5)), clipped_gaussian(30.0)
+            >>> accountant.authorize(step, 6)
+            >>> accountant
+            Accountant(epsilon 0.5815 of 1 at delta 1e-05 under replace_one, events: 6, unit: example)
+            >>> round(accountant.remaining, 3), accountant.max_steps(step)  # 6 steps took more than 10 more will
+            (0.419, 10)
+        """
+        return max(0.0, self._required_budget("remaining").epsilon - self.spent.epsilon)
+
+    def _required_budget(self, asked: str) -> Budget:
+        if self._budget is None:
+            raise ValueError(f"budget must be set to say what is {asked} (got None): ask get_epsilon(delta)")
+        return self._budget
+
+    def _so_far(self, delta: float) -> float:
+        return self.get_epsilon(delta) if len(self) else 0.0  # an adaptive budget quotes its target even then
+
+    @locked
+    def __repr__(self) -> str:
+        delta, limit = (
+            (NO_BUDGET_DELTA, "") if self._budget is None else (self._budget.delta, f" of {self._budget.epsilon:g}")
+        )
+        try:
+            epsilon = rounded_up(self._so_far(delta))  # PRIVACY: quoted (test_the_repr_never_shows_less_than_was_spent)
+        except DpscoError:
+            epsilon = "not proved"
+        return (
+            f"Accountant(epsilon {epsilon}{limit} at delta {rounded_up(delta)} under {self.adjacency}, "
+            f"events: {len(self)}, unit: {self.unit})"
+        )
 
     @typed
     @locked

@@ -264,6 +264,11 @@ class Assembly(CommonOptimizer):
         """Rows of the batch that the next step must use (private); None if there is none."""
         return self._batch.outstanding_rows
 
+    @property
+    def in_draw(self) -> bool:
+        """Whether a part of a draw was added, and the step of the draw is not made (private: it tells of its size)."""
+        return self._batch.opened
+
     def discard(self) -> None:
         """Gives the current logical batch up: rows and oracle sum are dropped, and nothing is charged.
 

@@ -38,6 +38,7 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
+NO_BUDGET_DELTA = 1e-6  # of figures that are printed or drawn where there is no budget
 _CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
