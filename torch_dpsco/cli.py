@@ -174,7 +174,8 @@ def _report(args: argparse.Namespace) -> Result:
     _draw(partial(card.draw, report), args.plot)
     if not args.json:
         return str(report), 0
-    shown = {field.name: getattr(report, field.name) for field in fields(report) if field.name not in ("charges", "spent")}
+    names = [field.name for field in fields(report) if field.name not in ("charges", "spent")]
+    shown = {name: getattr(report, name) for name in names}
     return json.dumps(finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2), 0
 
 
