@@ -63,4 +63,8 @@ class MissingConstantError(CalibrationError):
 
 
 class UtilityWarning(UserWarning):
-    """Privacy holds, but a utility theorem does not apply, or a setting is likely to waste accuracy."""
+    """Privacy holds, but a utility theorem does not apply, or a setting is likely to waste accuracy.
+
+    An optimizer says such a thing once. A few of this class concern privacy itself: noise or batches that can be
+    repeated, a delta of 1/n and more, a ledger file of unknown age, noise that is not proved. They are given each time.
+    """

@@ -13,7 +13,6 @@ added after clip and noise.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
-from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.schedule import Phase, Schedule
 
@@ -156,7 +154,8 @@ class SGD(UpdateRule):
 class TorchRule(UpdateRule):
     """Any torch optimizer on the private mean: momentum, Adam and so on are post-processing.
 
-    The guarantee is unchanged, but the utility theorem of the algorithm does not cover it, hence a UtilityWarning.
+    The guarantee is unchanged. A utility theorem covers plain SGD alone: where the plan states a bound on the risk, the
+    private optimizer gives a UtilityWarning.
 
     Args:
         optimizer: built on the same parameters; pass `optimizer.param_groups` as `params` to the private optimizer, so
@@ -171,16 +170,9 @@ class TorchRule(UpdateRule):
         super().__init__(average)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("optimizer must use one gradient per step (got LBFGS, which evaluates the loss itself)")
-        plain = type(optimizer) is torch.optim.SGD and all(
+        self.plain = type(optimizer) is torch.optim.SGD and all(
             group["momentum"] == 0 and group["weight_decay"] == 0 for group in optimizer.param_groups
         )
-        if not plain:
-            warnings.warn(
-                f"{type(optimizer).__name__} on private means is post-processing: the privacy guarantee is unchanged, "
-                f"but the utility theorem of the algorithm does not cover it",
-                UtilityWarning,
-                stacklevel=2,
-            )
         self.optimizer = optimizer
 
     def check_groups(self, groups: Groups) -> None:

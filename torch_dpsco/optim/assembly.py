@@ -91,8 +91,9 @@ class Assembly(CommonOptimizer):
         self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
         self._batch, self._isolation = LogicalBatch(self.design), Isolation()
         self._grad_scale: float | None = None
+        self._told_of_scale = False
         self._checks: Mapping[str, str] = dict.fromkeys(("model", "loss"), "not checked, no model is attached")
-        self._lrs = [float(group["lr"]) for group in self.param_groups]
+        self._lrs: list[float] | None = None  # those of a utility theorem, until they change
         checks.require_one_step(self.accountant, self.adjacency, planned_event(oracle, design, 0, 1))
         if isinstance(design, Parts) and not self._adaptive:  # a later phase may cost more than the first
             checks.require_one_step(self.accountant, self.adjacency, self.ahead(), "the planned phases")

@@ -340,7 +340,8 @@ def take_scale(optimizer: Any, known: float | None) -> float | None:
     setattr(optimizer, _NAME, torch.ones_like(given))
     if not 2.0**-40 <= check.positive(grad_scale=scale) <= 2.0**40:
         raise ValueError(f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler init_scale=1024")
-    if known is not None and scale != known:
+    if known is not None and scale != known and not optimizer._told_of_scale:
+        optimizer._told_of_scale = True
         warnings.warn(
             f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and never reported to "
             f"the scaler, so that it only grows: keep it constant by GradScaler(init_scale=..., growth_interval=10**9)",

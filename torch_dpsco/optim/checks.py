@@ -233,16 +233,18 @@ def warn_if_buried(
         )
 
 
-def warn_of_other_lrs(groups: Sequence[dict[str, Any]], known: list[float]) -> None:
-    """Warns if the step sizes of the groups are not the known ones, and notes them there."""
-    lrs = [float(group["lr"]) for group in groups]
-    if lrs != known:
-        known[:] = lrs
-        warnings.warn(
-            "lr was changed after construction: privacy is unchanged, but the plan's utility theorem does not apply",
-            UtilityWarning,
-            stacklevel=5,
-        )
+def warn_of_void_theorem(what: str, stacklevel: int) -> None:
+    """Warns that a plan's bound on the risk is none of the run, once for each reason; privacy does not rest on it."""
+    warnings.warn(
+        f"{what}: privacy is unchanged, but the plan's utility theorem does not apply",
+        UtilityWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def rates(groups: Sequence[dict[str, Any]]) -> list[float]:
+    """Returns the step sizes of groups of parameters."""
+    return [float(group["lr"]) for group in groups]
 
 
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:

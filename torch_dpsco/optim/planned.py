@@ -29,7 +29,7 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
-from torch_dpsco.rules import AVERAGES, SGD, UpdateRule
+from torch_dpsco.rules import AVERAGES, SGD, TorchRule, UpdateRule
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.rounding import asks_exact
@@ -274,6 +274,11 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
             generator=generator,
             secure=plan.secure,
         )
+        if getattr(plan, "risk_bound", None) is None:
+            return  # as for most nets: there is no theorem to void
+        self._lrs = checks.rates(self.param_groups)
+        if isinstance(rule, TorchRule) and not rule.plain:
+            checks.warn_of_void_theorem(f"{type(rule.optimizer).__name__} on private means is post-processing", 3)
 
     def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
         """Returns the plan's oracle; classes whose oracle has tensors, which no plan holds, add them here."""

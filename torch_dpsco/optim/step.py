@@ -261,7 +261,9 @@ class PrivateOptimizer(Saved):
             for p in params:
                 assert p.grad is not None
                 p.grad.add_(p, alpha=self.reg)
-        checks.warn_of_other_lrs(self.param_groups, self._lrs)
+        if self._lrs is not None and checks.rates(self.param_groups) != self._lrs:
+            self._lrs = None
+            checks.warn_of_void_theorem("lr was changed after construction", 4)
         self.rule.update(self.param_groups, self.state, k, phase)
         if self._constrains or phase.radius < math.inf:
             steps = [self.rule.step_size(float(g["lr"]), k, phase) for g in self.param_groups for _ in trained(g)]
