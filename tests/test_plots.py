@@ -57,6 +57,17 @@ def test_the_mark_of_one_release_is_the_epsilon_of_the_plan():
     assert tuple(lines_of(plan.plot())["this plan"][0]) == (1.0, plan.epsilon())
 
 
+def test_a_release_whose_noise_its_event_does_not_know_says_what_it_costs():
+    plan = dp.ObjectivePerturbation.plan(model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET)
+    assert plan.plot().axes[1].texts[0].get_text() == "one release:\nepsilon 2 at delta 0.0001"
+
+
+def test_the_plan_of_clipped_users_draws_its_noise():
+    plan = dp.UserClippedSGD.plan(n_users=N, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=1.0, steps=2)
+    (share,) = plan.plot().axes[0].get_lines()[0].get_xdata()
+    assert share == plan.noise_multiplier / N
+
+
 def test_what_is_not_known_beforehand_is_said():
     plan = dataclasses.replace(holder(), steps=None)
     assert plan.plot().axes[1].texts[0].get_text().startswith("not known beforehand:\nthe run has no last step")

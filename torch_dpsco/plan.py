@@ -160,10 +160,15 @@ class Plan(ABC):
 
     def _release_panel(self, level: str, limit: tuple[str, float] | None) -> plots.Panel:
         factors = [0.5 * 4 ** (k / (_POINTS - 1)) for k in range(_POINTS)]
-        mark = ("this plan", 1.0, self._cost(self.event(), 1.0))
-        line = plots.Line("one release", factors, [self._cost(self.event(), factor) for factor in factors])
+        own = self._cost(self.event(), 1.0)
+        try:
+            line = plots.Line("one release", factors, [self._cost(self.event(), factor) for factor in factors])
+        except ConditionError:
+            return plots.words(
+                "What is spent", f"one release:\nepsilon {rounded_up(own)} at delta {rounded_up(self._shown_delta)}"
+            )
         x_label = "noise, as a multiple of this plan's"
-        return plots.lines("What is spent", x_label, level, [line], limit=limit, mark=mark)
+        return plots.lines("What is spent", x_label, level, [line], limit=limit, mark=("this plan", 1.0, own))
 
     def _costs(self, stages: list[tuple[int, Event]], factor: float) -> tuple[list[float], list[float]]:
         return [0.0, *(float(steps) for steps, _ in stages)], [0.0, *(self._cost(made, factor) for _, made in stages)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Panel: TypeAlias = "Callable[[Axes], None]"
 
-_LOOKS = (("#0b5394", "-", "o"), ("#b45f06", "--", "s"), ("#38761d", ":", "^"), ("#741b47", "-.", "D"))
+LOOKS = (("#0b5394", "-", "o"), ("#b45f06", "--", "s"), ("#38761d", ":", "^"), ("#741b47", "-.", "D"))
 _FIXED = {
     "font.size": 9.0,
     "axes.titlesize": 10.0,
@@ -64,7 +64,7 @@ def lines(
     """
 
     def panel(axes: Axes) -> None:
-        for line, (color, style, marker) in zip(drawn, _LOOKS, strict=False):
+        for line, (color, style, marker) in zip(drawn, LOOKS, strict=False):
             every = max(1, len(line.x) // 8)
             axes.plot(
                 line.x, line.y, style, color=color, marker=marker, markersize=4, markevery=every, label=line.label
@@ -76,6 +76,8 @@ def lines(
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         axes.set_xlim(left=min(min(line.x) for line in drawn))
         axes.set_ylim(bottom=0)
+        if all(x == int(x) for line in drawn for x in line.x):
+            axes.xaxis.get_major_locator().set_params(integer=True)
         _name_series(axes)
 
     return panel
@@ -95,10 +97,11 @@ def dots(
     """
 
     def panel(axes: Axes) -> None:
-        for (label, values), (color, _, marker) in zip(drawn.items(), _LOOKS, strict=False):
+        for (label, values), (color, _, marker) in zip(drawn.items(), LOOKS, strict=False):
             axes.plot(values, range(len(rows)), marker, color=color, markersize=8, label=label)
             for row, value in enumerate(values):
-                axes.annotate(f"{value:.2g}", (value, row), (0, 6), textcoords="offset points", ha="center", size=7)
+                place = {"textcoords": "offset points", "xytext": (7, 0), "va": "center", "size": 7}
+                axes.annotate(f"{value:.2g}", (value, row), bbox={"pad": 0.5, "fc": "white", "ec": "none"}, **place)
         axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
@@ -143,7 +146,7 @@ def words(title: str, text: str) -> Panel:
 
 
 def figure(title: str, *panels: Panel) -> Figure:
-    """Returns the panels, two in a row.
+    """Returns the panels, two in a row, below a title if it is not empty.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -157,7 +160,8 @@ def figure(title: str, *panels: Panel) -> Figure:
     with style.context(["default", _FIXED]):  # whatever the caller's style is
         columns, rows = min(2, len(panels)), (len(panels) + 1) // 2
         made: Figure = figures.Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
-        made.suptitle(title, fontsize=11)
+        if title:
+            made.suptitle(title, fontsize=11)
         for k, panel in enumerate(panels, 1):
             panel(made.add_subplot(rows, columns, k))
     return made
@@ -184,7 +188,7 @@ def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
             shown = "\n".join(text[start : start + _LINES])
             page.text(0.08, 0.95, shown, va="top", family="monospace", size=7.5, linespacing=1.4, parse_math=False)
             pages.savefig(page)
-        pages.savefig(drawn, facecolor="white")
+        pages.savefig(drawn, facecolor="white", bbox_inches="tight", pad_inches=0.6)
     return file.getvalue()
 
 

@@ -54,7 +54,7 @@ def test_the_html_needs_no_network_and_escapes_text(tmp_path):
     assert "http:" not in text
     assert "https:" not in text
     assert "default-src 'none'" in text
-    assert text.count("data:image/svg+xml;base64,") == 1
+    assert text.count("data:image/svg+xml;base64,") == 2
 
 
 def test_json_is_that_of_the_statement_and_more(tmp_path):
@@ -89,12 +89,31 @@ def test_the_curve_is_that_of_the_accountant():
 
 
 def test_the_pictures_end_at_what_was_spent():
-    statement = stated()
+    accountant = Accountant(Budget(3.0, DELTA))
+    accountant.authorize(Gaussian(30.0, {"replace_one": 1.0}), 1)
+    statement = stated(accountant=accountant)
     _, spending, kinds = statement.plot().axes
     so_far, budget = spending.get_lines()
-    assert tuple(so_far.get_xydata()[-1]) == (4.0, statement.epsilon)
+    assert tuple(so_far.get_xydata()[-1]) == (5.0, statement.epsilon)
     assert budget.get_label() == "budget: 3"
-    assert [bar.get_width() for bar in kinds.patches] == [statement.epsilon]
+    assert max(bar.get_width() for bar in kinds.patches) < statement.epsilon
+    assert [label.get_text()[:12] for label in kinds.get_yticklabels()] == ["1 x Gaussian", "4 x Gaussian"]
+
+
+def test_a_picture_that_shows_no_more_than_the_headline_is_left_out():
+    assert [axes.get_title() for axes in stated().plot().axes][1:] == ["What was spent"]
+    accountant = Accountant()
+    accountant.authorize(STEP, 1)
+    (only,) = make_statement(accountant.report(DELTA), stated().run).plot().axes
+    assert only.get_title() == "What a test can find out about one example"
+
+
+def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):
+    stated().save(tmp_path / "card.html")
+    text = (tmp_path / "card.html").read_text(encoding="utf-8")
+    assert "<td>replace_one (the guarantee)</td><td>in one the example is in the data set" in text
+    assert '<meta name="viewport" content="width=device-width' in text
+    assert 'alt="What was spent"' in text
 
 
 def test_an_adaptive_card_draws_no_sums():

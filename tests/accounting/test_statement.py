@@ -447,7 +447,7 @@ def test_the_card_is_a_table_with_a_row_for_each_adjacency():
     assert rows[:2] == ["| adjacency | two worlds | epsilon | delta |", "|---|---|---|---|"]
     assert [row.count("|") for row in rows] == [5] * 5
     assert [row.split("|")[1].strip() for row in rows[2:]] == [
-        *("**add_remove** (the guarantee)", "zero_out (for information)", "replace_one (for information)")
+        *("add_remove (the guarantee)", "zero_out (for information)", "replace_one (for information)")
     ]
     only = [line for line in stated(Fixed(64, 1000)).markdown().splitlines() if line.startswith("| add_remove")]
     assert only == []

@@ -43,6 +43,10 @@ class UserClippedPlan(UserPlan):
         clipping = Clipped(self.clip, self.noise_multiplier, self.batch_size)
         return Centered(clipping, self.n, center=center, decay=self.center_decay, min_items=self.min_items)
 
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields the noise on the mean of users; see `Plan.noise_shares`."""
+        yield "each step", self.noise_multiplier / self.batch_size, None
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()

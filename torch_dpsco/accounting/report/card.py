@@ -23,6 +23,7 @@ from torch_dpsco import plots
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
+from torch_dpsco.accounting.report.wording import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 SUFFIXES = (".html", ".pdf", ".md", ".json")
 _POINTS, _SHOWN = 12, 8
 _STYLE = (
-    "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;color:#222;background:#fff}"
+    "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;color:#222;background:#fff;"
+    "overflow-wrap:anywhere}"
     "table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
-    "img{max-width:100%}.warn{border-left:4px solid #a00;padding-left:1em}"
+    ".pictures{display:flex;flex-wrap:wrap;gap:.5em}img{flex:1 1 20em;max-width:min(100%,30em);background:#fff}"
+    ".warn{border-left:4px solid #c33;padding-left:1em}"
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}}"
     "@media print{body{color:#000;background:#fff}}"
 )
@@ -69,23 +72,24 @@ def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
     if math.isinf(report.epsilon):
         yield plots.words("No guarantee", "epsilon is infinite")
         return
-    shares = [k / 100 for k in range(101)]
-    missed = [trade_off(report.privacy_curve(), share) for share in shares]
+    curve, shares = report.privacy_curve(), [k / 100 for k in range(101)]
+    missed = [trade_off(curve, share) for share in shares]
     yield plots.lines(
-        "What a test can find out about one record",
+        f"What a test can find out about one {report.unit}",
         "share of false alarms",
         "share of misses, at least",
         [plots.Line("best possible test", shares, missed), plots.Line("blind guess", shares, shares[::-1])],
     )
-    if not report.spent:
-        return
+    if sum(count for _, count in report.spent) < 2:
+        return  # no more to see than in the headline
+    names, alone = _kinds(report)
     level = f"epsilon at delta {rounded_up(report.delta)}"
     budget = None if report.budget is None else (f"budget: {report.budget.epsilon:g}", report.budget.epsilon)
-    so_far = plots.Line("so far", *_spending(report))
-    yield plots.lines("What was spent", "charges, equal ones together", level, [so_far], limit=budget)
-    names, alone = _kinds(report)
-    whole = (f"all together: {rounded_up(report.epsilon)}", report.epsilon)
-    yield plots.bars("What each kind of charge costs by itself", level, names, alone, whole)
+    x_label = "charges" if len(names) == 1 else "charges, one kind after the other"
+    yield plots.lines("What was spent", x_label, level, [plots.Line("so far", *_spending(report))], limit=budget)
+    if len(names) > 1:
+        whole = (f"all together: {rounded_up(report.epsilon)}", report.epsilon)
+        yield plots.bars("What each kind of charge costs by itself", level, names, alone, whole)
 
 
 def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
@@ -144,35 +148,39 @@ def _markdown(statement: Statement, date: datetime) -> bytes:
 
 
 def _pdf(statement: Statement, date: datetime) -> bytes:
-    return plots.document(
-        [*str(statement).splitlines(), "", *textwrap.wrap(_made(statement, date), 100)], draw(statement.figures), date
-    )
+    made = textwrap.wrap(_made(statement, date), 100)
+    text = ["PRIVACY STATEMENT", "", *str(statement).splitlines(), "", *made]
+    return plots.document(text, draw(statement.figures), date)
 
 
 def _html(statement: Statement, date: datetime) -> bytes:
     report = statement.figures
-    picture = base64.b64encode(plots.encoded(draw(report), "svg")).decode()
-    rows = [("adjacency", "epsilon", "delta")]
-    rows += [(name, rounded_up(epsilon), rounded_up(report.delta)) for name, epsilon in report.epsilons.items()]
     sections = [("Read this first", statement.warnings)] if statement.warnings else []
     body = [
         f"<h1>Privacy statement</h1><p><strong>{escape(statement.headline)}</strong></p>",
-        f"<table>{''.join(map(_row, rows))}</table>",
+        f"<table>{''.join(_row(cells, 'td' if k else 'th') for k, cells in enumerate(table(report)))}</table>",
         *(_section(title, sentences, " class=warn") for title, sentences in sections),
-        f'<p><img alt="What a test can find out, what was spent" src="data:image/svg+xml;base64,{picture}"></p>',
+        f"<p class=pictures>{''.join(map(_picture, _panels(report)))}</p>",
         *(_section(title, sentences) for title, sentences in statement.sections),
         f"<p><small>{escape(_made(statement, date))}</small></p>",
     ]
     head = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy statement</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Privacy statement</title>'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         f"style-src 'unsafe-inline'\"><style>{_STYLE}</style></head>"
     )
     return "\n".join([head, "<body>", *body, "</body></html>\n"]).encode()
 
 
-def _row(cells: tuple[str, ...]) -> str:
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+def _row(cells: tuple[str, ...], kind: str) -> str:
+    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+
+
+def _picture(panel: plots.Panel) -> str:
+    drawn = plots.figure("", panel)
+    encoded = base64.b64encode(plots.encoded(drawn, "svg")).decode()
+    return f'<img alt="{escape(drawn.axes[0].get_title())}" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def _section(title: str, sentences: Sequence[str], kind: str = "") -> str:

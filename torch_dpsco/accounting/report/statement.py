@@ -23,12 +23,12 @@ from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
 from torch_dpsco.accounting.report.wording import (
     GROUPS,
-    WORLDS,
     Section,
     accuracy,
     headline,
     odds_factor,
     sections,
+    table,
     warning_sentences,
 )
 
@@ -91,12 +91,8 @@ class Statement:
 
     def markdown(self) -> str:
         """Returns a privacy card: headline, table of epsilons, and the sections."""
-        worlds = {name: text.format(unit=self.figures.unit) for name, text in WORLDS.items()}
-        lines = ["# Privacy statement", "", f"**{self.headline}**", ""]
-        lines += ["| adjacency | two worlds | epsilon | delta |", "|---|---|---|---|"]
-        for name, epsilon in self.figures.epsilons.items():
-            label = f"**{name}** (the guarantee)" if name == self.figures.adjacency else f"{name} (for information)"
-            lines.append(f"| {label} | {worlds[name]} | {rounded_up(epsilon)} | {rounded_up(self.figures.delta)} |")
+        head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
+        lines = ["# Privacy statement", "", f"**{self.headline}**", "", head, "|---|---|---|---|", *rows]
         for title, sentences in self._all_sections():
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
         return "\n".join(lines) + "\n"

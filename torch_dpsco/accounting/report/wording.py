@@ -78,6 +78,16 @@ def headline(report: PrivacyReport) -> str:
     return f"{strength}{kind} for one {report.unit} ({report.adjacency}){so_far}."
 
 
+def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
+    """Returns each epsilon with its adjacency and what that compares, below a row of titles."""
+    rows = [("adjacency", "two worlds", "epsilon", "delta")]
+    for name, epsilon in report.epsilons.items():
+        role = "the guarantee" if name == report.adjacency else "for information"
+        worlds = WORLDS[name].format(unit=report.unit)
+        rows.append((f"{name} ({role})", worlds, rounded_up(epsilon), rounded_up(report.delta)))
+    return tuple(rows)
+
+
 def warning_sentences(report: PrivacyReport, run: Run) -> tuple[str, ...]:
     """Returns what a reader must know before quoting a figure; nothing for a planned, finished, sound run."""
     numbers = (*_strength(report, run), *_size_of_delta(report, run), *_progress(report, run), *_budget(report, run))
