@@ -77,7 +77,7 @@ def lines(
         axes.set_xlim(left=min(min(line.x) for line in drawn))
         axes.set_ylim(bottom=0)
         if all(x == int(x) for line in drawn for x in line.x):
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.locator_params(axis="x", integer=True)
         _name_series(axes)
 
     return panel
@@ -100,8 +100,8 @@ def dots(
         for (label, values), (color, _, marker) in zip(drawn.items(), LOOKS, strict=False):
             axes.plot(values, range(len(rows)), marker, color=color, markersize=8, label=label)
             for row, value in enumerate(values):
-                place = {"textcoords": "offset points", "xytext": (7, 0), "va": "center", "size": 7}
-                axes.annotate(f"{value:.2g}", (value, row), bbox={"pad": 0.5, "fc": "white", "ec": "none"}, **place)
+                text, plain = f"{value:.2g}", {"pad": 0.5, "fc": "white", "ec": "none"}
+                axes.annotate(text, (value, row), (7, 0), textcoords="offset points", va="center", size=7, bbox=plain)
         axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
