@@ -13,8 +13,8 @@ medians of seeds, which are fresh noise and batches.
   README, not tuned; and with the best of three larger step sizes by the test score of one run each, which is not
   private: what a private search would cost is not charged.
 * diffprivlib: its LogisticRegression by default, with the norm bound. Its guarantee, as its documentation has it, is
-  another one: delta = 0, and one record is replaced by any other (noise as in Chaudhuri et al., 2011). The line "pure"
-  of ours is under these two. diffprivlib runs in an environment of its own, see benchmarks/linear_models.py.
+  another one: delta = 0, and one record is replaced by any other (noise as in Chaudhuri et al., 2011). The line "delta
+  0" of ours is under these two. diffprivlib runs in an environment of its own, see benchmarks/linear_models.py.
 
 All others are (epsilon, 1e-5)-differentially private where one record is added or removed.
 """
@@ -47,13 +47,13 @@ from torch_dpsco import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 EPSILONS, SEEDS, DELTA = (0.1, 0.3, 1.0, 3.0, 10.0), 5, 1e-5
 EPOCHS, BATCH_SIZE = 10, 512  # of HolderSGD.plan by default
 OPACUS_LR, OPACUS_CLIP = 0.05, 1.0  # of the README of Opacus 1.6
 OPACUS_LRS = (0.5, 2.0, 8.0)  # to choose from by looking
 OURS, STRICT = "one added or removed, delta 1e-5", "one replaced, delta 0"
-LOOKS = (*plots.LOOKS, ("#555555", (0, (5, 1, 1, 1)), "v"))
 
 Scores = Mapping[float, list[float]]
 
@@ -119,10 +119,17 @@ METHODS: dict[str, Fit] = {
     "torch_dpsco, LogisticRegression": by_estimator(),
     "torch_dpsco, HolderSGD": by_holder_sgd,
     "Opacus, step size of its README": by_opacus,
-    "torch_dpsco, LogisticRegression, pure": by_estimator(delta=0.0, adjacency="replace_one"),
+    "torch_dpsco, LogisticRegression, delta 0": by_estimator(delta=0.0, adjacency="replace_one"),
 }
-TUNED, PEER = "Opacus, step size tuned by looking", "diffprivlib, pure"
-DRAWN = ("torch_dpsco, LogisticRegression", "torch_dpsco, HolderSGD", TUNED, "Opacus, step size of its README", PEER)
+TUNED, PEER = "Opacus, step size tuned on the test set", "diffprivlib, delta 0"
+DRAWN = {  # color, style and marker: lines differ without color, too
+    "torch_dpsco, LogisticRegression": plots.LOOKS[0],
+    "torch_dpsco, HolderSGD": plots.LOOKS[1],
+    TUNED: plots.LOOKS[2],
+    "Opacus, step size of its README": plots.LOOKS[3],
+    "torch_dpsco, LogisticRegression, delta 0": ("#0b5394", (0, (3, 1, 1, 1)), "x"),
+    PEER: ("#555555", (0, (5, 2)), "v"),
+}
 
 
 def compare(task: Task, epsilons: Sequence[float], seeds: int, peer: Path | None) -> dict[str, Scores]:
@@ -151,22 +158,23 @@ def table(found: Mapping[str, Scores], baseline: float, trivial: float) -> str:
     ]
     for name, scores in found.items():
         cells = [f"{statistics.median(s):.3f} ({min(s):.3f} to {max(s):.3f})" for s in scores.values()]
-        guarantee = STRICT if name.endswith("pure") else OURS
+        guarantee = STRICT if name.endswith("delta 0") else OURS
         lines.append(f"| {name} | {guarantee} | " + " | ".join(cells) + " |")
     for name, value in (("not private", baseline), ("always no", trivial)):
         lines.append(f"| {name} | | " + " | ".join([f"{value:.3f}"] * len(epsilons)) + " |")
     return "\n".join(lines)
 
 
-def panel(found: Mapping[str, Scores], baseline: float, trivial: float) -> plots.Panel:
-    """Returns the panel of medians and ranges; the looks differ without color, too."""
+def picture(found: Mapping[str, Scores], baseline: float, trivial: float) -> Figure:
+    """Returns the picture of medians and ranges; lines differ without color, too."""
 
-    def drawn(axes: Axes) -> None:
-        for look, name in zip(LOOKS, (name for name in DRAWN if name in found), strict=False):
-            color, style, marker = look
+    def panel(axes: Axes) -> None:
+        for name, (color, style, marker) in DRAWN.items():
+            if name not in found:
+                continue
             epsilons, scores = list(found[name]), list(found[name].values())
             medians = [statistics.median(s) for s in scores]
-            axes.plot(epsilons, medians, style, color=color, marker=marker, label=name)
+            axes.plot(epsilons, medians, linestyle=style, color=color, marker=marker, label=name)
             axes.fill_between(epsilons, list(map(min, scores)), list(map(max, scores)), color=color, alpha=0.2, lw=0)
         axes.axhline(baseline, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="not private")
         axes.axhline(trivial, color="#777777", linewidth=0.8, label='always answers "no"')
@@ -175,7 +183,9 @@ def panel(found: Mapping[str, Scores], baseline: float, trivial: float) -> plots
         axes.set(xlabel="epsilon (smaller: more private)", ylabel="accuracy on the public test set")
         axes.legend(loc="lower right")
 
-    return drawn
+    figure = plots.figure("Is the yearly income above 50,000 dollars? (UCI Adult, logistic regression)", panel)
+    figure.set_size_inches(7.2, 4.4)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -206,10 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if peer is None:
         print(f"diffprivlib is left out: {reason}")
     if args.write is not None:
-        figure = plots.figure("Income above 50,000 dollars? (UCI Adult)", panel(found, baseline, trivial))
-        figure.set_size_inches(7.2, 4.2)
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_bytes(plots.encoded(figure, "svg"))
+        args.write.write_bytes(plots.encoded(picture(found, baseline, trivial), "svg"))
 
 
 if __name__ == "__main__":

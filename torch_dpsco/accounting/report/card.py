@@ -34,9 +34,10 @@ SUFFIXES = (".html", ".pdf", ".md", ".json")
 _POINTS, _SHOWN = 12, 8
 _STYLE = (
     "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;color:#222;background:#fff;"
-    "overflow-wrap:anywhere}"
+    "overflow-wrap:break-word}"
     "table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
-    ".pictures{display:flex;flex-wrap:wrap;gap:.5em}img{flex:1 1 20em;max-width:min(100%,30em);background:#fff}"
+    "td:nth-child(n+3){white-space:nowrap}"
+    ".pictures{display:flex;flex-wrap:wrap;gap:.5em}img{flex:1 1 20em;min-width:18em;max-width:min(100%,30em)}"
     ".warn{border-left:4px solid #c33;padding-left:1em}"
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}}"
     "@media print{body{color:#000;background:#fff}}"
