@@ -56,7 +56,7 @@ class Logger:
 
     Args:
         write: write(numbers, step), numbers by name ("privacy/epsilon", ...), step the number of releases made.
-        every: steps between two lines. Each costs one `get_epsilon`: about 0.1 s for sampled steps.
+        every: steps between two lines. Each costs one `get_epsilon`: hundredths of a second for sampled steps.
         delta: at which epsilon is written; default the budget's. Without either no epsilon is.
 
     Example:
