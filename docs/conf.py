@@ -1,0 +1,160 @@
+"""The documentation site, built by .ci/site.
+
+Pages are read on a code host too: links go to files, and an anchor is what a code host makes of a heading.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxRole
+
+import torch_dpsco
+
+sys.path.append(str(Path(__file__).parent))  # the gallery imports quick_run
+
+project = "torch_dpsco"
+author = "The torch_dpsco contributors"
+version = release = torch_dpsco.__version__
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build", "gallery/*.py", "gallery/*.ipynb", "gallery/data"]
+highlight_language = "text"
+default_role = "code"
+
+html_theme = "sphinx_book_theme"
+html_title = "torch_dpsco"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navbar_persistent": [],  # the search is in the side bar
+}
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 6  # by the rule of code hosts
+nb_execution_mode = "cache"
+nb_execution_cache_path = "_build/notebooks"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_output_stderr = "remove"  # progress bars
+
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Guarantee", "Source"]
+napoleon_use_rtype = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",
+    "ignore_pattern": r"^(adult|flights|distributed)\.py$",  # readers of data; a script that starts processes
+    "reset_argv": "conf.quick_run",
+    "download_all_examples": False,
+    "show_signature": False,
+    "show_memory": False,
+    "min_reported_time": 1e9,
+    "write_computation_times": False,
+    "remove_config_comments": True,
+}
+
+CITATION = re.compile(r"\bdocs/([\w./-]+)\.md(?:#([\w-]+))?")
+ROOT_PAGE_LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[A-Z]+\.md)\)")  # ../SECURITY.md
+EXAMPLE_LINK = re.compile(r"\]\(((?:\.\./)+)examples/(\w+)\.py\)")
+
+
+def quick_run(gallery: Any, script: dict[str, Any]) -> list[str]:
+    """Returns the arguments of an example of the gallery."""
+    script["example_globals"]["__doc__"] = "An example."  # which scripts give their --help; the gallery takes it away
+    return ["--quick"]
+
+
+class Cited(SphinxRole):
+    """A page of docs, or a heading of it, that a docstring cites."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Returns a reference that MyST resolves, as it does that of a link in a page."""
+        page, _, anchor = self.text.partition("#")
+        words = (anchor or page.rpartition("/")[2]).replace("-", " ").replace("_", " ")
+        target = pending_xref(
+            refdoc=self.env.docname,
+            refdomain="doc",
+            reftype="myst",
+            reftarget=page,
+            reftargetid=anchor or None,
+            refexplicit=True,
+        )
+        target += nodes.inline("", words)
+        return [target], []
+
+
+def as_rst(text: str) -> str:
+    """Returns a paragraph of a docstring, which is plain text with `code`, as reStructuredText."""
+    if ">>>" in text:
+        return text
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [
+        re.sub(r"[|\\]|\*(?! )|(?<=\w)_(?=[^\w:(]|$)", lambda mark: f"\\{mark[0]}", part) for part in parts[::2]
+    ]
+    return CITATION.sub(lambda cited: f":cited:`{cited[0][5:].replace('.md', '')}`", "".join(parts))
+
+
+def paragraphs(text: str) -> list[str]:
+    """Returns what blank lines separate."""
+    return re.split(r"\n{2,}", text.strip("\n"))
+
+
+def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Rewrites a docstring: indented blocks outside of sections are formulas and stay as they are."""
+    written, in_section = [], False
+    for text in paragraphs("\n".join(lines)):
+        in_section = (in_section and text.startswith(" ")) or bool(re.match(r"[A-Z]\w+:\n ", text))
+        formula = text.startswith(" ") and not in_section
+        names_joined = re.sub(r"(?m)^(    [\w, ]+,)\n +", r"\1 ", text)  # "Args:" of one line each
+        written += ["::", text] if formula else [as_rst(names_joined)]
+    lines[:] = "\n\n".join(written).split("\n")
+
+
+def source(app: Sphinx, docname: str, text: list[str]) -> None:
+    """Gives the pages of the gallery a title, and sends links to examples there."""
+    if docname == "gallery/index":
+        text[0] = text[0].split("\n# ")[0]  # examples/data is no part of the gallery
+    elif docname.startswith("gallery/"):
+        head, label, body = text[0].partition(f".. _sphx_glr_{docname.replace('/', '_')}.py:\n")
+        title, _, rest = body.strip().partition(": ")
+        about, code, rest = rest.partition(".. GENERATED")
+        written = [f"::\n\n{part}" if part.startswith(" ") else as_rst(part) for part in paragraphs(about)]
+        written[0] = written[0][:1].upper() + written[0][1:]
+        text[0] = "\n\n".join([head + label, f"{title}\n{'=' * len(title)}", *written, code + rest])
+    # links to files that are no page of the site are downloads
+    text[0] = ROOT_PAGE_LINK.sub(r"{download}`\1 <\2>`", text[0])
+    shown = {path.stem for path in (Path(app.srcdir) / "gallery").glob("*.rst")}
+    text[0] = EXAMPLE_LINK.sub(
+        lambda link: f"]({link[1][3:]}gallery/{link[2]}.rst)" if link[2] in shown else link[0], text[0]
+    )
+
+
+def setup(app: Sphinx) -> None:
+    """Connects the above."""
+    app.add_role("cited", Cited())
+    app.connect("autodoc-process-docstring", docstring, priority=1)  # before napoleon
+    app.connect("source-read", source)
