@@ -384,4 +384,4 @@ class Clipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {"oracle": "Clipped", "clip": self.fixed_clip, "noise_multiplier": self.noise_multiplier}
+        return self._named("noise_multiplier", clip=self.fixed_clip)

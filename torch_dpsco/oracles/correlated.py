@@ -148,5 +148,4 @@ class CorrelatedClipped(Clipped):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        own = {"oracle": "CorrelatedClipped", "coefficients": list(self.strategy.coefficients), "steps": self.steps}
-        return super().settings() | own
+        return super().settings() | {"coefficients": list(self.strategy.coefficients), "steps": self.steps}

@@ -88,14 +88,8 @@ class HolderClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "HolderClipped",
-            "noise": self.noise,
-            "noise_multiplier": self.noise_multiplier,
-            "radius": self.radius,
-            "problem": repr(self.problem),
-            "grad_bound": self.problem.grad_bound(min(1.0, self._reach)),  # repr leaves exact_grad_bound out
-        }
+        at_one = self.problem.grad_bound(min(1.0, self._reach))  # repr leaves exact_grad_bound out
+        return self._named("noise", "noise_multiplier", "radius", problem=repr(self.problem), grad_bound=at_one)
 
 
 _BITS = 10  # of the ratio that the ledger sees
@@ -176,4 +170,4 @@ class HolderAbsolute(ClippedMean):
         """Returns the fixed numbers."""
         follow = self._follow.settings()
         del follow["noise_multiplier"], follow["noise"]
-        return {**follow, "oracle": "HolderAbsolute", "noise_std": list(self._stds)}
+        return follow | self._named(noise_std=list(self._stds))

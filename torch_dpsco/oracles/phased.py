@@ -151,7 +151,7 @@ class Phased(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers of all phases."""
-        return {"oracle": "Phased", "phases": [[steps, oracle.settings()] for oracle, steps in self._phases]}
+        return self._named(phases=[[steps, oracle.settings()] for oracle, steps in self._phases])
 
     def metrics(self) -> dict[str, float]:
         """Returns public numbers about the last release."""
@@ -298,13 +298,7 @@ class QuantilePilot(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "QuantilePilot",
-            "epsilon": self.epsilon,
-            "quantile": self.quantile,
-            "c_min": self.c_min,
-            "c_max": self.c_max,
-        }
+        return self._named("epsilon", "quantile", "c_min", "c_max")
 
     def metrics(self) -> dict[str, float]:
         """Returns the threshold once it is released."""
@@ -332,4 +326,4 @@ class PilotClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {"oracle": "PilotClipped", "pilot": self.pilot.settings(), "noise_multiplier": self.noise_multiplier}
+        return self._named("noise_multiplier", pilot=self.pilot.settings())

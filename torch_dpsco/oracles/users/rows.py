@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.rows import GradBatch
 
 
@@ -142,3 +143,37 @@ class UserRows:
         means.div_(counts[:, None])
         self.discard()
         return means, counts
+
+
+class UserMean(MeanOracle):
+    """Collects the means of users, measured from a public center.
+
+    Args:
+        batch_size: public divisor of the mean, in users.
+        n_users: ids are in [0, n_users).
+        center: public vector, a tensor per parameter; None for 0.
+        min_items: rows that a user must have, public.
+        exact: see `UserRows`.
+    """
+
+    unit = "user"
+
+    def __init__(
+        self, batch_size: int, n_users: int, center: Sequence[Tensor] | None, min_items: int, *, exact: bool = False
+    ) -> None:
+        super().__init__(batch_size)
+        self.min_items = check.positive_count(min_items=min_items)
+        self._users = UserRows(n_users, batch_size, exact=exact)
+        self._center = flat_center(center)
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch; forgets an unfinished one."""
+        self._users.open(query, self._center)
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Adds the rows of one physical batch to the sums of their users."""
+        self._users.add(rows, users)
+
+    def discard(self) -> None:
+        """Forgets the logical batch."""
+        self._users.discard()

@@ -209,7 +209,7 @@ class UserSearched(UserFiltered):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers; tau, which is found in the run, is in `state`."""
-        return super().settings() | {"oracle": "UserSearched", "pair_radius": None, "search": repr(self.search)}
+        return super().settings() | {"pair_radius": None, "search": repr(self.search)}
 
     def state(self) -> SecretState:
         """Returns tau, which is public, and the state of the test."""
