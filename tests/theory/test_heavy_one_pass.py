@@ -38,6 +38,7 @@ ALL_PLANS = pytest.mark.parametrize(("planner", "task"), PLANS, ids=["accelerate
 # Formulas.
 
 
+@pytest.mark.filterwarnings("ignore:noise dominates")
 @given(
     st.integers(1000, 10**6),
     st.integers(1, 20),
