@@ -42,7 +42,7 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian, Sequential
 from torch_dpsco.accounting.stated import Failure, KNorm
 from torch_dpsco.errors import CalibrationError, ConditionError, SequenceError
-from torch_dpsco.linear.objectives.base import Records, gamma
+from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import BoxDual, project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
@@ -61,7 +61,7 @@ from torch_dpsco.theory.linear.output import (
 )
 from torch_dpsco.theory.linear.solvers import check_gap_tolerance, check_tolerance, gradient_rounding, solver_tolerance
 from torch_dpsco.theory.linear.tilted import tilted_sensitivity, tilted_strong_convexity
-from torch_dpsco.theory.rounding import asks_exact, exact_grid, require_gaussian, with_grid
+from torch_dpsco.theory.rounding import asks_exact, exact_grid, gamma, require_gaussian, with_grid
 
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))

@@ -3,7 +3,7 @@
 Records are in memory and read in blocks: float64 arithmetic without a float64 copy of the data. Every sum is taken in
 blocks of at most 1024 rows, and the block sums are added pairwise. A term then
 passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error of a sum
-is at most gamma(depth) times the sum of the absolute terms (`gamma`).
+is at most gamma(depth) times the sum of the absolute terms (`theory.rounding.gamma`).
 """
 
 from __future__ import annotations
@@ -83,23 +83,9 @@ class Objective(ABC):
         return self, 0.0
 
 
-UNIT_ROUNDOFF = 2.0**-53
 _BLOCK_ROWS = 1024
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = 2**24  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
-
-
-def gamma(operations: float) -> float:
-    """Returns k u/(1 - k u), the relative error of k roundings of float64, one after another.
-
-    Example:
-        >>> gamma(0), gamma(1) > 2.0**-53
-        (0.0, True)
-    """
-    share = operations * UNIT_ROUNDOFF
-    if share >= 0.5:
-        raise ValueError(f"operations must stay far below 2^53 (got {operations})")
-    return share / (1 - share) * (1 + 4 * UNIT_ROUNDOFF)
 
 
 class PairwiseSum:

@@ -27,11 +27,12 @@ from torch import Tensor
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, finite, nonnegative, positive
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.linear.objectives.base import Objective, PairwiseSum, Records, as_records, gamma
-from torch_dpsco.linear.objectives.linear import EVALUATION, norm_up
+from torch_dpsco.linear.objectives.base import Objective, PairwiseSum, Records, as_records
+from torch_dpsco.linear.objectives.linear import EVALUATION, SumObjective, norm_up
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import Logistic, MarginLoss, SmoothedHinge
 from torch_dpsco.losses.clipped import ResidualClipped, scalar_loss
+from torch_dpsco.theory.rounding import gamma
 
 
 @typed
@@ -176,7 +177,7 @@ class Tilted(Objective):
 
 
 @typed
-class Adversarial(Objective):
+class Adversarial(SumObjective):
     """(1/N) sum_i c_i phi(y_i <w, x_i> - rho ||w||_*) + (reg/2) ||w||^2.
 
     Args:
@@ -220,12 +221,10 @@ class Adversarial(Objective):
         if not isinstance(loss, (Logistic, SmoothedHinge)):
             raise ConditionError(f"loss must be Logistic or SmoothedHinge, smooth and Lipschitz (got {loss!r})")
         self.loss = loss
-        self.records = as_records(features, targets, weights)
-        self.attack_radius, self.reg = nonnegative(attack_radius=attack_radius), nonnegative(reg=reg)
-        self.normalizer = positive(normalizer=normalizer)
+        records = as_records(features, targets, weights)
+        super().__init__(records, records.dim, reg, normalizer)
+        self.attack_radius = nonnegative(attack_radius=attack_radius)
         self.attack_norm = choice((2, math.inf), attack_norm=attack_norm)
-        self.dim, self.device = self.records.dim, self.records.device
-        self.strong_convexity = self.reg
         up = 1 + gamma(self.records.depth + 16)
         self._weight = float(self.records.total(self.records.weights)) * up  # |phi'| <= 1 for both losses
         self._smooth_by(nonnegative(smoothing=smoothing))

@@ -160,7 +160,8 @@ def katyusha(
         for draw in draws:
             query = parameters.tau1 * ahead + parameters.tau2 * snapshot
             query = query + (1 - parameters.tau1 - parameters.tau2) * behind
-            slope = full + share * objective.row_difference(draw, query, snapshot)
+            change = objective.row_gradient(draw, query) - objective.row_gradient(draw, snapshot)
+            slope = full + share * change
             ahead = (ahead - parameters.gamma * slope) / growth
             behind = (3 * beta * query - slope) / (3 * beta + mu)
             total, weight = total / growth + behind, weight / growth + 1
