@@ -54,6 +54,15 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0] in 'AEIO' or noun.startswith('Up') else 'a'} {noun}"
 
 
+def fields(value: object, **checks: Callable[..., Any]) -> None:
+    """Sets fields of a frozen value, while it is built, to what their checks return.
+
+    A check is called with its field as the only, named, argument, as those of this module are.
+    """
+    for name, checked in checks.items():
+        object.__setattr__(value, name, checked(**{name: getattr(value, name)}))
+
+
 def flag(**field: Any) -> bool:
     """Returns the field; raises ValueError unless it is True or False."""
     name, value = _unpack(field)

@@ -221,7 +221,7 @@ def private_quantile(
     Source: docs/proofs/heavy_tailed.md#private-quantile.
 
     Example:
-        >>> from torch_dpsco.accounting.events import REPLACE_ONE
+        >>> from torch_dpsco.accounting.adjacency import REPLACE_ONE
         >>> accountant = Accountant(adjacency=REPLACE_ONE)
         >>> clip = private_quantile(np.linspace(0, 4, 400), quantile=0.5, epsilon=1.0, accountant=accountant)
         >>> 1.5 < clip < 2.5, round(accountant.get_epsilon(1e-6), 3)

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -53,7 +53,7 @@ from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
-_KINDS: tuple[FailureKind, ...] = ("coupling", "transcript", "per_side")
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
 
 def delta_with_failure(delta: float, failure: float, epsilon: float, kind: FailureKind) -> float:
@@ -80,7 +80,7 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: Failu
     delta = check.between(0.0, 1.0, delta=delta)
     failure = check.between(0.0, 1.0, failure=failure)
     epsilon = check.nonnegative(epsilon=epsilon)
-    kind = check.choice(_KINDS, kind=kind)
+    kind = check.choice(FAILURE_KINDS, kind=kind)
     if failure == 0:
         return delta
     kept = 1 - failure if kind == "coupling" else 1.0
@@ -113,7 +113,7 @@ def delta_before_failure(delta: float, failure: float, epsilon: float, kind: Fai
     delta = check.between(0.0, 1.0, delta=delta)
     failure = check.between(0.0, 1.0, failure=failure)
     epsilon = check.nonnegative(epsilon=epsilon)
-    kind = check.choice(_KINDS, kind=kind)
+    kind = check.choice(FAILURE_KINDS, kind=kind)
     if failure == 0:
         return delta
     # PRIVACY: what is taken away is rounded up (test_the_inverse_never_exceeds_the_delta_of_the_statement)

@@ -59,7 +59,8 @@ def pure_epsilon(event: SimpleEvent, adjacency: Adjacency) -> float:
         AdjacencyError: the event has no guarantee under this adjacency.
 
     Example:
-        >>> from torch_dpsco.accounting.events import ApproxDP, Laplace
+        >>> from torch_dpsco.accounting.events import Laplace
+        >>> from torch_dpsco.accounting.stated import ApproxDP
         >>> noisy = Laplace(4.0, {"replace_one": 2.0})
         >>> pure_epsilon(noisy, "replace_one"), pure_epsilon(ApproxDP(1.0, 1e-9), "replace_one")
         (0.5, inf)
@@ -98,7 +99,7 @@ def pure_sum(places: _Places, adjacency: Adjacency) -> float:
         AdjacencyError: an event has no guarantee under this adjacency.
 
     Example:
-        >>> from torch_dpsco.accounting.events import Pure
+        >>> from torch_dpsco.accounting.stated import Pure
         >>> parts = {("", ""): {Pure(0.1): 10}, ("p", "a"): {Pure(0.5): 1}, ("p", "b"): {Pure(0.25): 4}}
         >>> pure_sum(parts, "replace_one")
         2.0
