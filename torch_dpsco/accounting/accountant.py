@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
+from opacus.accountants import register_accountant
+
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
@@ -20,15 +22,14 @@ from torch_dpsco.accounting.ledger.book import FOREIGN, Book, History, foreign_b
 from torch_dpsco.accounting.ledger.file import LedgerFile
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import locked
-from torch_dpsco.accounting.opacus import epsilon_at_orders, register
+from torch_dpsco.accounting.opacus import OpacusFace, epsilon_at_orders
 from torch_dpsco.accounting.report.figures import PrivacyReport, attack_advantage, make_report
-from torch_dpsco.accounting.spending import Spending
 from torch_dpsco.errors import AdjacencyError, PrivacyError
 
 _CACHED_QUERIES = 256
 
 
-class Accountant(Spending):
+class Accountant(OpacusFace):
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
@@ -82,9 +83,8 @@ class Accountant(Spending):
         if budget is not None:
             make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
-        self._answers: dict[
-            tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
-        ] = {}  # with the events they are of
+        # with the number of events that they are of
+        self._answers: dict[tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -374,4 +374,6 @@ def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str]
     return Journal(file.book, file)
 
 
-register(Accountant)
+register_accountant(
+    Accountant.mechanism(), Accountant, force=True
+)  # the latest class wins where a module is loaded twice

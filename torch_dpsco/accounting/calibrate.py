@@ -155,11 +155,6 @@ def noise_multiplier(
         high, low = low, low / 2.0
         if low < _LOWEST:
             return high
-    return _least(epsilon_at, epsilon, low, high, rtol)
-
-
-def _least(epsilon_at: Callable[[float], float], epsilon: float, low: float, high: float, rtol: float) -> float:
-    """Returns the least noise in (low, high] that meets the target, to rtol and rounded up; high meets it."""
 
     def excess(log_noise: float) -> float:
         spent = epsilon_at(math.exp(log_noise))

@@ -32,7 +32,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_ep
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
-    extended_orders,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
@@ -65,7 +64,7 @@ def orders_at(level: int) -> FloatArray:
         grid = grid[grid <= 2.0**8] if level == 0 else grid
     else:
         grid = orders_at(level - 1)
-        grid = np.concatenate([grid, extended_orders(grid, best=float(grid[-1]))])
+        grid = np.concatenate([grid, np.round(grid[-1] * 2 ** (np.arange(1, 9) / 8))])
     grid.setflags(write=False)
     return grid
 
@@ -115,11 +114,6 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost.of_row(self.row + other.row)
-
-    def __mul__(self, times: int) -> Cost:
-        if times == 0:  # 0 * inf is nan; nothing was released
-            return Cost(np.zeros_like(self.rdp), 0.0, (0.0, 0.0), 0.0)
-        return Cost.of_row(times * self.row)
 
     @property
     def failure(self) -> float:

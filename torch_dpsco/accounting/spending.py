@@ -18,7 +18,6 @@ from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
-from torch_dpsco.accounting.opacus import OpacusFace
 from torch_dpsco.accounting.planning import Planning
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
@@ -32,7 +31,7 @@ class _Phase(threading.local):
     place: tuple[str, str, str, bool] | None = None
 
 
-class Spending(Planning, OpacusFace):
+class Spending(Planning):
     """Charges events before their noise is drawn, and refuses those that would exceed the budget.
 
     Threads may share it: each decision is one operation with its charge.
@@ -43,8 +42,7 @@ class Spending(Planning, OpacusFace):
     """
 
     def __init__(self, journal: Journal, budget: Budget | None) -> None:
-        OpacusFace.__init__(self)
-        Planning.__init__(self, journal, budget)
+        super().__init__(journal, budget)
         self._phase = _Phase()
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -203,18 +201,6 @@ class Spending(Planning, OpacusFace):
                 self.require_adaptive()
             event = event if self._phase.place is None else self._placed(event)
             self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned, releases=releases)
-
-    @locked
-    def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
-        """Charges a step of an Opacus optimizer (see `OpacusFace`)."""
-        marks = ("stepped", "asserted") if asserted else ("stepped",)
-        charge = self._charge if happened else self._authorize
-        charge(self._placed(event), 1, marks, adjacency)
-
-    @locked
-    def suspect(self) -> None:
-        """Notes that the sampling is probably not what was asserted (see `OpacusFace`)."""
-        self._config["suspicious"] = True
 
     def _authorize(
         self,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
+from torch_dpsco.accounting.analysis.exact import upper as upper  # for losses of your own too
 from torch_dpsco.coupling.loss_trace import Traced, apply_as_one
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem, round_up
@@ -283,23 +283,6 @@ def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:
         return checked_x, positive(bound_y=bound_y)
     except ValueError as error:
         raise ValueError(f"targets must be bounded; {error}") from error
-
-
-def upper(*factors: float | Fraction) -> float:
-    """Least float that is not below the exact product of nonnegative factors; inf if one is infinite or it overflows.
-
-    Example:
-        >>> upper(0.5, 3.0), upper(0.1, 3.0) >= Fraction(0.1) * 3
-        (1.5, True)
-    """
-    if math.inf in factors:
-        return math.inf
-    exact = math.prod(Fraction(factor) for factor in factors)
-    try:
-        nearest = float(exact)
-    except OverflowError:
-        return math.inf
-    return nearest if nearest >= exact else math.nextafter(nearest, math.inf)
 
 
 def power_up(base: float, exponent: float) -> float:

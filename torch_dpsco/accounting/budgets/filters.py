@@ -182,7 +182,7 @@ class PureFilter(Filter):
     """delta = 0: the sum of pure epsilons stays within the target. Parameters may depend on what was released before.
 
     Whatever rule chose the events, the density ratio of the run is at most e to the sum along its path (see
-    `pure_sums`). The sum is exact, and may pass the target by 4 units in the last place: what parts of a target that
+    `Ledger.pure`). The sum is exact, and may pass the target by 4 units in the last place: what parts of a target that
     are each rounded can come to.
     """
 
