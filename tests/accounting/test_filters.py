@@ -375,7 +375,7 @@ def test_concentrated_offsets_are_charged_as_rho():
 class SomeOrder(RDPOrdersFilter):
     """The mistake: as long as one order is within its budget, go on."""
 
-    def _fits(self, ledger, event, count):
+    def admits(self, ledger, event, count=1):
         return any(use.fits for use in self.usages(ledger, event, count) if "Renyi" in use.resource)
 
 

@@ -13,7 +13,7 @@ from opacus.accountants import register_accountant
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.filters import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.events import Event
@@ -78,9 +78,6 @@ class Accountant(OpacusFace):
         check.choice(("example", "user"), unit=unit)
         if budget is not None:
             adjacency, unit = budget.adjacency, budget.unit
-        elif adjacency is not None:
-            check_adjacency(adjacency)
-        if budget is not None:
             make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
         # with the number of events that they are of
@@ -136,7 +133,7 @@ class Accountant(OpacusFace):
             check.positive(eps_error=eps_error)
         if delta_error is not None:
             check.positive(delta_error=delta_error)
-        adjacency = check_adjacency(adjacency or self.adjacency)
+        adjacency = adjacency or self.adjacency
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
         delta = below_one(delta=delta)
@@ -173,7 +170,7 @@ class Accountant(OpacusFace):
             ValueError: parameters may depend on what was released, so that only `get_epsilon` has an answer.
         """
         self._require_fixed_parameters()
-        return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
+        return self.ledger.delta(epsilon, adjacency or self.adjacency)
 
     def _require_fixed_parameters(self) -> None:
         if self.adaptive:
@@ -198,7 +195,7 @@ class Accountant(OpacusFace):
         self._require_fixed_parameters()
         if delta_min is not None:
             check.open_interval(0.0, 1.0, delta_min=delta_min)
-        adjacency = check_adjacency(adjacency or self.adjacency)
+        adjacency = adjacency or self.adjacency
         cost = self.ledger.cost(adjacency)
         failing = bool(cost.failure or cost.transcript or cost.per_side)
         if cost.mu_squared is not None and not failing:
@@ -222,7 +219,7 @@ class Accountant(OpacusFace):
             ValueError: some event has none, or a failure probability, or parameters may depend on what was released.
         """
         self._require_fixed_parameters()
-        cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
+        cost = self.ledger.cost(adjacency or self.adjacency)
         if cost.zcdp is None or cost.zcdp[0] or cost.failure or cost.transcript or cost.per_side:
             raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
         return cost.zcdp[1]
@@ -374,6 +371,5 @@ def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str]
     return Journal(file.book, file)
 
 
-register_accountant(
-    Accountant.mechanism(), Accountant, force=True
-)  # the latest class wins where a module is loaded twice
+# the latest class wins where a module is loaded twice
+register_accountant(Accountant.mechanism(), Accountant, force=True)

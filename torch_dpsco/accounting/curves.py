@@ -19,10 +19,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events, stated
@@ -30,6 +29,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, 
 from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
     rdp_poisson_gaussian,
@@ -43,10 +43,9 @@ from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.theory.linear.objective import log_det, objpert_rdp, objpert_rdp_general
 from torch_dpsco.theory.linear.objective_monotone import objpert_rdp_dominating
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
 _MAX_LEVEL = 7  # orders up to 2^20
-_SCALARS = 7  # numbers of a cost beside its Renyi curve
+_SCALARS, _SURVIVAL = 7, 3  # numbers of a row behind its Renyi curve; place of log_survival, from the end
 _MANY_LAWS = 64  # laws of all combinations of parts, beyond which they take more than about half a second
 
 
@@ -122,20 +121,9 @@ class Cost:
 
     def maximum(self, other: Cost) -> Cost:
         """Returns the pointwise maximum: a bound whichever of the two parts holds the differing record."""
-        mine, its = self.zcdp, other.zcdp
-        return Cost(
-            np.maximum(self.rdp, other.rdp),
-            _larger(self.mu_squared, other.mu_squared),
-            None if mine is None or its is None else (max(mine[0], its[0]), max(mine[1], its[1])),
-            max(self.pure, other.pure),
-            min(self.log_survival, other.log_survival),
-            max(self.transcript, other.transcript),
-            max(self.per_side, other.per_side),
-        )
-
-
-def _larger(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else max(first, second)
+        row = np.maximum(self.row, other.row)  # nan, what is not defined, stays nan
+        row[-_SURVIVAL] = min(self.log_survival, other.log_survival)
+        return Cost.of_row(row)
 
 
 @lru_cache(maxsize=4096)
@@ -268,11 +256,9 @@ def _(event: stated.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
 @_cost.register
 def _(event: stated.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     nothing = Cost(np.zeros_like(orders), 0.0, (0.0, 0.0), 0.0)
-    if event.kind == "transcript":
-        return replace(nothing, transcript=event.probability)
-    if event.kind == "per_side":
-        return replace(nothing, per_side=event.probability)
-    return replace(nothing, log_survival=math.log1p(-event.probability))
+    if event.kind == "coupling":
+        return replace(nothing, log_survival=math.log1p(-event.probability))
+    return replace(nothing, **{event.kind: event.probability})
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def recognize(loader: Any) -> Design:
         UnknownSamplerError: the law is not known, or not one that any accounting here covers; names the ways out.
     """
     design = _own_design(loader)
-    if design is None and isinstance(loader, DataLoader) and not _overridden(loader):
+    # a subclass that iterates in its own way may drop, repeat or join batches
+    if design is None and isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         design = _foreign_design(loader.batch_sampler)
     if design is None:
         raise UnknownSamplerError(
@@ -113,11 +114,6 @@ def _own_design(loader: Any) -> Design | None:
         if isinstance(design, Design):
             return design
     return None
-
-
-def _overridden(loader: DataLoader[Any]) -> bool:
-    """Returns whether a subclass iterates in its own way, which may drop, repeat or join batches."""
-    return type(loader).__iter__ is not DataLoader.__iter__
 
 
 def _foreign_design(sampler: Any) -> Design | None:

@@ -82,11 +82,6 @@ class AboveThreshold:
         self._asked, self._halted = 0, False
 
     @property
-    def started(self) -> bool:
-        """Whether the noisy threshold is drawn, so that the run must have been charged."""
-        return self._rho is not None
-
-    @property
     def halted(self) -> bool:
         """Whether a query was below the threshold: public."""
         return self._halted

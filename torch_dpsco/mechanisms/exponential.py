@@ -58,7 +58,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _DRAWS = 2**53  # equally likely draws, split among the grid points
-_UNIFORM = 2.0**-16  # share of the uniform law; `_margin` divides by it
+_UNIFORM = 2.0**-16  # share of the uniform law; the margin for rounding divides by it
 _MAX_GRID, _MAX_VALUES = 4096, 2**32
 _MAX_SCORE = 2.0**53  # integers below it are exact
 _SENSITIVITIES = (2.0**-64, 2.0**64)  # no product overflows
@@ -115,13 +115,13 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
     if not (np.abs(bad) < _MAX_SCORE).all():
         raise ValueError("scores must be finite and below 2^53")
     size, unit = len(bad), check.between(*_SENSITIVITIES, sensitivity=sensitivity)
-    margin = _margin(size)
+    margin = 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16  # 6 x of the proof: what rounding can cost
     if check.positive(epsilon=epsilon) <= 2 * margin:
         raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
     # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
-    law = _law(bad, (min(float(epsilon), _MAX_EPSILON) - margin) / unit)
+    weights = np.exp(-((min(float(epsilon), _MAX_EPSILON) - margin) / unit / 2) * (bad - bad.min()))
     # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
-    mixed = (1.0 - _UNIFORM) * law + _UNIFORM / size
+    mixed = (1.0 - _UNIFORM) * (weights / weights.sum()) + _UNIFORM / size
     ends = np.minimum(np.floor(np.cumsum(mixed) * _DRAWS), _DRAWS).astype(np.int64)
     ends[-1] = _DRAWS
     return np.diff(ends, prepend=0)
@@ -219,14 +219,3 @@ def _counts(values: FloatArray, points: FloatArray) -> IntArray:
     """Returns #{values <= point}; NaN sorts last, after inf."""
     # PRIVACY: NaN moves each count by at most 1, like any number (test_what_is_not_a_number_counts_as_above)
     return np.searchsorted(np.sort(values.ravel()), points, side="right")
-
-
-def _margin(size: int) -> float:
-    """Returns 6 x of the proof: what rounding can cost on a grid of that many points."""
-    return 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16
-
-
-def _law(scores: FloatArray, epsilon: float) -> FloatArray:
-    weights = np.exp(-(epsilon / 2) * (scores - scores.min()))
-    law: FloatArray = weights / weights.sum()
-    return law

@@ -45,11 +45,12 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
@@ -245,8 +246,6 @@ def _checked(delta: float, failure: float, epsilon: float, kind: FailureKind) ->
         return delta, failure, 1.0
     return delta, failure, 1 + math.exp(epsilon) if epsilon < 700 else math.inf
 
-
-FloatArray = NDArray[np.float64]
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
 _ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding

@@ -37,14 +37,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.errors import ConditionError
-
-FloatArray = NDArray[np.float64]
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12

@@ -37,7 +37,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
@@ -56,6 +55,7 @@ from torch_dpsco.accounting.analysis.pld_compose import (
     window,
 )
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, LossLaw
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 Ledger = tuple[tuple[LossLaw, int], ...]
 
@@ -362,8 +362,6 @@ def _reach(laws: Counted, log_delta: float) -> float:
             return reach
     return _REACHES[-1]
 
-
-FloatArray = NDArray[np.float64]
 
 _LOOSE_MU = 1.007  # what the result may exceed the largest mu of the computed points by
 _INTERVALS = 8  # to begin with

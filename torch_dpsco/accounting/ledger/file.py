@@ -29,7 +29,6 @@ once. A crash leaves the old file or the new one under the name, and both know e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -418,7 +417,7 @@ def _line(before: str, row: Row) -> tuple[bytes, str]:
 
 
 def _chained(before: str, row: Row) -> str:
-    return hashlib.sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()[:32]
+    return sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()[:32]
 
 
 def _write(fd: int, data: bytes) -> None:
