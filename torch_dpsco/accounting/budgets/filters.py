@@ -117,12 +117,6 @@ class Filter(ABC):
         """Returns how many such events fit, 0 to 2^40: that many are admitted and one more is not."""
         return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, _MAX_STEPS)
 
-    def remaining(self, ledger: Ledger) -> str:
-        """Returns in words what is left of the resource that is closest to its limit."""
-        usage = self.usage(ledger)
-        left = max(0.0, usage.limit - usage.spent)
-        return f"{left:.6g} of {usage.limit:.6g} left ({usage.resource})"
-
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
         budget, uses = self.budget, self.usages(ledger, event, count)
@@ -479,8 +473,8 @@ def make_filter(budget: Budget) -> Filter:
         >>> run, ledger = make_filter(Budget(1.0, 1e-5, mode="gdp")), Ledger()
         >>> loud, quiet = Gaussian(4.0, {"replace_one": 1.0}), Gaussian(10.0, {"replace_one": 1.0})
         >>> ledger.add(loud)
-        >>> run.admits(ledger, loud), run.max_steps(ledger, quiet), run.remaining(ledger)
-        (False, 0, '0.0093514 of 0.0718514 left (the sum of mu^2)')
+        >>> run.admits(ledger, loud), run.max_steps(ledger, quiet)
+        (False, 0)
     """
     if budget.mode == "planned" and budget.schedule is not None:
         return ScheduledFilter(budget)
