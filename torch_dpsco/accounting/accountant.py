@@ -197,10 +197,9 @@ class Accountant(OpacusFace):
             check.open_interval(0.0, 1.0, delta_min=delta_min)
         adjacency = adjacency or self.adjacency
         cost = self.ledger.cost(adjacency)
-        failing = bool(cost.failure or cost.transcript or cost.per_side)
-        if cost.mu_squared is not None and not failing:
+        if cost.mu_squared is not None and not cost.fails:
             return math.sqrt(cost.mu_squared)
-        if delta_min is None or failing:
+        if delta_min is None or cost.fails:
             raise ValueError(
                 "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead, or "
                 "get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
@@ -220,7 +219,7 @@ class Accountant(OpacusFace):
         """
         self._require_fixed_parameters()
         cost = self.ledger.cost(adjacency or self.adjacency)
-        if cost.zcdp is None or cost.zcdp[0] or cost.failure or cost.transcript or cost.per_side:
+        if cost.zcdp is None or cost.zcdp[0] or cost.fails:
             raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
         return cost.zcdp[1]
 

@@ -119,6 +119,11 @@ class Cost:
         """Probability that some coupling fails, rounded up."""
         return min(1.0, -math.expm1(self.log_survival) * (1.0 + 1e-14))
 
+    @property
+    def fails(self) -> bool:
+        """Whether something may fail."""
+        return bool(self.log_survival or self.transcript or self.per_side)
+
     def maximum(self, other: Cost) -> Cost:
         """Returns the pointwise maximum: a bound whichever of the two parts holds the differing record."""
         row = np.maximum(self.row, other.row)  # nan, what is not defined, stays nan
@@ -311,7 +316,7 @@ def epsilon_of(
     cost = cost_at(0)
     if (method == "gdp" and cost.mu_squared is None) or (method == "zcdp" and cost.zcdp is None):
         raise ValueError(f"method must be 'best' or 'rdp' for sampled events (got {method!r})")
-    if not (cost.failure or cost.transcript or cost.per_side):
+    if not cost.fails:
         return _converted(cost_at, delta, laws, method, enough)
 
     found = Evaluation(math.inf, "failure")

@@ -49,7 +49,7 @@ def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], d
     grid, cost = orders_at(1), cost_at(1)
     if not orders or not all(_LEAST_ORDER < order <= grid[-1] for order in orders):
         raise ValueError(f"alphas must be in ({_LEAST_ORDER}, {grid[-1]:g}], at least one (got {orders})")
-    if cost.failure or cost.transcript or cost.per_side:
+    if cost.fails:
         raise ValueError("alphas must not be given for events with failure probabilities: leave them out")
     places = np.searchsorted(grid, orders)
     pairs = zip(cost.rdp[places], orders, strict=True)

@@ -119,9 +119,9 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
     if check.positive(epsilon=epsilon) <= 2 * margin:
         raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
     # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
-    weights = np.exp(-((min(float(epsilon), _MAX_EPSILON) - margin) / unit / 2) * (bad - bad.min()))
+    law = _law(bad, (min(float(epsilon), _MAX_EPSILON) - margin) / unit)
     # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
-    mixed = (1.0 - _UNIFORM) * (weights / weights.sum()) + _UNIFORM / size
+    mixed = (1.0 - _UNIFORM) * law + _UNIFORM / size
     ends = np.minimum(np.floor(np.cumsum(mixed) * _DRAWS), _DRAWS).astype(np.int64)
     ends[-1] = _DRAWS
     return np.diff(ends, prepend=0)
@@ -219,3 +219,9 @@ def _counts(values: FloatArray, points: FloatArray) -> IntArray:
     """Returns #{values <= point}; NaN sorts last, after inf."""
     # PRIVACY: NaN moves each count by at most 1, like any number (test_what_is_not_a_number_counts_as_above)
     return np.searchsorted(np.sort(values.ravel()), points, side="right")
+
+
+def _law(scores: FloatArray, epsilon: float) -> FloatArray:
+    weights = np.exp(-(epsilon / 2) * (scores - scores.min()))
+    law: FloatArray = weights / weights.sum()
+    return law

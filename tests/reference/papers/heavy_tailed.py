@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.mechanisms.exponential import FloatArray, _counts, _points
+from torch_dpsco.mechanisms.exponential import FloatArray, _counts, _law, _points
 from torch_dpsco.mechanisms.shuffle import (
     BinomialNoise,
     ShuffleParameters,
@@ -295,10 +295,7 @@ def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, 
     points = _points(grid)
     numbers = np.asarray(values, dtype=np.float64)
     rank = check.between(0.0, 1.0, quantile=quantile) * len(numbers)
-    scores = np.abs(_counts(numbers, points) - rank)
-    weights = np.exp(-check.positive(epsilon=epsilon) / 2 * (scores - scores.min()))
-    law: FloatArray = weights / weights.sum()
-    return law
+    return _law(np.abs(_counts(numbers, points) - rank), check.positive(epsilon=epsilon))
 
 
 def randomize_scalar(values: Tensor, upper: float, parameters: ShuffleParameters, generator: Source) -> Tensor:

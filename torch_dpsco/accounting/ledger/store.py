@@ -65,8 +65,7 @@ def pure_epsilon(event: SimpleEvent, adjacency: Adjacency) -> float:
     """
     cost = cost_of(event, adjacency)
     # PRIVACY: what may fail is not pure (test_what_has_no_pure_epsilon_is_named)
-    failing = cost.log_survival or cost.transcript or cost.per_side
-    return math.inf if failing else cost.pure
+    return math.inf if cost.fails else cost.pure
 
 
 def impurity(event: SimpleEvent) -> str:
