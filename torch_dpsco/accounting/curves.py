@@ -261,9 +261,11 @@ def _(event: stated.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
 @_cost.register
 def _(event: stated.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     nothing = Cost(np.zeros_like(orders), 0.0, (0.0, 0.0), 0.0)
-    if event.kind == "coupling":
-        return replace(nothing, log_survival=math.log1p(-event.probability))
-    return replace(nothing, **{event.kind: event.probability})
+    if event.kind == "transcript":
+        return replace(nothing, transcript=event.probability)
+    if event.kind == "per_side":
+        return replace(nothing, per_side=event.probability)
+    return replace(nothing, log_survival=math.log1p(-event.probability))
 
 
 @dataclass(frozen=True)
