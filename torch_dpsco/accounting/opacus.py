@@ -29,7 +29,7 @@ from torch_dpsco.accounting.identify import RatePoisson, recognize
 from torch_dpsco.accounting.ledger.book import MECHANISM
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import locked
-from torch_dpsco.accounting.spending import Spending
+from torch_dpsco.accounting.spending import Note, Spending
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
@@ -123,8 +123,8 @@ class OpacusFace(Spending, IAccountant):  # type: ignore[misc]
     def _spend_step(self, event: Event, *, happened: bool) -> None:
         """Charges a step; even past the budget if it has happened."""
         marks = ("stepped", "asserted") if self._design is None else ("stepped",)
-        charge = self._charge if happened else self._authorize
-        charge(self._placed(event), 1, marks, ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE)
+        note = Note(marks, adjacency=ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE)
+        (self._charge if happened else self._authorize)(self._placed(event), 1, note)
 
     def _event_of(self, noise: float, rate: float, batches: int) -> Event:
         """Returns the event of a step over accumulated batches, as the bound loader draws them."""

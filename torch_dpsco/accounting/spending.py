@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -29,6 +30,23 @@ class _Phase(threading.local):
 
     # PRIVACY: the phase of a thread is not that of the others (test_a_phase_is_that_of_its_own_thread)
     place: tuple[str, str, str, bool] | None = None
+
+
+class Note(NamedTuple):
+    """What the ledger notes with a charge.
+
+    Args:
+        marks: facts, of `book.MARKS`.
+        releases: of `Book.releases`.
+        adjacency: default of queries from now on, if none is fixed yet.
+    """
+
+    marks: Collection[str] = ()
+    releases: Mapping[str, int] | None = None
+    adjacency: Adjacency = REPLACE_ONE
+
+
+_NO_NOTE = Note()
 
 
 class Spending(Planning):
@@ -163,7 +181,7 @@ class Spending(Planning):
         """
         event, count = self._placed(event), check.count(count=count)
         with self._planning(event, count, count, refuse=False):
-            self._charge(event, count, ("adaptive",) if adaptive else ())
+            self._charge(event, count, Note(("adaptive",) if adaptive else ()))
 
     def authorize(
         self,
@@ -200,50 +218,35 @@ class Spending(Planning):
             if adaptive:
                 self.require_adaptive()
             event = event if self._phase.place is None else self._placed(event)
-            self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned, releases=releases)
+            self._authorize(event, count, Note(("adaptive",) if adaptive else (), releases), planned)
 
-    def _authorize(
-        self,
-        event: Event,
-        count: int,
-        marks: Collection[str] = (),
-        adjacency: Adjacency = REPLACE_ONE,
-        planned: int = 1,
-        releases: Mapping[str, int] | None = None,
-    ) -> None:
+    def _authorize(self, event: Event, count: int, note: Note = _NO_NOTE, planned: int = 1) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
         if self._rule is None:
-            self._charge(event, count, marks, adjacency, releases)
+            self._charge(event, count, note)
             return
         if self._ended:
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
             self.require_adaptive()
         known, left = self._allowance or (None, 0)
         if known == (event, self._rule, len(self)) and count <= left:  # equal events are decided once
-            self._charge(event, count, marks, adjacency, releases)
+            self._charge(event, count, note)
         else:
             with self._planning(event, count, planned, refuse=True):
                 left = self._room(self._rule, event, count, planned)
-                self._charge(event, count, marks, adjacency, releases)
+                self._charge(event, count, note)
         self._allowance = (event, self._rule, len(self)), left - count
 
-    def _charge(
-        self,
-        event: Event,
-        count: int,
-        marks: Collection[str] = (),
-        adjacency: Adjacency = REPLACE_ONE,
-        releases: Mapping[str, int] | None = None,
-    ) -> None:
+    def _charge(self, event: Event, count: int, note: Note = _NO_NOTE) -> None:
         undecided = self._config["adjacency"] is None
         if undecided:
-            self._config["adjacency"] = adjacency  # before the charge: the first line of a ledger file names it
+            self._config["adjacency"] = note.adjacency  # before the charge: the first line of a ledger file names it
         added = 0
         try:
-            added = self._journal.charge(event, count, marks, releases)
+            added = self._journal.charge(event, count, note.marks, note.releases)
         finally:
-            if undecided and not added and not releases:
+            if undecided and not added and not note.releases:
                 self._config["adjacency"] = None
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
