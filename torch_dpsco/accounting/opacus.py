@@ -124,7 +124,8 @@ class OpacusFace(Spending, IAccountant):  # type: ignore[misc]
         """Charges a step; even past the budget if it has happened."""
         marks = ("stepped", "asserted") if self._design is None else ("stepped",)
         note = Note(marks, adjacency=ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE)
-        (self._charge if happened else self._authorize)(self._placed(event), 1, note)
+        charge = self._charge if happened else self._authorize
+        charge(self._placed(event), 1, note)
 
     def _event_of(self, noise: float, rate: float, batches: int) -> Event:
         """Returns the event of a step over accumulated batches, as the bound loader draws them."""
