@@ -7,32 +7,11 @@ parameters and optimizers are read where they are needed, and looked for here (`
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import opacus
 import torch
 from torch import Tensor, nn
-
-__all__ = [
-    "ATTRIBUTES",
-    "BatchNorm",
-    "ConvNd",
-    "DropoutNd",
-    "foreach_add_",
-    "foreach_lerp_",
-    "foreach_sub_",
-    "foreach_zero_",
-    "in_backward",
-    "own_step",
-    "some_global_hook",
-    "some_optimizer_hook",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "will_run",
-    "without_subclasses",
-]
 
 _RUN_WITH = "torch 2.6 and 2.15 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
 
@@ -78,14 +57,12 @@ tree_flatten = _need(_trees, "tree_flatten", "torch.utils._pytree")
 tree_leaves = _need(_trees, "tree_leaves", "torch.utils._pytree")
 tree_map = _need(_trees, "tree_map", "torch.utils._pytree")
 tree_unflatten = _need(_trees, "tree_unflatten", "torch.utils._pytree")
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.nn.modules.conv import _ConvNd as ConvNd
-    from torch.nn.modules.dropout import _DropoutNd as DropoutNd
-else:
-    BatchNorm = _need(nn.modules.batchnorm, "_BatchNorm", "torch.nn.modules.batchnorm")
-    ConvNd = _need(nn.modules.conv, "_ConvNd", "torch.nn.modules.conv")
-    DropoutNd = _need(nn.modules.dropout, "_DropoutNd", "torch.nn.modules.dropout")
+for _name in ("batchnorm._BatchNorm", "conv._ConvNd", "dropout._DropoutNd"):
+    _part, _kind = _name.split(".")
+    _need(getattr(nn.modules, _part), _kind, f"torch.nn.modules.{_part}")
+BatchNorm = nn.modules.batchnorm._BatchNorm
+ConvNd = nn.modules.conv._ConvNd
+DropoutNd = nn.modules.dropout._DropoutNd
 _module_hooks = [_need(nn.modules.module, name, "torch.nn.modules.module") for name in _GLOBAL_HOOKS]
 _optimizer_module = import_module("torch.optim.optimizer")
 _optimizer_hooks = [_need(_optimizer_module, name, "torch.optim.optimizer") for name in _GLOBAL_OPTIMIZER_HOOKS]

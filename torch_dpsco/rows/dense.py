@@ -32,7 +32,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import NORM_ERROR, PIECE, UNDERFLOW, Block, Summation, row_norms, weighted_rows, work_dtype
+from torch_dpsco.rows.base import (
+    NORM_ERROR,
+    UNDERFLOW,
+    Block,
+    Summation,
+    piece_norms,
+    row_norms,
+    weighted_rows,
+    work_dtype,
+)
 from torch_dpsco.rows.passes import PassCounter
 from torch_dpsco.rows.precision import require_full_precision
 
@@ -48,12 +57,7 @@ class DenseBlock(Block):
     def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
         if rows.dim() < 1 or not rows.is_floating_point():
             raise ValueError(f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype}, {rows.shape})")
-        self.rows, self.pieces = rows, pieces
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shape of the parameter."""
-        return [self.rows.shape[1:]]
+        self.rows, self.pieces, self.shapes = rows, pieces, [rows.shape[1:]]
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -103,11 +107,7 @@ class DenseBlocks(Block):
 
     def __init__(self, blocks: Sequence[DenseBlock]) -> None:
         self.blocks = list(blocks)
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shapes of the parameters."""
-        return [shape for block in self.blocks for shape in block.shapes]
+        self.shapes = [shape for block in blocks for shape in block.shapes]
 
     def __len__(self) -> int:
         return len(self.blocks[0])
@@ -138,24 +138,6 @@ class DenseBlocks(Block):
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter."""
         return [rows for block in self.blocks for rows in block.dense()]
-
-
-def piece_norms(rows: Tensor) -> Tensor:
-    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
-
-    Args:
-        rows: (B, k) floating; half precisions are read as float32.
-    """
-    rows = rows.to(work_dtype(rows.dtype))
-    width = rows.shape[1]
-    whole = width - width % PIECE
-    if not whole:
-        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return pieces
-    pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
-    if whole == width:
-        return pieces
-    return torch.cat([pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1)
 
 
 def joined(blocks: list[Block]) -> list[Block]:

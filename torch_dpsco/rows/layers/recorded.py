@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import Block, work_dtype
-from torch_dpsco.rows.dense import DenseBlock, piece_norms
+from torch_dpsco.rows.base import Block, piece_norms, work_dtype
+from torch_dpsco.rows.dense import DenseBlock
 from torch_dpsco.rows.factored import MAX_TIMES, FactoredBlock, SequenceBlock, outer_sums
 from torch_dpsco.rows.precision import require_full_precision
 
