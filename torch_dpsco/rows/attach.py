@@ -26,7 +26,7 @@ from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
-from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks
+from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks, forget_uses
 from torch_dpsco.rows.ghost import GhostHooks
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import PassCounter, batch_sizes
@@ -129,12 +129,7 @@ class _Attachment:
         """Forgets forwards that no backward followed."""
         self.retire()
         self.passes.close()
-        for p in self.dense:
-            p._forward_counter = 0  # type: ignore[attr-defined]
-            p.__dict__.pop("_current_grad_sample", None)
-        for layer in self.layers:
-            layer.__dict__.pop("activations", None)
-            layer.__dict__.pop("max_batch_len", None)
+        forget_uses(self.dense, self.layers)
 
     def _drop_dense(self, p: Tensor) -> None:
         p.dpsco_passes.append(self.passes.number)  # type: ignore[attr-defined]
@@ -175,13 +170,7 @@ def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, T
 
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    return [
-        (id(t), t._version)
-        for m in layers
-        for tensors in (m._buffers, m._parameters)
-        for t in tensors.values()
-        if t is not None
-    ]
+    return [(id(t), t._version) for _, _, t in _everything(layers)]
 
 
 def _values(layers: Iterable[nn.Module]) -> list[str]:

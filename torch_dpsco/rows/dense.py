@@ -283,6 +283,16 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
 
 
+def forget_uses(params: Iterable[nn.Parameter], layers: Iterable[nn.Module]) -> None:
+    """Forgets what Opacus' hooks have noted of forwards that no backward followed."""
+    for p in params:
+        p._forward_counter = 0  # type: ignore[attr-defined]
+        p.__dict__.pop("_current_grad_sample", None)
+    for layer in layers:
+        layer.__dict__.pop("activations", None)
+        layer.__dict__.pop("max_batch_len", None)
+
+
 def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
     """Returns the option of a layer that its grad sampler ignores or stumbles on; empty if there is none."""
     if getattr(module, "padding_mode", "zeros") != "zeros":

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.base import FLOAT64, Block, Summation, joint_norms
-from torch_dpsco.rows.dense import NO_FORWARD, DenseBlock, DenseHooks
+from torch_dpsco.rows.dense import NO_FORWARD, DenseBlock, DenseHooks, forget_uses
 from torch_dpsco.rows.factored import FactoredBlock
 from torch_dpsco.rows.precision import Gap, require_sums
 
@@ -222,12 +222,7 @@ class GhostBlock(Block):
                     allow_unused=True,
                 )
         finally:
-            for layer in self._layers:
-                layer.__dict__.pop("activations", None)
-                layer.__dict__.pop("max_batch_len", None)
-            for p in self.params:
-                p._forward_counter = 0  # type: ignore[attr-defined]
-                p.__dict__.pop("_current_grad_sample", None)
+            forget_uses(self.params, self._layers)
 
     def _require_rows(self) -> None:
         found = {place for key in self._norms for place in key}

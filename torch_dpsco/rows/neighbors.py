@@ -73,13 +73,8 @@ class Points:
 
     def tiles(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (index, whole rows) for parts of an index."""
-        for part in index.split(self.tile_rows):
+        for part in index.split(max(1, min(_TILE, _ROW_ELEMENTS // max(self.dim, 1)))):
             yield part, self.read(part)
-
-    @property
-    def tile_rows(self) -> int:
-        """Number of whole rows that are read at once."""
-        return max(1, min(_TILE, _ROW_ELEMENTS // max(self.dim, 1)))
 
     @cached_property
     def norms(self) -> Tensor:

@@ -104,11 +104,6 @@ class OnePassSampler(DesignSampler):
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
 
-    @staticmethod
-    @abstractmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition: the cut's digest, and what else fixes the parts."""
-
     @abstractmethod
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         """Yields (part, positions) of all draws."""
@@ -125,11 +120,6 @@ class DisjointSampler(OnePassSampler):
 
     kind = Disjoint
 
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
-
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
         for k in range(self.design.steps_per_epoch):
@@ -141,11 +131,6 @@ class CyclicSampler(OnePassSampler):
 
     kind = Cyclic
     design: Cyclic
-
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return DisjointSampler.cut_name(design, digest)
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
@@ -165,11 +150,6 @@ class AssignedSampler(OnePassSampler):
     def _new_cut(self) -> _Indices:
         return np.frombuffer(self.rng.read(_KEY), dtype=np.uint8).copy()
 
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return f"assigned/{digest}/{design.steps_per_epoch}"
-
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         if cut.dtype != np.uint8 or len(cut) != _KEY:
             # PRIVACY: other keys would be drawn from it (test_a_cut_of_an_older_version_is_refused)
@@ -186,11 +166,6 @@ class PartsSampler(OnePassSampler):
 
     kind = Parts
     design: Parts
-
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         first = 0
@@ -213,10 +188,14 @@ _KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, CyclicSampler, Assi
 
 def partition_name(design: Design, partition: Partition) -> str:
     """Returns the name by which a ledger knows a partition of a one-pass design."""
-    (kind,) = (sampler for sampler in _KINDS if isinstance(design, sampler.kind))
     # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how records were cut
     # (test_partitions_of_different_cuts_have_different_names)
-    return kind.cut_name(design, sha256(partition.cut.tobytes()).hexdigest()[:32])
+    digest = sha256(partition.cut.tobytes()).hexdigest()[:32]
+    if isinstance(design, Assigned):
+        return f"assigned/{digest}/{design.steps_per_epoch}"
+    if isinstance(design, Parts):
+        return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
+    return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
 
 
 def make_sampler(
