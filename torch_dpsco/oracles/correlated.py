@@ -40,9 +40,6 @@ class _Past(deque[Tensor]):
     def __copy__(self) -> _Past:
         return _Past((), self.maxlen)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Past:
-        return _Past((), self.maxlen)
-
 
 class CorrelatedClipped(Clipped):
     """Clips at a fixed public bound, and adds noise that later releases partly subtract again.

@@ -69,7 +69,7 @@ class _Attachment:
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
         ]
         self.buffers: list[tuple[int, int]] = []
-        self.values: list[str] | None = None  # during the first forward
+        self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks is GhostHooks)
         self.compared = False
         self.used = 0  # number of the newest forward when rows were last used or dropped
@@ -155,11 +155,6 @@ def _drop_factored(p: Tensor) -> None:
         )
 
 
-def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
-    """Returns what no optimizer privatizes: buffers and frozen parameters, with their names."""
-    return [(f"{type(m).__name__}.{name}", t) for m, name, t in _everything(layers) if not t.requires_grad]
-
-
 def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for m in layers:
         for tensors in (m._buffers, m._parameters):
@@ -173,10 +168,15 @@ def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     return [(id(t), t._version) for _, _, t in _everything(layers)]
 
 
-def _values(layers: Iterable[nn.Module]) -> list[str]:
-    """Returns a fingerprint per tensor: sum and sum of squares (text, so that NaN equals NaN)."""
-    doubles = (t.detach().abs().double() for _, t in _unreleased(layers))
-    return [f"{float(t.sum())!r} {float(t.square().sum())!r}" for t in doubles]
+def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
+    """Returns what no optimizer privatizes, buffers and frozen parameters: the name of each, and a fingerprint."""
+    found = []
+    for m, name, t in _everything(layers):
+        if not t.requires_grad:
+            sizes = t.detach().abs().double()
+            # text, so that NaN equals NaN
+            found.append((f"{type(m).__name__}.{name}", f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"))
+    return found
 
 
 def _changed_values(attachment: _Attachment) -> set[str]:
@@ -184,19 +184,15 @@ def _changed_values(attachment: _Attachment) -> set[str]:
     before, attachment.values = attachment.values, None
     if before is None:
         return set()
-    names = [name for name, _ in _unreleased(attachment.layers)]
-    return {name for name, old, new in zip(names, before, _values(attachment.layers), strict=False) if old != new}
-
-
-def _training(model: nn.Module) -> bool:
-    return model.training and torch.is_grad_enabled()
+    pairs = zip(before, _values(attachment.layers), strict=False)
+    return {name for (_, old), (name, new) in pairs if old != new}
 
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
-    if not _training(model):
+    if not (model.training and torch.is_grad_enabled()):
         return None
     require_unwrapped(attachment.dense + attachment.factored)
     # Opacus sums two forwards into one row per position, which would clip two records as one.

@@ -7,7 +7,9 @@ Rows that were computed without a backward (`leave_rows`) wait on the parameters
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.precision import Gap, inexact_mean, require_sums
 from torch_dpsco.rows.supported import require_unprocessed
 
+_T = TypeVar("_T")
 _LEAST_NORMAL = 2.0**-126  # of float32
 _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 
@@ -99,7 +102,7 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
     for p in params:
         tape, rows = _tape(p), getattr(p, "grad_sample", None)
         if tape is not None:
-            tags = tape.tags
+            tags = {tag for tag, _ in tape.uses}
             if tags != {None}:  # parts of the model that were called on their own have no number, and one pass
                 attached.add(tuple(sorted(tag or 0 for tag in tags)))
         elif hasattr(p, "dpsco_passes"):
@@ -192,21 +195,16 @@ class GradBatch:
     def __len__(self) -> int:
         return len(self.blocks[0])
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return len(self.blocks[0])
-
     def unscaled(self, scale: float) -> GradBatch:
         """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
-        rows = GradBatch(self.blocks, self.order, self.passes, self.averaged)
+        rows = copy.copy(self)
         rows._scale = self._scale / scale
         return rows
 
     def among(self, index: Tensor) -> GradBatch:
         """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them."""
-        rows = GradBatch([OccupiedBlock(block, index) for block in self.blocks], self.order, self.passes, self.averaged)
-        rows._scale = self._scale
+        rows = copy.copy(self)
+        rows.blocks = [OccupiedBlock(block, index) for block in self.blocks]
         return rows
 
     def linear(self) -> LinearBlock | None:
@@ -260,9 +258,7 @@ class GradBatch:
     @property
     def shapes(self) -> list[torch.Size]:
         """Shapes of the parameters, in their order."""
-        found = [shape for block in self.blocks for shape in block.shapes]
-        placed = dict(zip(self.order, found, strict=True))
-        return [placed[place] for place in range(len(found))]
+        return self._in_order([shape for block in self.blocks for shape in block.shapes])
 
     def add_by(self, users: Tensor, sums: Tensor) -> None:
         """Adds each row to the sum of its user, one row after the other, so that no user's sum depends on others.
@@ -290,10 +286,10 @@ class GradBatch:
         rows = [rows for block in self.blocks for rows in block.dense()]
         return self._in_order(rows if self._scale == 1.0 else [r * self._scale for r in rows])
 
-    def _in_order(self, tensors: list[Tensor]) -> list[Tensor]:
-        out = list(tensors)
-        for place, tensor in zip(self.order, tensors, strict=True):
-            out[place] = tensor
+    def _in_order(self, parts: list[_T]) -> list[_T]:
+        out = list(parts)
+        for place, part in zip(self.order, parts, strict=True):
+            out[place] = part
         return out
 
 

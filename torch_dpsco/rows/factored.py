@@ -30,6 +30,7 @@ Source: docs/proofs/rounding.md#gram-norms, docs/proofs/rounding.md#sums-of-fact
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -162,15 +163,10 @@ class FactoredBlock(Block):
 
     def select(self, index: Tensor) -> FactoredBlock:
         """Returns the block of some rows."""
-        factors = None if self.factors is None else self.factors[index]
-        return FactoredBlock(
-            self.acts[index],
-            self.backprops[index],
-            weight=self.weight,
-            bias=self.bias,
-            factors=factors,
-            scale=self.scale,
-        )
+        part = copy.copy(self)
+        part.acts, part.backprops = self.acts[index], self.backprops[index]
+        part.factors = None if self.factors is None else self.factors[index]
+        return part
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per trained parameter."""

@@ -7,12 +7,13 @@ breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -118,24 +119,19 @@ _EXHAUSTED = (
 class DisjointSampler(OnePassSampler):
     """One pass over one random permutation cut into batches."""
 
-    kind = Disjoint
+    kind: ClassVar[type[Design]] = Disjoint
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
-        for k in range(self.design.steps_per_epoch):
+        for draw in range(self.design.steps_per_epoch):
+            k = draw % math.ceil(len(cut) / size)
             yield str(k), cut[k * size : (k + 1) * size]
 
 
-class CyclicSampler(OnePassSampler):
+class CyclicSampler(DisjointSampler):
     """Passes over one random permutation cut into batches, which come in the same order."""
 
     kind = Cyclic
-    design: Cyclic
-
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        size = self.design.batch_size
-        for _ in range(self.design.passes):
-            yield from ((str(k), cut[k * size : (k + 1) * size]) for k in range(self.design.batches))
 
 
 class AssignedSampler(OnePassSampler):

@@ -263,11 +263,6 @@ class Tape:
             )
         return self.__dict__
 
-    @property
-    def tags(self) -> set[int | None]:
-        """Numbers of the passes."""
-        return {tag for tag, _ in self.uses}
-
     def clear(self) -> None:
         """Forgets all rows."""
         self.uses = []
