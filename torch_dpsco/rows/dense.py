@@ -44,6 +44,7 @@ from torch_dpsco.rows.base import (
 )
 from torch_dpsco.rows.passes import PassCounter
 from torch_dpsco.rows.precision import require_full_precision
+from torch_dpsco.rows.supported import require_known
 
 
 class DenseBlock(Block):
@@ -248,25 +249,17 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
 
     def _check_use(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = type(module).__name__
-        if any(p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()):
-            raise SequenceError(
-                f"layer {name} has trained parameters that it did not have at dp.attach (functional_call, "
-                f"load_state_dict(assign=True), requires_grad_): attach the model after such changes, or use a copy of "
-                f"it that is detached"
-            )
+        require_known(module, module.parameters())
         tensors = [t for t in inputs if isinstance(t, Tensor)]
         whole = type(module) not in self.GRAD_SAMPLERS
-        if (
-            len(tensors) != len(inputs)
-            or not inputs
-            or (whole and (len(inputs) != 1 or not isinstance(output, Tensor)))
-        ):
+        wrong = whole and (len(inputs) != 1 or not isinstance(output, Tensor))
+        if wrong or not inputs or len(tensors) != len(inputs):
             raise SequenceError(
                 f"layer {name} must take one tensor by position and return one (got {len(inputs)} inputs and "
                 f"{type(output).__name__}), because only that is seen when its rows are computed: move its parameters "
                 f"into a module of their own"
             )
-        if type(module) in self.GRAD_SAMPLERS and (unknown := _unknown_option(module, tensors)):
+        if not whole and (unknown := _unknown_option(module, tensors)):
             raise SequenceError(f"rows of {name} with {unknown} are not known where its rows are dense")
         if not isinstance(module, _OWN_LAYOUT):
             self._passes.require_batch(module, tensors[-1].shape, 0 if self.batch_first else 1)

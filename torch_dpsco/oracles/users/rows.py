@@ -111,16 +111,14 @@ class UserRows:
         """Gives new users a place; returns the sums, with memory for all."""
         if self._sums is None:
             self._places = torch.full((self.n_users,), -1, dtype=torch.int64, device=self._device)
-            capacity = min(self._expected, self.n_users)
-            self._counts = torch.zeros(capacity, dtype=torch.int64, device=self._device)
-            self._sums = torch.zeros(capacity, self.dim, dtype=self._dtype, device=self._device)
-            self._used = 0
+            self._counts = self._places.new_zeros(0)
+            self._sums = torch.zeros(0, self.dim, dtype=self._dtype, device=self._device)
         ids = users.unique()
         new = ids[self._places[ids] < 0]
         self._places[new] = torch.arange(self._used, self._used + len(new), device=self._device)
         self._used += len(new)
         if self._used > len(self._counts):
-            more = min(self.n_users, 2 * self._used) - len(self._counts)
+            more = min(self.n_users, max(self._expected, 2 * self._used)) - len(self._counts)
             self._counts = torch.cat([self._counts, self._counts.new_zeros(more)])
             self._sums = torch.cat([self._sums, self._sums.new_zeros(more, self.dim)])
         return self._sums
@@ -136,10 +134,8 @@ class UserRows:
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns the means (k, D) of the k users with rows, and their numbers of rows (k,) int64; forgets all rows."""
         self._require_open()
-        if self._sums is None:
-            none = torch.zeros(0, self.dim, dtype=self._dtype, device=self._device)
-            return none, none.new_zeros(0, dtype=torch.int64)
-        means, counts = self._sums[: self._used], self._counts[: self._used]
+        sums = self._room(torch.zeros(0, dtype=torch.int64, device=self._device))
+        means, counts = sums[: self._used], self._counts[: self._used]
         means.div_(counts[:, None])
         self.discard()
         return means, counts
