@@ -126,8 +126,7 @@ class Untouched:
         self.rewind()
         for p, grad, requires_grad in self._grads:
             p.grad = grad
-            if p.requires_grad != requires_grad:
-                p.requires_grad_(requires_grad)
+            p.requires_grad_(requires_grad)
         # hooks that were added to a parameter that had none live in a dictionary that was not there
         known = {id(hooks) for hooks, _ in self._hooks}
         for p in self.params:

@@ -112,9 +112,6 @@ class GroupedMean(MeanOracle):
         require_places(self, design)
         return super().charge(design, draw)
 
-    def _released(self, flat: Tensor) -> Release:
-        return Release(split_like(flat.to(self._dtype), self._shapes))
-
 
 class Coordinatewise(GroupedMean):
     """Noisy coordinate-wise median of means of rows clipped to [-tau, tau] in each coordinate.
@@ -203,7 +200,7 @@ class Coordinatewise(GroupedMean):
         else:
             flat = self._noisy(medians(means), generator)
         self.discard()
-        return self._released(flat)
+        return Release(split_like(flat.to(self._dtype), self._shapes))
 
     def _noisy(self, values: Tensor, generator: Source) -> Tensor:
         if not self.noise_multiplier:

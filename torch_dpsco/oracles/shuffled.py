@@ -47,7 +47,7 @@ from torch_dpsco.mechanisms.shuffle import (
     vector_cost,
     vector_parameters,
 )
-from torch_dpsco.oracles.base import Release, clip_weights
+from torch_dpsco.oracles.base import Release, clip_weights, split_like
 from torch_dpsco.oracles.coordinatewise import GroupedMean, clipped_rows, flat_rows, medians
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
@@ -153,7 +153,7 @@ class _Shuffled(GroupedMean):
         """Draws the counts, and returns the median over groups of the means that they estimate."""
         counts = self.counts(generator)
         means = centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size
-        return self._released(medians(means))
+        return Release(split_like(medians(means).to(self._dtype), self._shapes))
 
     def _moves(self, adjacency: Adjacency, spread: float) -> float:
         """Returns a bound of the L2 move of the released mean, for values that move by `spread` grids in L2 norm."""

@@ -53,7 +53,8 @@ class ClosedForm:
         self._slope = slope
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
-        weight, bias = self._trained = "weight" in trained, "bias" in trained
+        weight, bias = "weight" in trained, "bias" in trained
+        self._trained = {"weight": weight, "bias": bias}
         self._columns = [features, targets]
         self._rows: Callable[..., GradBatch] = self._factored
         self._extended = False  # whether features have a 1 more
@@ -91,8 +92,7 @@ class ClosedForm:
         if len(weight) == 1:
             scores = scores.squeeze(1)
         slopes = self._slope(scores, targets).reshape(len(features), len(weight))
-        trained_weight, trained_bias = self._trained
-        return GradBatch([FactoredBlock(features, slopes, weight=trained_weight, bias=trained_bias, factors=factors)])
+        return GradBatch([FactoredBlock(features, slopes, factors=factors, **self._trained)])
 
 
 def closed_form(

@@ -186,6 +186,9 @@ class FilteredMean(UserMean):
             mean += self._center
         return Release(split_like(mean.to(self._users.dtype), self._users.shapes))
 
+    def _nothing(self, *, halted: bool = False) -> Release:
+        return Release(self._users.zeros(), halted=halted, still=True)
+
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         center = None if self._center is None else self._center.tolist()
@@ -320,7 +323,7 @@ class UserFiltered(FilteredMean):
         """Tests the score; returns the noisy filtered mean, or halts."""
         means, items = self._users.take()
         if self.halted:
-            return self._nothing()
+            return self._nothing(halted=True)
         points = Points(means, self._center)
         joined = self._joined(points, items)
         counts = neighbor_counts(points, self._radii(), joined)
@@ -328,7 +331,7 @@ class UserFiltered(FilteredMean):
         if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
             raise SequenceError(f"users must be at most {self.filter.n_users} in a step (got {len(means)})")
         if not self._test.passes(Fraction(int(counts[0].sum()) + absent, self.filter.n_users), generator):
-            return self._nothing()
+            return self._nothing(halted=True)
         return self._answer(points, joined, self.filter.weights(counts[-1], generator), generator)
 
     def _radii(self) -> list[float]:
@@ -337,9 +340,6 @@ class UserFiltered(FilteredMean):
         # (test_neighbors_of_one_user_are_neighbors_at_twice_the_radius)
         more = 1.0 + 4 * (self._users.dim + 16) * _UNIT
         return [tau * self.pair_radius, *(radius * self.pair_radius * more for radius in wider)]
-
-    def _nothing(self) -> Release:
-        return Release(self._users.zeros(), halted=True, still=True)
 
     def prepare(self, generator: Source) -> None:
         """Draws the noisy threshold."""

@@ -240,9 +240,6 @@ class UserPoissonFiltered(FilteredMean):
             self._tau = self.adapt.moved(self.pair_radius, noisy / self.batch_size)
         return answer
 
-    def _nothing(self) -> Release:
-        return Release(self._users.zeros(), still=True)
-
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         return super().settings() | {"test": repr(self.test), "adapt": repr(self.adapt), "ids": self._users.n_users}

@@ -56,13 +56,7 @@ class UserRows:
         if center is not None and len(center) != self.dim:
             raise ValueError(f"center must have {self.dim} numbers, as the query (got {len(center)})")
         self._device = query[0].device
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the sums: float64 for float64 parameters, else float32."""
-        self._require_open()
-        return self._dtype
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
 
     @property
     def dim(self) -> int:
@@ -112,7 +106,7 @@ class UserRows:
         if self._sums is None:
             self._places = torch.full((self.n_users,), -1, dtype=torch.int64, device=self._device)
             self._counts = self._places.new_zeros(0)
-            self._sums = torch.zeros(0, self.dim, dtype=self._dtype, device=self._device)
+            self._sums = torch.zeros(0, self.dim, dtype=self.dtype, device=self._device)
         ids = users.unique()
         new = ids[self._places[ids] < 0]
         self._places[new] = torch.arange(self._used, self._used + len(new), device=self._device)

@@ -179,7 +179,7 @@ class UserSearched(UserFiltered):
         choice = draw(search_law(self._totals(means, items), self.search, self.filter.n_users), generator)
         self._tau = self._choices[choice]
         self._warn_at_end(choice)
-        return Release(self._users.zeros(), still=True)
+        return self._nothing()
 
     def _totals(self, means: Tensor, items: Tensor) -> list[int]:
         """Returns T_i of each candidate."""
