@@ -36,24 +36,7 @@ from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
-from torch_dpsco.theory.heavy_tailed.inputs import check_mode
-
-
-@dataclass(frozen=True)
-class Theory:
-    """What a theorem chooses.
-
-    Args:
-        steps: T.
-        clip: C.
-        lr: step size, as the optimizer takes it.
-        bound: on the expected excess risk.
-    """
-
-    steps: int
-    clip: float
-    lr: float
-    bound: float
+from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan, check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +196,7 @@ class HeavyTailed(PlannedOptimizer):
 
     @classmethod
     @abstractmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
         """Returns what the theorem chooses.
 
         Args:
@@ -304,7 +287,7 @@ class HeavyTailed(PlannedOptimizer):
             if isinstance(sampling, Design):
                 raise ValueError(f"sampling must be a word, for the records that a pilot leaves (got {sampling})")
             left = check.positive_count(n=left - clip.records(left))
-        theory: Theory | None = None
+        theory: OnePassPlan | None = None
         made: AveragingSchedule | None = None
         if once and left is not None:
             noise = noise if goal is None else release_noise(goal)
@@ -406,7 +389,7 @@ class HeavyTailed(PlannedOptimizer):
         return 1.0 / (cls.most * smoothness)
 
     @classmethod
-    def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> Theory | None:
+    def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> OnePassPlan | None:
         """Returns what the theorem chooses; None where promises are missing, and the clip is given."""
         if problem.moment is not None and inputs["dim"] is None:
             raise MissingConstantError("dim must be given where moments are promised: the model, or its parameters")
