@@ -170,13 +170,8 @@ def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
         >>> round(boosted_failure(copies=51, phases=4, smallest_group=100), 4)
         0.0181
     """
-    m = check.positive_count(smallest_group=smallest_group)
-    if m < _SMALLEST_GROUP:
-        raise InfeasibleError(
-            f"smallest_group must be >= {_SMALLEST_GROUP} for a guarantee (got {m}): use fewer phases or copies"
-        )
-    J = check.positive_count(copies=copies)
-    return check.positive_count(phases=phases) * math.exp(-2.0 * J * (0.24 - 1.0 / m) ** 2)
+    gap = _gap(smallest_group)
+    return check.positive_count(phases=phases) * math.exp(-2.0 * check.positive_count(copies=copies) * gap**2)
 
 
 def _groups(n: int, copies: int, phases: int | None) -> list[int]:
@@ -189,3 +184,12 @@ def _groups(n: int, copies: int, phases: int | None) -> list[int]:
     if count > most:
         raise ValueError(f"phases must be <= {most}, for groups of at least one record (got {count})")
     return [(n >> i) // J for i in range(1, count + 1)]
+
+
+def _gap(smallest_group: int) -> float:
+    m = check.positive_count(smallest_group=smallest_group)
+    if m < _SMALLEST_GROUP:
+        raise InfeasibleError(
+            f"smallest_group must be >= {_SMALLEST_GROUP} for a guarantee (got {m}): use fewer phases or copies"
+        )
+    return 0.24 - 1.0 / m
