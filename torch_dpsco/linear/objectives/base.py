@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torch_dpsco.errors import ConditionError
-
 
 def require_double(point: Tensor, dim: int) -> None:
     """Raises ValueError unless the point is a float64 vector and autocast is off: rounding bounds need float64."""
@@ -57,30 +55,9 @@ class Objective(ABC):
         """F(w)."""
         return self.value_and_gradient(point)[0]
 
+    @abstractmethod
     def hessian(self, point: Tensor) -> Tensor:
-        """Second derivative, shape (dim, dim), one-sided at kinks of the gradient.
-
-        Raises:
-            ConditionError: if there is none.
-        """
-        raise ConditionError(f"{type(self).__name__} has no Hessian")
-
-    def least_subgradient(self, point: Tensor) -> Tensor:
-        """The subgradient at w to certify with: that of least norm where it is known."""
-        return self.value_and_gradient(point)[1]
-
-    def smoothed(self, gap: float) -> tuple[Objective, float]:
-        """A smooth objective with the same mu and a number v <= gap: max - min of the difference is at most v.
-
-        The minimizers are then within sqrt(v/mu) of each other: add the two inequalities of strong convexity,
-        mu ||w - w'||^2 <= F(w') - F(w) + G(w) - G(w').
-
-        Raises:
-            ConditionError: if the objective knows of none.
-        """
-        if self.smoothness is None or not math.isfinite(self.smoothness):
-            raise ConditionError(f"{type(self).__name__} has no smooth neighbor")
-        return self, 0.0
+        """Second derivative, shape (dim, dim), one-sided at kinks of the gradient."""
 
 
 _BLOCK_ROWS = 1024

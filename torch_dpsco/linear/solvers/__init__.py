@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, positive
-from torch_dpsco.errors import ConditionError, NotCertifiedError
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Objective, require_double
 from torch_dpsco.linear.objectives.linear import LinearObjective
 from torch_dpsco.linear.solvers.certificates import BoxDual, Certificate, gradient_certificate, projected_certificate
@@ -96,7 +96,7 @@ def solve(
         if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
             return _solve_box(objective, distance, radius, point)
         if objective.smoothness is None:
-            return _solve_kinked(objective, distance, radius, point, first)
+            raise ConditionError(f"{type(objective).__name__} must be smooth to be solved: give it a public smoothing")
         return _solve_smooth(objective, distance, radius, point, first)
 
 
@@ -119,28 +119,6 @@ def _solve_box(objective: LinearObjective, distance: float, radius: float, start
     if not certificate.proves(distance):
         point, certificate = dual_ascent(objective, distance)
     return Solution(point, certificate)
-
-
-def _solve_kinked(objective: Objective, distance: float, radius: float, start: Tensor, solver: str) -> Solution:
-    """Least subgradients at 0 and at the point of the fast solver; else a smooth neighbor of the objective."""
-    if math.isfinite(radius):
-        raise ConditionError("a ball needs a smooth objective; give it a public smoothing")
-    zero = torch.zeros_like(start)
-    certificate = gradient_certificate(objective, zero)
-    if certificate.proves(distance):
-        return Solution(zero, certificate)
-    smooth, gap = objective.smoothed(objective.strong_convexity * distance**2 / 16)
-    shift = math.sqrt(gap / objective.strong_convexity) * (1 + 1e-12)
-    for point in (_fast(objective, start, distance, solver), _fast(smooth, start, distance / 2, solver)):
-        if bool(torch.isfinite(point).all()):
-            certificate = gradient_certificate(objective, point)
-            if certificate.proves(distance):
-                return Solution(point, certificate)
-    found = _solve_smooth(smooth, distance / 2, radius, start, solver)
-    certificate = Certificate((found.certificate.distance + shift) * (1 + 1e-12))
-    if not certificate.proves(distance):
-        raise NotCertifiedError("no certificate: float64 is too coarse for the distance asked for")
-    return Solution(found.w, certificate)
 
 
 def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> Tensor:
