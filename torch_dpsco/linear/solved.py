@@ -11,7 +11,7 @@ secret. The point that was certified is held aside and never enters the paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process
 from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
 from torch_dpsco.rng import noise_generator
 
@@ -112,7 +112,7 @@ def warned_of_noise(plan: _Planned) -> _Planned:
     return plan
 
 
-class SolvedOptimizer(FromPlan, CommonOptimizer):
+class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """Base: a linear layer, a plan, one release.
 
     Args:
@@ -168,24 +168,10 @@ class SolvedOptimizer(FromPlan, CommonOptimizer):
         ledger.expect(plan.event(), 1)
         self.accountant = ledger
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SolvedOptimizer:
-        # PRIVACY: two answers of one secret point would be two releases (test_a_solved_run_cannot_be_copied)
-        raise SequenceError("a run with a secret point must not be copied: it has one release; make a new optimizer")
-
-    def __copy__(self) -> SolvedOptimizer:
-        return self.__deepcopy__({})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({})
-
     # -- solving ------------------------------------------------------------------------------------------------------
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @in_turn
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes a step of the inner optimizer: not private, and nothing of it may be shown.
 
         Raises:

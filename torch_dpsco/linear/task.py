@@ -41,6 +41,7 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.output import minimizer_radius
+from torch_dpsco.theory.linear.solvers import gradient_rounding
 
 _LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
 
@@ -262,10 +263,7 @@ class LinearTask:
             MissingConstantError: nothing bounds it.
         """
         # PRIVACY: of up to so many records: for fewer it is smaller (test_the_radius_holds_for_n_max_records)
-        mean = reg / self.most_records * (1 - 1e-15)
-        return minimizer_radius(
-            mean, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
-        )
+        return self._minimizer_radius(reg / self.most_records * (1 - 1e-15))
 
     def lipschitz_at_minimizers(self, reg: float) -> float:
         """L at every possible minimizer of the objective with this regularizer."""
@@ -273,9 +271,7 @@ class LinearTask:
 
     def loss_range(self, mean_reg: float) -> float:
         """Length of an interval that holds the loss of every record at every possible minimizer of a tilted mean."""
-        radius = minimizer_radius(
-            mean_reg, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
-        )
+        radius = self._minimizer_radius(mean_reg)
         reach = round_up(radius * self.preparation.bound)
         if isinstance(self.loss, Logistic):
             return reach  # log((1 + e^t)/(1 + e^-t)) = t
@@ -283,6 +279,26 @@ class LinearTask:
         assert self.lipschitz is not None
         assert self.problem.loss_at_zero is not None
         return round_up(self.problem.loss_at_zero + self.lipschitz * radius)
+
+    def _minimizer_radius(self, mean_reg: float) -> float:
+        at_zero = self.problem.loss_at_zero
+        return minimizer_radius(mean_reg, lipschitz=self.lipschitz, loss_at_zero=at_zero, radius=self.radius)
+
+    def gradient_rounding(
+        self, reg: float, norm: float, lipschitz: float, *, dim: int, most: int, linear: float = 0.0
+    ) -> float:
+        """What rounding may do to a gradient of the sum of so many records, see `theory.linear.solvers`."""
+        return gradient_rounding(
+            most,
+            dim,
+            lipschitz=lipschitz,
+            smoothness=self.smoothness or 0.0,
+            reg=reg,
+            norm=norm,
+            weight=most,
+            linear=linear,
+            score_offset=self.problem.score_offset or 0.0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

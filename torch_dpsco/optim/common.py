@@ -144,6 +144,21 @@ class CommonOptimizer(Optimizer):
         return make_statement(self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded))
 
 
+class Uncopied:
+    """Mixin of optimizers whose one answer is made of secret iterates."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # PRIVACY: two answers of one secret run would be two releases
+        # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
+        raise SequenceError("a run of secret iterates must not be copied: it has one release; make a new optimizer")
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+
 def require_one_process() -> None:
     """Raises SequenceError in a distributed run; if a release is not a sum over the rows of the processes."""
     if world_size() > 1:

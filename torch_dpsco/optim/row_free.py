@@ -33,7 +33,7 @@ from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.planned import FromPlan
 from torch_dpsco.optim.row_free_plan import RowFreePlan, parameters_of, record_bounds, require_linear
@@ -169,7 +169,7 @@ _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
 
 
-class RowFreeOptimizer(FromPlan, SavedRowFree):
+class RowFreeOptimizer(FromPlan, Uncopied, SavedRowFree):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
     Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
@@ -241,16 +241,6 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         self._promises, self._given_up, self._backwards = plan.promises, False, Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
         self.accountant.expect(self.event, 1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowFreeOptimizer:
-        # PRIVACY: two answers of one secret run would be two releases (test_a_run_cannot_be_copied)
-        raise SequenceError("a run of secret iterates must not be copied: it has one release; make a new optimizer")
-
-    def __copy__(self) -> RowFreeOptimizer:
-        return self.__deepcopy__({})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({})
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
