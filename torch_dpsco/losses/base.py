@@ -260,6 +260,26 @@ class TableLoss(Loss):
         """G(radius) of the row; an upper bound also in floating point at radius 0 (M) and inf (Lipschitz constant)."""
 
 
+class ScalarLoss(TableLoss):
+    """phi of a margin or a residual, which is linear in the one score."""
+
+    @abstractmethod
+    def curve(self, place: Tensor) -> Tensor:
+        """The loss phi."""
+
+    @abstractmethod
+    def slope(self, place: Tensor) -> Tensor:
+        """The selected subgradient of phi."""
+
+    def bend(self, place: Tensor) -> Tensor:
+        """phi'', one-sided where phi' has a kink."""
+        raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge, Huber and Squared have one")
+
+    def corner(self, limit: Tensor) -> Tensor:
+        """Where |phi'| reaches the limit > 0: a margin, or -inf; or a residual > 0 of an even phi, or inf."""
+        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic, SmoothedHinge, Squared or Huber")
+
+
 @dataclass(frozen=True)
 class TableGradBound:
     """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare)."""
