@@ -23,9 +23,6 @@ from torch_dpsco.optim.common import CommonOptimizer
 _DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000
-_LOADER = (
-    "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\nloader = optimizer.loader(dataset)"
-)
 
 
 def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -128,7 +125,9 @@ def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
         yield critical(
             "sampler-not-accounted",
             f"{said}, but the loader draws by {drawn(script)}: amplification by Poisson sampling does not hold for it",
-            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n" + _LOADER,
+            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n"
+            "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\n"
+            "loader = optimizer.loader(dataset)",
         )
     elif rate < drawn_rate * (1 - 1e-6):
         yield critical(
@@ -170,10 +169,8 @@ def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' optimizer has one step hook, and the accountant needs it."""
     optimizer = script.opacus_optimizer
-    if optimizer is None:
-        return
-    hook = optimizer.step_hook
-    if opacus.accounted(hook)[0] is None:
+    if optimizer is not None and opacus.accounted(optimizer.step_hook)[0] is None:
+        hook = optimizer.step_hook
         held = "step_hook is None" if hook is None else f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
         yield critical(
             "no-accountant",
@@ -254,10 +251,8 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus draws noise in the dtype of the parameters."""
-    if script.opacus_optimizer is None:
-        return
     kinds = sorted({str(p.dtype) for p in script.trainable.values() if p.dtype in HALF})
-    if kinds:
+    if kinds and script.opacus_optimizer is not None:
         yield warning(
             "half-precision-noise",
             f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that precision, which the "

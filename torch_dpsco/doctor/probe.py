@@ -62,12 +62,9 @@ def _synthetic_records(script: Script, *, other_targets: bool = True) -> Synthet
     def build() -> SyntheticRecords:
         device = next(iter(script.trainable.values())).device
         ignored = getattr(script.loss, "ignore_index", None)
+        ignored = ignored if isinstance(ignored, int) else None
         return SyntheticRecords(
-            script.first_record(),
-            script.collate,
-            device,
-            other_targets=other_targets,
-            ignored=ignored if isinstance(ignored, int) else None,
+            script.first_record(), script.collate, device, other_targets=other_targets, ignored=ignored
         )
 
     return attempt("making up a batch from the first record", build)
@@ -84,7 +81,6 @@ def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: Sy
         if evidence.base is None or not evidence.base.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
             evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
-            evidence.base = None
             _Probe(script, evidence, state, synthetic).look_at_sums()
         if script.row_free is not None:
             _Probe(script, evidence, state, synthetic).look_at_single_records()
@@ -172,11 +168,10 @@ class _Probe:
     def look_at_sums(self) -> None:
         """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
         evidence, parts = self.evidence, [self.records[1:3], self.records[3:5]]
-        base = evidence.keep(self._pass(self.records))
+        evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
-        if base is None:
+        if evidence.base is None:
             return
-        evidence.base = base
         batches = [[first, *part] for first in (self.records[0], self.others[0]) for part in parts]
         passes = [evidence.keep(self._pass(batch)) for batch in batches]
         totals = [_joined(p.totals) for p in passes if p is not None]

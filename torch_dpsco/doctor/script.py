@@ -70,7 +70,7 @@ class Script:
     @property
     def ghost(self) -> bool:
         """Whether gradients are clipped by Opacus' ghost loss."""
-        return opacus.is_ghost(self.hooks) or opacus.is_ghost_optimizer(self.optimizer)
+        return opacus.is_ghost(self.hooks) or opacus.is_ghost(self.optimizer)
 
     @property
     def ours(self) -> PrivateOptimizer | None:
