@@ -412,10 +412,11 @@ class Ranks(World):
         self._group.compare("finalize", steps=run.steps, **self._whole(run))
 
     def _whole(self, run: Run) -> dict[str, Any]:
+        ledger = run.accountant
         return {
             "settings": self._digest_of_settings(run),
             "parameters": digest(*_contents(run)),
-            "ledger": _digest_of_ledger(run.accountant),
+            "ledger": digest(ledger.ledger.digest(), ledger.adjacency, ledger.unit, ledger.budget),
         }
 
     def _digest_of_settings(self, run: Run) -> int:
@@ -430,7 +431,3 @@ def _contents(run: Run) -> Iterator[Any]:
         for p in group["params"]:
             yield p.shape
             yield read_bytes(p)
-
-
-def _digest_of_ledger(accountant: Accountant) -> int:
-    return digest(accountant.ledger.digest(), accountant.adjacency, accountant.unit, accountant.budget)

@@ -297,10 +297,14 @@ class Evidence:
     isolation: Isolation | None = None
 
     @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """The per-sample gradients of the batch by parameter, if there are any."""
+        return {} if self.base is None else self.base.rows
+
+    @property
     def shows_rows(self) -> bool:
         """Whether rows were compared, with another record 0, that are not all zero."""
-        rows = {} if self.base is None or self.changed is None else self.base.rows
-        return any(bool(made.any()) for made in rows.values())
+        return self.changed is not None and any(bool(made.any()) for made in self.rows.values())
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""

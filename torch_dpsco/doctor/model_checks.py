@@ -15,7 +15,6 @@ from torch_dpsco.doctor.evidence import (
     Check,
     Evidence,
     NotScalarError,
-    Pass,
     coupled_records,
     joint_norms,
     movement,
@@ -48,9 +47,7 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """There must be one row per record."""
-    if evidence.base is None:
-        return
-    wrong = {name: len(rows) for name, rows in evidence.base.rows.items() if len(rows) != evidence.size}
+    wrong = {name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size}
     if wrong:
         flags = sorted(
             {str(m.batch_first) for m in script.module.modules() if isinstance(getattr(m, "batch_first", 0), bool)}
@@ -137,10 +134,7 @@ def _reduction(
 
 def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The gradient of the loss must be that of the rows."""
-    if evidence.base is None or not evidence.base.rows:
-        return
-    found = _ghost_excess(evidence.base) if evidence.base.norms is not None else excess(evidence)
-    found = [name for name in found if name not in _padded(script)]
+    found = [name for name in excess(evidence) if name not in _padded(script)]
     if found:
         severity, effect = "error", "it is in no row, so that training leaves it out"
         if script.ghost:
@@ -157,8 +151,6 @@ def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]
 
 def padding_trained(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' rows of an Embedding hold the gradient of the padding vector, which torch leaves out."""
-    if evidence.base is None or not evidence.base.rows or evidence.base.norms is not None:
-        return
     found = [name for name in excess(evidence) if name in _padded(script)]
     if found:
         yield error(
@@ -175,29 +167,28 @@ def _padded(script: Script) -> set[str]:
 
 
 def excess(evidence: Evidence) -> list[str]:
-    """Returns the parameters whose total is not the sum of their rows (factored: that have a total at all)."""
-    assert evidence.base is not None
+    """Returns the parameters whose total is not the sum of their rows (factored: that have a total at all).
+
+    In ghost mode: whether the norms that clip are not those of the gradients that are released.
+    """
     base, gaps, sizes = evidence.base, {}, {}
+    if base is None or not base.rows:
+        return []
+    if base.norms is not None:
+        released = joint_norms(base.rows)
+        gap = float((released - base.norms.double().cpu()).abs().max())
+        return ["the loss of each record"] if gap > 1e-2 * float(released.max().clamp_min(1e-30)) else []
     for name, rows in base.rows.items():
         total = base.totals[name]
         scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
         expected = torch.zeros_like(rows[0]) if name in base.factored else rows.double().sum(0) * scale
-        gap = expected if total is None else total.double() - expected
-        gaps[name] = float(gap.norm())
+        gaps[name] = float((expected if total is None else total.double() - expected).norm())
         sizes[name] = float(rows.double().reshape(len(rows), -1).norm(dim=1).sum()) * scale
     joint = math.hypot(*sizes.values())
     # three digits above rounding
     slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if tolerance(base.rows) <= rounding)
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
     return [name for name, gap in gaps.items() if gap > slack * sizes[name] and gap > 1e-2 * slack * joint]
-
-
-def _ghost_excess(base: Pass) -> list[str]:
-    """Returns whether the norms that clip are those of the gradients that are released."""
-    assert base.norms is not None
-    released = joint_norms(base.rows)
-    gap = (released - base.norms.double().cpu()).abs().max()
-    return ["the loss of each record"] if float(gap) > 1e-2 * float(released.max().clamp_min(1e-30)) else []
 
 
 def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -240,8 +231,7 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Where products round to 8 or 11 bits, so does 1/B, in the same way in all rows."""
     coarse = coarse_setting(script.module.modules(), list(script.trainable.values()))
-    rows = evidence.base.rows if evidence.base is not None else {}
-    halves = [name for name, made in rows.items() if made.dtype in HALF]
+    halves = [name for name, made in evidence.rows.items() if made.dtype in HALF]
     if "mean" in script.reductions.values() and (halves or coarse is not None):
         seen, off = f"rows of {some(halves)} are in half precision", "train them in float32"
         if coarse is not None and not halves:
@@ -289,8 +279,7 @@ def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
         explained = in_place(refused.error) or isinstance(refused.error, NotScalarError)
         if not explained and not (ours and (evidence.buffers or half)):
             yield Finding("error" if ours else "warning", "not-probed", str(refused), fix)
-    base = evidence.base
-    if base is not None and base.rows and not any(bool(rows.any()) for rows in base.rows.values()):
+    if evidence.rows and not any(bool(rows.any()) for rows in evidence.rows.values()):
         yield warning("not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
 
 

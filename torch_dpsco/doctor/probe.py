@@ -78,7 +78,7 @@ def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: Sy
         attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic).look_at_rows()
-        if evidence.base is None or not evidence.base.rows:  # layers without rows: what remains are sums
+        if not evidence.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
             evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
             _Probe(script, evidence, state, synthetic).look_at_sums()
@@ -112,7 +112,7 @@ class _Probe:
         evidence.mean_rows = attached.mean if attached else self.script.hooks.loss_reduction == "mean"
         evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
-        if evidence.base is None or not evidence.base.rows:
+        if not evidence.rows:
             return
         changed = self._pass([self.others[0], *self.records[1:]])
         if isinstance(changed, Refused):  # the loss may not take the other targets

@@ -96,7 +96,7 @@ def reduction_of_gradients(script: Script, evidence: Evidence) -> Iterator[Findi
 
 def term_on_the_weights(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The gradient of the loss must be that of its records."""
-    found = excess(evidence) if evidence.base is not None and evidence.base.rows else []
+    found = excess(evidence)
     if found:
         yield critical(
             "regularizer-in-loss",

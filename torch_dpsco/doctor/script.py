@@ -98,10 +98,9 @@ class Script:
         declared = {}
         if self.attached:
             declared["dp.attach"] = "mean" if self.module._dpsco.mean else "sum"
-        if self.hooks is not None:
-            declared[type(self.hooks).__name__] = self.hooks.loss_reduction
-        if self.opacus_optimizer is not None:
-            declared[type(self.optimizer).__name__] = self.optimizer.loss_reduction
+        for part in (self.hooks, self.opacus_optimizer):
+            if part is not None:
+                declared[type(part).__name__] = part.loss_reduction
         if self.row_free is not None:
             declared[type(self.optimizer).__name__] = "mean" if self.row_free._mean else "sum"
         return declared
