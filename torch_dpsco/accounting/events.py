@@ -162,9 +162,6 @@ class AboveThreshold(_Query):
         check.fields(self, sens=sorted_sens, num_positives=check.positive_count)
 
 
-PARTITION_KINDS = ("positional", "keyed")
-
-
 @dataclasses.dataclass(frozen=True)
 class NonPrivate:
     """A release without noise: epsilon is infinite from here on."""
@@ -226,7 +223,7 @@ class Parallel:
         partition: object = self.partition
         if not isinstance(partition, str) or not partition:
             raise ValueError(f"partition must be a non-empty name (got {partition!r})")
-        check.choice(PARTITION_KINDS, partition_kind=self.partition_kind)
+        check.choice(("positional", "keyed"), partition_kind=self.partition_kind)
         # PRIVACY: "no" is true (test_a_public_key_is_never_granted_by_a_word)
         if check.flag(key_public=self.key_public) and self.partition_kind != "keyed":
             raise ValueError(f"key_public must be False for a {self.partition_kind} partition (got {self.key_public})")
