@@ -68,7 +68,7 @@ class LogicalBatch:
         self._made = 0  # draws of its partition that steps have used
         self._seen = 0  # rows of the chunk, with its filling
         self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
-        self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
+        self._draw_rows = 0  # rows seen of the draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
@@ -100,7 +100,7 @@ class LogicalBatch:
         if one_pass:
             self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader
         self._log.on_restart = on_restart
-        self._rows, self._draw_rows, self.opened = 0, 0, False
+        self._draw_rows, self.opened = 0, False
 
     def _require_own_pass(self, partition: Partition, loader: Any) -> None:
         if self._log.again is not None and not self._comes_again(partition):
@@ -157,7 +157,7 @@ class LogicalBatch:
         if self._log.taken is None:
             if not self.declared:
                 return Chunk(Draw(0), 0, last=True)
-            self._rows = self._seen = 0
+            self._seen = 0
             return self._log.take()
         return self._log.taken
 
@@ -187,10 +187,8 @@ class LogicalBatch:
                 raise SequenceError(f"a step must use at most batch_size={self.design.batch_size} rows, and got more")
             return
         assert self._log.taken is not None
-        records = rows if kept is None else len(kept)
         self._seen += rows
-        self._rows += records
-        self._draw_rows += records
+        self._draw_rows += rows if kept is None else len(kept)
         if self._seen > self._log.taken.size or self._draw_rows > self._log.taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
@@ -245,7 +243,7 @@ class LogicalBatch:
                     "by 0"
                 )
             return chunk.draw
-        self._log.taken, self._rows, self._seen = None, 0, 0
+        self._log.taken, self._seen = None, 0
         return None
 
     @property
@@ -292,8 +290,7 @@ class LogicalBatch:
         if used:
             self._log.use_up()
             self._made = self._log.made
-        self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
-        self._seen = 0
+        self._log.taken, self._seen, self._draw_rows, self.opened = None, 0, 0, False
 
     def drop(self) -> None:
         """Gives the draw in progress up: the next iteration of a loader delivers it again."""

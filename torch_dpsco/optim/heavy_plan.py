@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
@@ -23,6 +22,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    noise_for,
     noise_on_mean,
     sampled,
     steps_of,
@@ -161,7 +161,7 @@ def after_pilot(size: int, design: Design, steps: int, n: int) -> Parts:
 
 def release_noise(budget: Budget) -> float:
     """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
-    return calibrate_noise(budget.epsilon, budget.delta, design=Full(1), steps=1, adjacency=budget.adjacency)
+    return noise_for(budget, Full(1), 1)
 
 
 def zcdp_of(noise_multiplier: float, adjacency: Adjacency) -> float:
@@ -317,7 +317,7 @@ class HeavyTailed(PlannedOptimizer):
             default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
             steps = steps_of(design, steps, epochs, None if goal is None and not isinstance(clip, Pilot) else default)
             if goal is not None:
-                noise = calibrate_noise(goal.epsilon, goal.delta, design=design, steps=steps, adjacency=adjacency)
+                noise = noise_for(goal, design, steps)
         covered = lr is None and average is None
         if lr is None:
             lr = theory.lr if theory is not None else cls._lr(problem) if made is None else made.lr[0]

@@ -34,6 +34,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    noise_for,
     noise_on_mean,
     sampled,
     steps_of,
@@ -281,10 +282,9 @@ def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...
 
 
 def _noise(design: Design, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:
-    epsilon, delta = budget.epsilon, budget.delta
     if not paper:
-        return calibrate_noise(epsilon, delta, design=design, steps=steps, adjacency=budget.adjacency), None
-    found = search_split_paper(design.n, design.batch_size, steps, epsilon, delta)
+        return noise_for(budget, design, steps), None
+    found = search_split_paper(design.n, design.batch_size, steps, budget.epsilon, budget.delta)
     return 2.0 * math.sqrt(found.ratio_squared), found.split  # s is relative to the sensitivity 2 G
 
 

@@ -23,14 +23,13 @@ from typing import Any, ClassVar
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import release_noise, scale_of, zcdp_of
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
-from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, costs, dimension
+from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, costs, dimension, noise_for
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
@@ -147,12 +146,7 @@ def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | Pi
 def promises(problem: Problem, clip: float | None, reg: float | None, distance: float | None) -> dict[str, Any]:
     """Returns what the theorems take as promised; anything where clip and reg replace it."""
     if clip is not None and reg is not None:
-        return {
-            "moment_order": _UNPROMISED,
-            "moment": 1.0,
-            "second_moment": 1.0,
-            "diameter": 1.0,
-        }
+        return {"moment_order": _UNPROMISED, "moment": 1.0, "second_moment": 1.0, "diameter": 1.0}
     if problem.moment is None or problem.moment_order is None:
         raise MissingConstantError(
             "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient norm over w; or give "
@@ -195,10 +189,7 @@ def halved(
     sizes, rho = halved_sizes(common["n"], min_phase), common["rho"]
     steps = [phase.steps for phase in full.phases]
     batches = [minibatch_size(size, rho, T) for size, T in zip(sizes, steps, strict=True)]
-    noises = [
-        calibrate_noise(budget.epsilon, budget.delta, design=kind(b, size), steps=T, adjacency=budget.adjacency)
-        for b, size, T in zip(batches, sizes, steps, strict=True)
-    ]
+    noises = [noise_for(budget, kind(b, size), T) for b, size, T in zip(batches, sizes, steps, strict=True)]
     del common["rho"], common["max_steps"], common["adjacency"]
     return localized_schedule_minibatch(**common, **moments, batch_sizes=batches, steps=steps, noise_multipliers=noises)
 

@@ -13,10 +13,10 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
+from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Assigned, Parts
@@ -314,10 +314,26 @@ def steps_of(design: Design, steps: int | None, epochs: float | None, default: f
         passes = (1 if design.one_pass else default) if epochs is None else epochs
         if passes is None:
             return None
-        steps = epoch_steps(design, passes)
+        steps = calibrate.epoch_steps(design, passes)
     if design.one_pass and steps > design.steps_per_epoch:
         raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass of {design} (got {steps})")
     return check.positive_count(steps=steps)
+
+
+def noise_for(budget: Budget, design: Design, steps: int | None) -> float:
+    """Returns the least noise multiplier at which these steps fit the budget."""
+    return calibrate.noise_multiplier(
+        budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency
+    )
+
+
+def given_noise(noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None) -> float:
+    """Returns the noise multiplier that is given, or else `noise_for` the budget."""
+    if noise_multiplier is not None:
+        return check.nonnegative(noise_multiplier=noise_multiplier)
+    if budget is None:
+        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+    return noise_for(budget, design, steps)
 
 
 def dimension(dim: Any) -> int | None:

@@ -221,10 +221,7 @@ class RowFreePlan(Plan):
         yield "batches", drawing(self.design, self.unit)
         over, lr = passes(self.steps / -(-self.n // self.batch_size)), self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
-        yield (
-            "steps",
-            f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}",
-        )
+        yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}"
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
         moved = "" if self.sensitivity is None else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
         norm = self.noise_std * math.sqrt(self.dim)

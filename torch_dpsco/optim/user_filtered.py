@@ -251,11 +251,8 @@ class UserFilteredSGD(UserOptimizer):
             tau = _tau(pair_radius, problem, items, n_users, failure)
             epsilon, delta = _left(budget, search), budget.delta
             target: dict[str, Any] = {"n_users": n_users, "epsilon": epsilon, "delta": delta, "pair_radius": tau}
-            halting: dict[str, Any] = {
-                "typical_score": typical_score,
-                "halt_probability": halt_probability,
-                "filter": filter,
-            }
+            halting: dict[str, Any] = {"typical_score": typical_score, "halt_probability": halt_probability}
+            halting |= {"filter": filter}
             if budget.adjacency == ADD_REMOVE:
                 filter = _sampled(target, lr, steps, batch_size, typical_score, halt_probability)
             elif budget.adjacency != REPLACE_ONE:
