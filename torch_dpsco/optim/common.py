@@ -135,10 +135,6 @@ class CommonOptimizer(Optimizer):
         """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
         return self._seeded
 
-    def privacy_spent(self, *args: Any, **kwargs: Any) -> None:
-        """Raises AttributeError: the word for what was spent is `report`."""
-        raise AttributeError("privacy_spent(delta) is now report(delta).figures; report(delta).epsilon is its epsilon")
-
     def _statement(self, run: Run, delta: float | None, ahead: Event | None) -> Statement:
         # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
         return make_statement(self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded))
