@@ -13,6 +13,8 @@ out. No message depends on private data unless its docstring says that it is out
 
 from __future__ import annotations
 
+from warnings import warn as _warn
+
 
 class DpscoError(Exception):
     """Base class of every exception that torch_dpsco raises on purpose."""
@@ -64,3 +66,8 @@ class MissingConstantError(CalibrationError):
 
 class UtilityWarning(UserWarning):
     """Privacy holds, but a utility theorem does not apply, or a setting is likely to waste accuracy."""
+
+
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Gives a UtilityWarning; `stacklevel` counts from the function that calls this one, as in `warnings.warn`."""
+    _warn(message, UtilityWarning, stacklevel + 1)

@@ -13,7 +13,6 @@ added after clip and noise.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
-from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.errors import warn
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.schedule import Phase, Schedule
 
@@ -171,11 +170,9 @@ class TorchRule(UpdateRule):
             group["momentum"] == 0 and group["weight_decay"] == 0 for group in optimizer.param_groups
         )
         if not plain:
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} on private means is post-processing: the privacy guarantee is unchanged, "
-                f"but the utility theorem of the algorithm does not cover it",
-                UtilityWarning,
-                stacklevel=2,
+                f"but the utility theorem of the algorithm does not cover it"
             )
         self.optimizer = optimizer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,7 @@ from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.optim.checks import require_same_parameters
@@ -341,7 +340,7 @@ def _compiled(
         attach(model, loss_reduction=reduction)
         first_step_of(model).take(known)
         reason = rows
-    warnings.warn(f"compile=True is not possible, so that fit goes on without: {reason}", UtilityWarning, stacklevel=3)
+    warn(f"compile=True is not possible, so that fit goes on without: {reason}", stacklevel=3)
     return None
 
 

@@ -17,7 +17,6 @@ private rows outside of the ledger, so it is shown a gradient of zeros. Rows tha
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, warn
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import (
     Chunk,
@@ -338,10 +337,9 @@ def take_scale(optimizer: Any, known: float | None) -> float | None:
     if not 2.0**-40 <= check.positive(grad_scale=scale) <= 2.0**40:
         raise ValueError(f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler init_scale=1024")
     if known is not None and scale != known:
-        warnings.warn(
+        warn(
             f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and never reported to "
             f"the scaler, so that it only grows: keep it constant by GradScaler(init_scale=..., growth_interval=10**9)",
-            UtilityWarning,
             stacklevel=4,
         )
     return scale

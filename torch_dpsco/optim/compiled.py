@@ -34,7 +34,6 @@ from `attach` in:
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -50,7 +49,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map
 from torch_dpsco.coupling.rollback import Refused, attempt
-from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
@@ -301,7 +300,7 @@ class CompiledRows:
         if self._fast is None:
             reason = self.prepare(inputs, targets)
             if reason is not None and self.backend is not None:
-                warnings.warn(f"rows are vectorized, but not compiled: {reason}", UtilityWarning, stacklevel=5)
+                warn(f"rows are vectorized, but not compiled: {reason}", stacklevel=5)
         size = self._size()
         return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
 

@@ -18,7 +18,6 @@ good, and the average of the iterates so far is kept.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full, Poisson
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_plan import (
@@ -274,11 +273,9 @@ class UserFilteredSGD(UserOptimizer):
             else:
                 filter = calibrate_filter(**target, **halting, steps=steps)
         if search is not None and search.overshoot > 0.05:
-            warnings.warn(
+            warn(
                 f"the search may end above all distances, with probability {search.overshoot:.2g}: give it more "
-                f"epsilon (got {search.epsilon:g} for {search.n_users} users)",
-                UtilityWarning,
-                stacklevel=2,
+                f"epsilon (got {search.epsilon:g} for {search.n_users} users)"
             )
         risk = None
         if lr is None:

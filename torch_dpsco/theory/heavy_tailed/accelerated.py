@@ -17,12 +17,11 @@ Source: Lowy and Razaviyayn, Theorems 9 and 31.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.errors import warn
 from torch_dpsco.theory.clipping import clip_threshold_linear, exchange_rate_accelerated, safe_exp
 from torch_dpsco.theory.heavy_tailed.inputs import OnePass, OnePassPlan, check_mode, least_steps
 
@@ -126,11 +125,9 @@ def accelerated_plan(
         steps = 1 if smoothness == 0 else least_steps(lambda T: planned(T).bound, n)
     plan = planned(steps)
     if plan.noise_weight >= 1.0:
-        warnings.warn(
+        warn(
             f"noise dominates: a unit of clip costs {plan.noise_weight:.3g} >= 1 of error; more records, a larger rho "
-            "or fewer parameters are needed",
-            UtilityWarning,
-            stacklevel=2,
+            "or fewer parameters are needed"
         )
     return plan
 

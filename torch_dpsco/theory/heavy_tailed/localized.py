@@ -32,13 +32,12 @@ docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Raza
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.errors import warn
 from torch_dpsco.theory.clipping import (
     clip_bias,
     clip_threshold_linear,
@@ -488,9 +487,8 @@ def warn_if_capped(phases: Sequence[LocalizedPhase]) -> None:
     """Warns that a cap weakens a bound whose threshold is tuned for all steps."""
     cut = [phase for phase in phases if phase.capped]
     if cut:
-        warnings.warn(
+        warn(
             f"max_steps={cut[0].steps} cuts phase {cut[0].index} short of its {cut[0].uncapped_steps} steps "
             f"({len(cut)} phases in all): the bound is weak; use the ball-free schedule, more steps, or reg=",
-            UtilityWarning,
             stacklevel=3,
         )
