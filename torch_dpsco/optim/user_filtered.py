@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Full, Poisson
+from torch_dpsco.accounting.designs import Design, Full, Poisson
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
@@ -285,11 +285,14 @@ class UserFilteredSGD(UserOptimizer):
             lr, risk = best.lr, best.bound + smoothing_bias(bound, dim, smoothing)
         if search is None:
             warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
-        adjacency = ADD_REMOVE if isinstance(filter, PoissonFilterPlan) else REPLACE_ONE
+        adjacency: Adjacency = REPLACE_ONE
+        design: Design = Full(filter.n_users)
+        if isinstance(filter, PoissonFilterPlan):
+            adjacency, design = ADD_REMOVE, Poisson(filter.batch_size, filter.n_users)
         return UserFilteredPlan(
             budget=budget,
             adjacency=agreed_adjacency(adjacency, budget, "user"),
-            design=_design(filter),
+            design=design,
             steps=filter.steps + (search is not None),
             lr=check.positive(lr=lr),
             radius=math.inf if problem is None else problem.radius,
@@ -316,12 +319,6 @@ class UserFilteredSGD(UserOptimizer):
                 p.copy_(self.state[p].get("initial", p))  # one unfrozen since has not moved
             return
         super()._install_answer()
-
-
-def _design(filter: UserFilterPlan | PoissonFilterPlan) -> Full | Poisson:
-    if isinstance(filter, PoissonFilterPlan):
-        return Poisson(filter.batch_size, filter.n_users)
-    return Full(filter.n_users)
 
 
 def _tau(
