@@ -160,40 +160,6 @@ def promises(problem: Problem, clip: float | None, reg: float | None, distance: 
     }
 
 
-def halved(
-    method: str,
-    problem: Problem,
-    promised: dict[str, Any],
-    common: dict[str, Any],
-    min_phase: int,
-    sampling: str,
-    budget: Budget,
-) -> LocalizedSchedule:
-    """Returns phases of halved sizes by one of the methods."""
-    order = promised["moment_order"]
-    if order < 4 and not common["allow_infinite_variance"]:
-        raise ConditionError(
-            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that its bound is about "
-            f"(got {order:g}): use method='boosted'"
-        )
-    moments = {"moment_order": order / 2.0, "moment_2k": promised["moment"], "min_phase": min_phase}
-    if method == "reduction":
-        (curvature,) = problem.require("strong_convexity", by="LocalizedSGD(method='reduction')")
-        return reduction_schedule(**common, **moments, strong_convexity=curvature)
-    if method == "ball":
-        return localized_schedule(**common, **moments)
-    full = localized_schedule_ballfree(**common, **moments)
-    if sampling == "full":
-        return full
-    kind = Poisson if sampling == "poisson" else Fixed
-    sizes, rho = halved_sizes(common["n"], min_phase), common["rho"]
-    steps = [phase.steps for phase in full.phases]
-    batches = [minibatch_size(size, rho, T) for size, T in zip(sizes, steps, strict=True)]
-    noises = [noise_for(budget, kind(b, size), T) for b, size, T in zip(batches, sizes, steps, strict=True)]
-    del common["rho"], common["max_steps"], common["adjacency"]
-    return localized_schedule_minibatch(**common, **moments, batch_sizes=batches, steps=steps, noise_multipliers=noises)
-
-
 def _chosen(
     problem: Problem,
     budget: Budget,
@@ -220,9 +186,34 @@ def _chosen(
     if method == "boosted":
         moments = {"moment_order": order, "moment": promised["moment"]}
         phases = boosted_localized_schedule(**common, **moments, copies=copies, ball=False)
+    elif order < 4 and not common["allow_infinite_variance"]:
+        raise ConditionError(
+            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that its bound is about "
+            f"(got {order:g}): use method='boosted'"
+        )
     else:
-        phases = halved(method, problem, promised, common, min_phase, sampling, budget)
+        moments = {"moment_order": order / 2.0, "moment_2k": promised["moment"], "min_phase": min_phase}
+        if method == "reduction":
+            (curvature,) = problem.require("strong_convexity", by="LocalizedSGD(method='reduction')")
+            phases = reduction_schedule(**common, **moments, strong_convexity=curvature)
+        elif method == "ball":
+            phases = localized_schedule(**common, **moments)
+        else:
+            phases = localized_schedule_ballfree(**common, **moments)
+        if sampling != "full":
+            phases = _in_minibatches(phases, common | moments, budget, _SAMPLING[sampling])
     return phases if clip is None else phases.clipped_at(clip)  # noise in units of the clip: privacy stays as it is
+
+
+def _in_minibatches(
+    full: LocalizedSchedule, given: dict[str, Any], budget: Budget, kind: type[Poisson] | type[Fixed]
+) -> LocalizedSchedule:
+    """Returns phases of as many steps, each on a minibatch of its records."""
+    sizes, steps = halved_sizes(given["n"], given["min_phase"]), [phase.steps for phase in full.phases]
+    batches = [minibatch_size(size, given["rho"], T) for size, T in zip(sizes, steps, strict=True)]
+    noises = [noise_for(budget, kind(b, size), T) for b, size, T in zip(batches, sizes, steps, strict=True)]
+    own = {name: value for name, value in given.items() if name not in ("rho", "max_steps", "adjacency")}
+    return localized_schedule_minibatch(**own, batch_sizes=batches, steps=steps, noise_multipliers=noises)
 
 
 _SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed}

@@ -42,34 +42,23 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan(Plan):
-    """Public numbers of a run of private steps.
+class BatchPlan(Plan):
+    """Public numbers of a run in batches.
 
     Args:
         design: how batches are drawn.
-        steps: number of steps; None for no limit but the budget.
-        lr: step size, > 0.
-        radius: of the ball that the iterates stay in; inf for none.
-        average: which iterates are the answer, where no rule is given: "last", "uniform" or "weighted".
+        average: which iterates are the answer: "last", "uniform" or "weighted".
         secure: "exact" for noise in integers on a public grid; None for floating point.
-        reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
     """
 
     design: Design
-    steps: int | None
-    lr: float
-    radius: float = math.inf
     average: str = "last"
     secure: str | None = None
-    reg: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
-        check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
-        if self.steps is not None:
-            check.positive_count(steps=self.steps)
 
     @property
     def n(self) -> int:
@@ -80,6 +69,29 @@ class StepPlan(Plan):
     def batch_size(self) -> int:
         """Public divisor of a step."""
         return self.design.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(BatchPlan):
+    """Public numbers of a run of private steps, whose average is taken where no rule is given.
+
+    Args:
+        steps: number of steps; None for no limit but the budget.
+        lr: step size, > 0.
+        radius: of the ball that the iterates stay in; inf for none.
+        reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
+    """
+
+    steps: int | None
+    lr: float
+    radius: float = math.inf
+    reg: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
+        if self.steps is not None:
+            check.positive_count(steps=self.steps)
 
     @abstractmethod
     def oracle(self, prox: Prox) -> MeanOracle:
