@@ -171,8 +171,7 @@ class LinearTask:
         if self.n_min is not None:
             check.positive_count(n_min=self.n_min)
         check.finite(tilt=self.tilt), check.nonnegative(attack_radius=self.attack_radius)
-        if self.attack_norm not in (2.0, math.inf):
-            raise ValueError(f"attack_norm must be 2 or inf (got {self.attack_norm})")
+        check.choice((2.0, math.inf), attack_norm=self.attack_norm)
         if self.residual_clip is not None:
             # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
             if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
@@ -372,11 +371,9 @@ class LinearPlan(Plan):
             "noise",
             f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}",
         )
-        most = (
-            f"there are at most n_max={task.n_max} of them"
-            if task.adjacency == ADD_REMOVE
-            else f"their number is n={task.n}"
-        )
+        most = f"their number is n={task.n}"
+        if task.adjacency == ADD_REMOVE:
+            most = f"there are at most n_max={task.n_max} of them"
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 
