@@ -66,7 +66,6 @@ class LogicalBatch:
         self._loader: Any = None  # that of the sampler
         self._made = 0  # draws of its partition that steps have used
         self._seen = 0  # rows of the chunk, with its filling
-        self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
         self._draw_rows = 0  # rows seen of the draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
@@ -194,14 +193,6 @@ class LogicalBatch:
                 "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
                 "loader, one backward for each"
             )
-        if self.opened and self._log.taken.draw is not self._draw:
-            # PRIVACY: an older iteration of the loader that is continued would add a part of its own draw, in which a
-            # record of this one could be again (test_parts_of_two_iterations_are_never_joined)
-            raise SequenceError(
-                "a step must use rows of one draw: an older iteration of the loader was continued inside of a newer "
-                "one; finish one loop over a loader before starting the next"
-            )
-        self._draw = self._log.taken.draw
 
     def users(self, rows: int, given: Tensor | None) -> Tensor | None:
         """Returns the users of the newest rows, as the loader knows them; without a declared sampling, as given.
