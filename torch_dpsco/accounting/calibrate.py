@@ -171,13 +171,7 @@ def noise_multiplier(
 
 @typed
 def max_steps(
-    epsilon: float,
-    delta: float,
-    *,
-    noise_multiplier: float,
-    design: Design,
-    adjacency: Adjacency,
-    limit: int = 2**40,
+    epsilon: float, delta: float, *, noise_multiplier: float, design: Design, adjacency: Adjacency, limit: int = 2**40
 ) -> int:
     """Returns the largest number of draws that stays within (epsilon, delta), 0 if not even one does.
 

@@ -240,13 +240,7 @@ class RepeatedLoss:
         root: place of the loss.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Leaf],
-        elsewhere: Sequence[Tensor],
-        calls: Sequence[Call],
-        root: int,
-    ) -> None:
+    def __init__(self, outputs: Sequence[Leaf], elsewhere: Sequence[Tensor], calls: Sequence[Call], root: int) -> None:
         self._outputs, self._elsewhere, self._calls, self._root = outputs, elsewhere, calls, root
         self._dim = outputs[0].dim or 0
         self._rows = outputs[0].shape[self._dim]

@@ -176,12 +176,7 @@ class TableLoss(Loss):
                 raise TypeError(f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public")
 
     def problem(
-        self,
-        *,
-        bound_x: float,
-        bound_y: float = 1.0,
-        radius: float = math.inf,
-        holder_exponent: float | None = None,
+        self, *, bound_x: float, bound_y: float = 1.0, radius: float = math.inf, holder_exponent: float | None = None
     ) -> Problem:
         """The promises of this loss for bounded records.
 

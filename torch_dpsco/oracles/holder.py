@@ -122,12 +122,7 @@ class HolderAbsolute(HolderClipped):
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        noise_std: float | Sequence[float],
-        batch_size: int,
-        *,
-        radius: float = math.inf,
+        self, problem: Problem, noise_std: float | Sequence[float], batch_size: int, *, radius: float = math.inf
     ) -> None:
         super().__init__(problem, 0.0, batch_size, radius=radius)
         given = (noise_std,) if isinstance(noise_std, (int, float)) else tuple(noise_std)

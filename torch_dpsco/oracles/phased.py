@@ -192,13 +192,7 @@ class QuantilePilot(MeanOracle):
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        epsilon: float,
-        *,
-        quantile: float = 0.9,
-        c_min: float = C_MIN,
-        c_max: float = C_MAX,
+        self, batch_size: int, epsilon: float, *, quantile: float = 0.9, c_min: float = C_MIN, c_max: float = C_MAX
     ) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self.epsilon = check.positive(epsilon=epsilon)

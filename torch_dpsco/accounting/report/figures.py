@@ -311,12 +311,7 @@ def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
 
 
 def make_report(
-    ledger: Ledger,
-    delta: float,
-    adjacency: Adjacency,
-    unit: str,
-    budget: Budget | None,
-    ahead: Event | None = None,
+    ledger: Ledger, delta: float, adjacency: Adjacency, unit: str, budget: Budget | None, ahead: Event | None = None
 ) -> PrivacyReport:
     """Builds the report of a ledger.
 

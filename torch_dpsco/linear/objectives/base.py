@@ -258,11 +258,7 @@ class Records:
 
 
 def as_records(
-    features: Tensor | Records,
-    targets: Tensor | None,
-    weights: Tensor | None = None,
-    *,
-    num_classes: int | None = None,
+    features: Tensor | Records, targets: Tensor | None, weights: Tensor | None = None, *, num_classes: int | None = None
 ) -> Records:
     """Records as they are, or made of tensors.
 

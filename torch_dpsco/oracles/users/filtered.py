@@ -292,11 +292,7 @@ class UserFiltered(FilteredMean):
         mean = Gaussian(self.noise_multiplier, {REPLACE_ONE: 1.0}, self.filter.failure)
         # PRIVACY: all planned steps, since a halt depends on the data (test_a_halt_earns_no_refund)
         return Sequential(
-            (
-                self._test.event(REPLACE_ONE),
-                Repeat(mean, self._test.steps),
-                Failure(self.bad_pass, "transcript"),
-            )
+            (self._test.event(REPLACE_ONE), Repeat(mean, self._test.steps), Failure(self.bad_pass, "transcript"))
         )
 
     def event(self) -> Sequential:

@@ -133,14 +133,7 @@ def accelerated_plan(
 
 
 def accelerated_steps_paper(
-    *,
-    n: int,
-    dim: int,
-    paper_epsilon: float,
-    smoothness: float,
-    diameter: float,
-    moment: float,
-    moment_order: float,
+    *, n: int, dim: int, paper_epsilon: float, smoothness: float, diameter: float, moment: float, moment_order: float
 ) -> float:
     """Returns the real number of steps of Theorems 9 and 31, with constants 1.
 

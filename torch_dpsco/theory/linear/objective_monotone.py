@@ -81,12 +81,7 @@ def objpert_delta_monotone(
 
 
 def objpert_rdp_dominating(
-    order: float,
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    adjacency: str = "add_remove",
+    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
 ) -> float:
     """Returns the Renyi divergence of the pair that dominates the mechanism, the larger one of both directions.
 

@@ -169,13 +169,7 @@ class _Computed:
     """
 
     def __init__(
-        self,
-        promises: LossPromises,
-        lr: FloatArray,
-        reg: float,
-        batch_size: int,
-        dim: int,
-        unit_roundoff: float | None,
+        self, promises: LossPromises, lr: FloatArray, reg: float, batch_size: int, dim: int, unit_roundoff: float | None
     ) -> None:
         bounded = math.isfinite(promises.radius)
         self.radius, self.added, self.average_error = promises.radius, np.zeros_like(lr), 0.0
