@@ -43,7 +43,7 @@ ANALYSIS = f"{PACKAGE}.accounting.analysis"
 THEORY = f"{PACKAGE}.theory"
 ACCOUNTING = f"{PACKAGE}.accounting"
 # The accountant is Opacus' face, and identify reads loaders; everything else in accounting is values and formulas.
-ACCOUNTING_WITH_TORCH = {f"{ACCOUNTING}.{name}" for name in ("accountant", "identify", "opacus", "spending")}
+ACCOUNTING_WITH_TORCH = {f"{ACCOUNTING}.{name}" for name in ("accountant", "identify", "opacus")}
 OPACUS_CONTACT = [
     f"{PACKAGE}.compat",
     f"{PACKAGE}.rows",

@@ -68,8 +68,11 @@ def seeded(design: Design, **options: Any) -> DesignSampler:
 def used(loader: Any, sampler: DesignSampler) -> Iterator[tuple[Any, Chunk]]:
     """Every batch of a loader with its chunk, as a step would take and end it."""
     for batch in loader:
-        yield batch, sampler.log.take()
-        sampler.log.use_up()
+        chunk = sampler.log.take()
+        yield batch, chunk
+        sampler.log.taken = None
+        if chunk.last:
+            sampler.log.use_up()
 
 
 def positions(sampler: DesignSampler) -> list[list[int]]:
@@ -273,6 +276,9 @@ def test_the_log_admits_one_use_of_each_batch_in_order():
     with pytest.raises(SequenceError, match="the previous batch was not used"):  # taken, but its step has not ended
         log.deliver(chunks[1])
     log.taken = None
+    with pytest.raises(SequenceError, match="an older iteration of the loader was continued"):
+        log.deliver(chunks[1])
+    log.use_up()
     log.deliver(chunks[1])
 
 

@@ -31,8 +31,10 @@ def taken(loader: UserLoader) -> list[tuple[list[int], list[int], bool]]:
     """Returns (records, ids, last) of all chunks, each used as a step would."""
     found = []
     for _, records, ids in loader:
-        chunk = loader.batch_sampler.log.take()
-        loader.batch_sampler.log.use_up()
+        log = loader.batch_sampler.log
+        chunk, log.taken = log.take(), None
+        if chunk.last:
+            log.use_up()
         assert chunk.rows == len(records) == len(ids)
         found.append((records.tolist(), ids.tolist(), chunk.last))
     return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Number
 from typing import Any, NoReturn, TypeVar
 
@@ -54,6 +54,15 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0] in 'AEIO' or noun.startswith('Up') else 'a'} {noun}"
 
 
+def fields(value: object, **checks: Callable[..., Any]) -> None:
+    """Sets fields of a frozen value, while it is built, to what their checks return.
+
+    A check is called with its field as the only, named, argument, as those of this module are.
+    """
+    for name, checked in checks.items():
+        object.__setattr__(value, name, checked(**{name: getattr(value, name)}))
+
+
 def flag(**field: Any) -> bool:
     """Returns the field; raises ValueError unless it is True or False."""
     name, value = _unpack(field)
@@ -84,62 +93,45 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be a number (got {shown(value)})") from error
 
 
-def finite(**field: Any) -> float:
-    """Returns the field as a float; raises ValueError unless it is a finite number."""
+def _real(field: dict[str, Any], admits: Callable[[float], bool], words: str) -> float:
+    """Returns the field as a float; raises ValueError unless it is a number that is admitted, which is `words`."""
     name, value = _unpack(field)
     number = _number(name, value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite (got {number})")
+    if not admits(number):
+        raise ValueError(f"{name} must be {words} (got {number})")
     return number
+
+
+def finite(**field: Any) -> float:
+    """Returns the field as a float; raises ValueError unless it is a finite number."""
+    return _real(field, math.isfinite, "finite")
 
 
 def positive(*, allow_inf: bool = False, **field: Any) -> float:
     """Returns the field as a float; raises ValueError unless it is > 0 (and finite unless `allow_inf`)."""
-    name, value = _unpack(field)
-    number = _number(name, value)
-    if not number > 0:
-        raise ValueError(f"{name} must be > 0 (got {number})")
-    if math.isinf(number) and not allow_inf:
-        raise ValueError(f"{name} must be finite (got {number})")
-    return number
+    number = _real(field, lambda x: x > 0, "> 0")
+    return number if allow_inf or number < math.inf else finite(**field)
 
 
 def nonnegative(*, allow_inf: bool = False, **field: Any) -> float:
     """Returns the field as a float; raises ValueError unless it is >= 0 (and finite unless `allow_inf`)."""
-    name, value = _unpack(field)
-    number = _number(name, value)
-    if not number >= 0:
-        raise ValueError(f"{name} must be >= 0 (got {number})")
-    if math.isinf(number) and not allow_inf:
-        raise ValueError(f"{name} must be finite (got {number})")
-    return number
+    number = _real(field, lambda x: x >= 0, ">= 0")
+    return number if allow_inf or number < math.inf else finite(**field)
 
 
 def between(low: float, high: float, **field: Any) -> float:
     """Returns the field as a float; raises ValueError unless low <= field <= high."""
-    name, value = _unpack(field)
-    number = _number(name, value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} must be in [{low:g}, {high:g}] (got {number})")
-    return number
+    return _real(field, lambda x: low <= x <= high, f"in [{low:g}, {high:g}]")
 
 
 def open_interval(low: float, high: float, **field: Any) -> float:
     """Returns the field as a float; raises ValueError unless low < field < high."""
-    name, value = _unpack(field)
-    number = _number(name, value)
-    if not low < number < high:
-        raise ValueError(f"{name} must be in ({low:g}, {high:g}) (got {number})")
-    return number
+    return _real(field, lambda x: low < x < high, f"in ({low:g}, {high:g})")
 
 
 def order(**field: Any) -> float:
     """Returns a Renyi order as a float; raises ValueError unless it is finite and > 1."""
-    name, value = _unpack(field)
-    number = _number(name, value)
-    if not 1 < number < math.inf:
-        raise ValueError(f"{name} must be finite and > 1 (got {number})")
-    return number
+    return _real(field, lambda x: 1 < x < math.inf, "finite and > 1")
 
 
 def count(**field: Any) -> int:

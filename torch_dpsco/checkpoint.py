@@ -54,11 +54,7 @@ class Checkpoint(Unsaved):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        every: int,
-        model: nn.Module,
-        optimizer: PrivateOptimizer | RowFreeOptimizer,
+        self, path: str | os.PathLike[str], every: int, model: nn.Module, optimizer: PrivateOptimizer | RowFreeOptimizer
     ) -> None:
         self.path, self.every = os.fspath(path), check.positive_count(every=every)
         self._model, self._optimizer = model, optimizer

@@ -17,7 +17,6 @@ Proofs: docs/proofs/heavy_tailed.md#exchange-rates, docs/proofs/heavy_tailed.md#
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import Gaussian, Sequential
 from torch_dpsco.accounting.stated import ZCDP, Pure
-from torch_dpsco.errors import InfeasibleError, UtilityWarning
+from torch_dpsco.errors import InfeasibleError, warn
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.noise import normal
@@ -146,11 +145,9 @@ def target_quantile(
     # ranks near the end are released together with all thresholds above every norm: keep twice the error away from it
     highest = max(1.0 - 2.0 * error / size, min(0.9, 1.0 - error / size))
     if wanted > highest:
-        warnings.warn(
+        warn(
             f"a pilot of {size} records resolves ranks up to {error:.0f} only: quantile {highest:.3f} instead of "
-            f"{wanted:.3f}; a larger pilot_size or epsilon would resolve it",
-            UtilityWarning,
-            stacklevel=2,
+            f"{wanted:.3f}; a larger pilot_size or epsilon would resolve it"
         )
     return min(wanted, highest)
 
@@ -162,10 +159,9 @@ def _wanted(rule: str, exchange_rate: float | None) -> float:
         raise ValueError(f"exchange_rate must be given for rule {rule!r} (got None): plans have it")
     rate = check.nonnegative(exchange_rate=exchange_rate)
     if rate > 0.9:
-        warnings.warn(
+        warn(
             f"noise dominates: a unit of clip costs {rate:.2f} in noise, so no clip gives a useful step; the quantile "
             f"is 0.1. Use more records per step, fewer steps or a larger budget",
-            UtilityWarning,
             stacklevel=3,
         )
         return 0.1
@@ -176,11 +172,7 @@ def warn_at_grid_end(threshold: float, grid: Sequence[float] | NDArray[np.float6
     """Warns if a released threshold is an end of its grid. It looks at the private output only, so that it is free."""
     name = {float(grid[0]): "c_min", float(grid[-1]): "c_max"}.get(threshold)
     if name is not None:
-        warnings.warn(
-            f"the private threshold {threshold:g} is at the end of its grid: {name} is probably wrong",
-            UtilityWarning,
-            stacklevel=3,
-        )
+        warn(f"the private threshold {threshold:g} is at the end of its grid: {name} is probably wrong", stacklevel=3)
 
 
 @typed
@@ -221,7 +213,7 @@ def private_quantile(
     Source: docs/proofs/heavy_tailed.md#private-quantile.
 
     Example:
-        >>> from torch_dpsco.accounting.events import REPLACE_ONE
+        >>> from torch_dpsco.accounting.adjacency import REPLACE_ONE
         >>> accountant = Accountant(adjacency=REPLACE_ONE)
         >>> clip = private_quantile(np.linspace(0, 4, 400), quantile=0.5, epsilon=1.0, accountant=accountant)
         >>> 1.5 < clip < 2.5, round(accountant.get_epsilon(1e-6), 3)
@@ -314,7 +306,7 @@ def private_moment(
     warn_at_grid_end(tau, grid)
     mean = total / size
     if mean <= 0:
-        warnings.warn("the moment drowned in its noise: use more records or a larger rho", UtilityWarning, stacklevel=2)
+        warn("the moment drowned in its noise: use more records or a larger rho")
     return tau * math.pow(max(mean, 0.0), 1.0 / order)
 
 

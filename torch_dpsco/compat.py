@@ -7,32 +7,11 @@ parameters and optimizers are read where they are needed, and looked for here (`
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import opacus
 import torch
 from torch import Tensor, nn
-
-__all__ = [
-    "ATTRIBUTES",
-    "BatchNorm",
-    "ConvNd",
-    "DropoutNd",
-    "foreach_add_",
-    "foreach_lerp_",
-    "foreach_sub_",
-    "foreach_zero_",
-    "in_backward",
-    "own_step",
-    "some_global_hook",
-    "some_optimizer_hook",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "will_run",
-    "without_subclasses",
-]
 
 _RUN_WITH = "torch 2.6 and 2.15 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
 
@@ -54,41 +33,39 @@ _GLOBAL_HOOKS = (
 _GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
-def _need(owner: Any, name: str, called: str) -> Any:
-    """Returns an attribute; raises ImportError with a sentence if it is missing."""
+def _need(owner: Any, name: str, called: str = "") -> Any:
+    """Returns an attribute of a module, or of what is called so; raises ImportError in a sentence if it is missing."""
     missing = object()
     found = getattr(owner, name, missing)
     if found is missing:
         raise ImportError(
-            f"torch_dpsco needs {called}.{name}, which torch {torch.__version__} with opacus {opacus.__version__} does "
-            f"not have: it was run with {_RUN_WITH}; install one of these"
+            f"torch_dpsco needs {called or owner.__name__}.{name}, which torch {torch.__version__} with opacus "
+            f"{opacus.__version__} does not have: it was run with {_RUN_WITH}; install one of these"
         )
     return found
 
 
-foreach_add_ = _need(torch, "_foreach_add_", "torch")
-foreach_lerp_ = _need(torch, "_foreach_lerp_", "torch")
-foreach_sub_ = _need(torch, "_foreach_sub_", "torch")
-foreach_zero_ = _need(torch, "_foreach_zero_", "torch")
-will_run = _need(torch._C, "_will_engine_execute_node", "torch._C")
-_graph_task = _need(torch._C, "_current_graph_task_id", "torch._C")
-without_subclasses = _need(torch._C, "DisableTorchFunctionSubclass", "torch._C")
-_trees = _need(torch.utils, "_pytree", "torch.utils")
-tree_flatten = _need(_trees, "tree_flatten", "torch.utils._pytree")
-tree_leaves = _need(_trees, "tree_leaves", "torch.utils._pytree")
-tree_map = _need(_trees, "tree_map", "torch.utils._pytree")
-tree_unflatten = _need(_trees, "tree_unflatten", "torch.utils._pytree")
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.nn.modules.conv import _ConvNd as ConvNd
-    from torch.nn.modules.dropout import _DropoutNd as DropoutNd
-else:
-    BatchNorm = _need(nn.modules.batchnorm, "_BatchNorm", "torch.nn.modules.batchnorm")
-    ConvNd = _need(nn.modules.conv, "_ConvNd", "torch.nn.modules.conv")
-    DropoutNd = _need(nn.modules.dropout, "_DropoutNd", "torch.nn.modules.dropout")
-_module_hooks = [_need(nn.modules.module, name, "torch.nn.modules.module") for name in _GLOBAL_HOOKS]
+foreach_add_ = _need(torch, "_foreach_add_")
+foreach_lerp_ = _need(torch, "_foreach_lerp_")
+foreach_sub_ = _need(torch, "_foreach_sub_")
+foreach_zero_ = _need(torch, "_foreach_zero_")
+will_run = _need(torch._C, "_will_engine_execute_node")
+_graph_task = _need(torch._C, "_current_graph_task_id")
+without_subclasses = _need(torch._C, "DisableTorchFunctionSubclass")
+_trees = _need(torch.utils, "_pytree")
+tree_flatten = _need(_trees, "tree_flatten")
+tree_leaves = _need(_trees, "tree_leaves")
+tree_map = _need(_trees, "tree_map")
+tree_unflatten = _need(_trees, "tree_unflatten")
+_need(nn.modules.batchnorm, "_BatchNorm")
+_need(nn.modules.conv, "_ConvNd")
+_need(nn.modules.dropout, "_DropoutNd")
+BatchNorm = nn.modules.batchnorm._BatchNorm
+ConvNd = nn.modules.conv._ConvNd
+DropoutNd = nn.modules.dropout._DropoutNd
+_module_hooks = [_need(nn.modules.module, name) for name in _GLOBAL_HOOKS]
 _optimizer_module = import_module("torch.optim.optimizer")
-_optimizer_hooks = [_need(_optimizer_module, name, "torch.optim.optimizer") for name in _GLOBAL_OPTIMIZER_HOOKS]
+_optimizer_hooks = [_need(_optimizer_module, name) for name in _GLOBAL_OPTIMIZER_HOOKS]
 
 
 def in_backward() -> bool:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -218,78 +217,42 @@ def is_first() -> bool:
 
 
 def join(device: torch.device) -> World:
-    """Returns the other processes of a run whose parameters are on a device, or none of them."""
-    return Ranks(device) if world_size() > 1 else Alone()
+    """Returns the processes of a run whose parameters are on a device."""
+    return Ranks(device) if world_size() > 1 else World()
 
 
-class World(ABC):
-    """The processes that make one run together."""
+class World:
+    """The processes that make one run together: this one alone. `Ranks` replaces every method where there are more."""
 
-    @abstractmethod
     def begin(self, run: Run) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
 
-    @abstractmethod
     def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
         """Makes sure that all ranks draw from the same records, equally often."""
-
-    @abstractmethod
-    def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
-        """Returns the sampler of this process."""
-
-    @abstractmethod
-    def require_own_draws(self, loader: Any) -> None:
-        """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
-
-    @abstractmethod
-    def agree(self, run: Run, draw: Draw) -> None:
-        """Makes sure that all ranks have the rows of the same step, before anything is charged."""
-
-    @abstractmethod
-    def release(self, oracle: MeanOracle, noise: Source) -> Release:
-        """Returns the noisy mean of the rows of all processes."""
-
-    @abstractmethod
-    def failed(self, run: Run, *, in_progress: bool) -> None:
-        """Lets the other ranks fail too, if they wait for this one; its own error is raised by the caller."""
-
-    @abstractmethod
-    def end(self, run: Run) -> None:
-        """Makes sure that all ranks end with the same answer and the same ledger."""
-
-
-class Alone(World):
-    """One process."""
-
-    def begin(self, run: Run) -> None:
-        """Compares nothing."""
-
-    def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
-        """Raises SequenceError if there are other processes by now."""
         self._require_alone()
 
     def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
-        """Returns the design's sampler."""
+        """Returns the sampler of this process."""
         return make_sampler(run.design, size=size, steps=steps, resume=resume)
 
     def require_own_draws(self, loader: Any) -> None:
-        """Refuses the part of a rank."""
+        """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
         if isinstance(getattr(loader, "batch_sampler", loader), RankSampler):
             raise UnknownSamplerError("loader must draw whole batches (got the part of one of several processes)")
 
     def agree(self, run: Run, draw: Draw) -> None:
-        """Raises SequenceError if there are other processes by now."""
+        """Makes sure that all ranks have the rows of the same step, before anything is charged."""
         self._require_alone()
 
     def release(self, oracle: MeanOracle, noise: Source) -> Release:
-        """Returns the oracle's answer."""
+        """Returns the noisy mean of the rows of all processes."""
         return oracle.release(noise)
 
     def failed(self, run: Run, *, in_progress: bool) -> None:
-        """Does nothing: there is no other process to tell."""
+        """Lets the other ranks fail too, if they wait for this one; its own error is raised by the caller."""
 
     def end(self, run: Run) -> None:
-        """Compares nothing."""
+        """Makes sure that all ranks end with the same answer and the same ledger."""
 
     def _require_alone(self) -> None:
         if world_size() > 1:
@@ -449,10 +412,11 @@ class Ranks(World):
         self._group.compare("finalize", steps=run.steps, **self._whole(run))
 
     def _whole(self, run: Run) -> dict[str, Any]:
+        ledger = run.accountant
         return {
             "settings": self._digest_of_settings(run),
             "parameters": digest(*_contents(run)),
-            "ledger": _digest_of_ledger(run.accountant),
+            "ledger": digest(ledger.ledger.digest(), ledger.adjacency, ledger.unit, ledger.budget),
         }
 
     def _digest_of_settings(self, run: Run) -> int:
@@ -467,7 +431,3 @@ def _contents(run: Run) -> Iterator[Any]:
         for p in group["params"]:
             yield p.shape
             yield read_bytes(p)
-
-
-def _digest_of_ledger(accountant: Accountant) -> int:
-    return digest(accountant.ledger.digest(), accountant.adjacency, accountant.unit, accountant.budget)

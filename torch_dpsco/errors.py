@@ -13,6 +13,8 @@ out. No message depends on private data unless its docstring says that it is out
 
 from __future__ import annotations
 
+from warnings import warn as _warn
+
 
 class DpscoError(Exception):
     """Base class of every exception that torch_dpsco raises on purpose."""
@@ -68,3 +70,8 @@ class UtilityWarning(UserWarning):
     An optimizer says such a thing once. A few of this class concern privacy itself: noise or batches that can be
     repeated, a delta of 1/n and more, a ledger file of unknown age, noise that is not proved. They are given each time.
     """
+
+
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Gives a UtilityWarning; `stacklevel` counts from the function that calls this one, as in `warnings.warn`."""
+    _warn(message, UtilityWarning, stacklevel + 1)

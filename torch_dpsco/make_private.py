@@ -108,14 +108,8 @@ def make_private(
         raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
     lr = optimizer.param_groups[0]["lr"]
     plan = HolderSGD.plan(problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr)
-    private = HolderSGD(
-        optimizer.param_groups,
-        plan,
-        rule=TorchRule(optimizer, average),
-        prox=prox,
-        reg=reg,
-        accountant=accountant,
-    )
+    rule = TorchRule(optimizer, average)
+    private = HolderSGD(optimizer.param_groups, plan, rule=rule, prox=prox, reg=reg, accountant=accountant)
     loader = private.loader(
         data_loader.dataset,
         collate_fn=data_loader.collate_fn,

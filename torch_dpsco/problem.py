@@ -123,10 +123,6 @@ class Problem:
         for first, second in (("holder_exponent", "holder_constant"), ("moment_order", "moment")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
                 raise ValueError(f"{first} and {second} must be given together")
-        if not isinstance(self.is_glm, bool):
-            raise ValueError(f"is_glm must be True or False (got {self.is_glm!r})")
-        if self.exact_grad_bound is not None and not callable(self.exact_grad_bound):
-            raise ValueError(f"exact_grad_bound must be a function of the radius (got {self.exact_grad_bound!r})")
 
     def grad_bound(self, radius: float | None = None) -> float:
         """Least promised upper bound on the gradient norm over the ball of this radius around 0.

@@ -28,7 +28,7 @@ class Prox(ABC):
         radius: least known radius of a ball around 0 that holds the feasible set; inf if there is none.
     """
 
-    radius: float
+    radius: float = math.inf
 
     def apply_(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         """Replaces the joint vector of `tensors` by its proximal point, in place and outside of autograd.
@@ -73,8 +73,6 @@ class Identity(Prox):
         inf
     """
 
-    radius: float = field(init=False, repr=False, default=math.inf)
-
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         return
 
@@ -97,7 +95,6 @@ class L1(Prox):
     """
 
     strength: float = 1.0
-    radius: float = field(init=False, repr=False, default=math.inf)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strength", nonnegative(strength=self.strength))
@@ -127,7 +124,6 @@ class ElasticNet(Prox):
 
     l1: float
     l2: float
-    radius: float = field(init=False, repr=False, default=math.inf)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "l1", nonnegative(l1=self.l1))
@@ -163,7 +159,6 @@ class L2(Prox):
 
     strength: float = 1.0
     groups: str = "global"
-    radius: float = field(init=False, repr=False, default=math.inf)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strength", nonnegative(strength=self.strength))
@@ -217,7 +212,7 @@ class Ball(Prox):
         [0.6, 0.8]
     """
 
-    radius: float
+    radius: float = field()  # no default: that of `Prox` is for other maps
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "radius", positive(radius=self.radius))
@@ -263,7 +258,6 @@ class Box(Prox):
 
     low: float
     high: float
-    radius: float = field(init=False, repr=False, default=math.inf)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -273,8 +267,7 @@ class Box(Prox):
             raise ValueError(f"low must be <= high, and the box must hold a number (got {self.low} and {self.high})")
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
+        _require_finite(tensors)
         for tensor in tensors:
             tensor.clamp_(self.low, self.high)
 
@@ -312,9 +305,8 @@ class Simplex(Prox):
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         if not tensors:
             return
+        _require_finite(tensors)
         point = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
-        if not bool(point.isfinite().all()):
-            raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
         point -= point.max()  # moves no answer, and keeps large numbers from hiding small ones
         falling = point.sort(descending=True).values
         excess = (falling.cumsum(0) - self.total) / torch.arange(1, len(point) + 1, device=point.device)
@@ -342,8 +334,7 @@ def project_on_two_balls_(
     sizes = [t.numel() for t in tensors]
     v = torch.cat([t.reshape(-1).double() for t in tensors])
     c = torch.cat([t.reshape(-1).double() for t in centers])
-    if not bool(v.isfinite().all()):
-        raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
+    _require_finite(tensors)
     first = v * min(1.0, radius / max(float(v.norm()), radius))
     shift = v - c
     second = c + shift * min(1.0, center_radius / max(float(shift.norm()), center_radius))
@@ -361,6 +352,11 @@ def project_on_two_balls_(
     for tensor, part in zip(tensors, answer.split(sizes), strict=True):
         tensor.copy_(part.view(tensor.shape))
     Ball(radius).apply_(tensors, [0.0] * len(tensors))
+
+
+def _require_finite(tensors: Sequence[Tensor]) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
 
 
 def _joint_norm(tensors: Sequence[Tensor]) -> float:

@@ -49,8 +49,7 @@ class UpdateRule(ABC):
     def __init__(self, average: str = "last") -> None:
         self.average = check.choice(AVERAGES, average=average)
 
-    @abstractmethod
-    def check_groups(self, groups: Groups) -> None:
+    def check_groups(self, groups: Groups) -> None:  # noqa: B027  (most rules take any)
         """Raises ValueError if the rule does not move exactly the parameters of these groups."""
 
     def check_schedule(self, schedule: Schedule) -> None:  # noqa: B027  (most rules take any)
@@ -75,7 +74,7 @@ class UpdateRule(ABC):
 
     def answer(self, p: Tensor, state: State) -> Tensor:
         """Returns the private answer for one parameter."""
-        return averaged(p, state, self.average)
+        return averaged(p, state)
 
     def end_phase(self, groups: Groups, state: State, phase: Phase) -> None:  # noqa: B027
         """Ends a phase, whose answer the parameters hold; what they hold afterwards is where the next one starts."""
@@ -108,23 +107,23 @@ def absorb(params: Sequence[Tensor], state: State, k: int, average: str) -> None
     With weights t^power the running average is a += (power + 1)/(t + power) (w - a), exactly for power 0 and 1.
     """
     power = AVERAGES[average]
-    if power is None:
-        return
-    factor = (power + 1.0) / (k + 1.0 + power)
+    if power is not None:
+        _blend(params, state, k, (power + 1.0) / (k + 1.0 + power))
+
+
+def _blend(params: Sequence[Tensor], state: State, k: int, share: float) -> None:
+    """Moves the running averages (float64) by a share of their way to the parameters, where they start at k = 0."""
     for p in params:
         kept = state[p]
-        running: Tensor | None = kept.get("average")
-        if k == 0 or running is None:  # unfrozen since: all its iterates so far are the same
+        if k == 0 or "average" not in kept:  # unfrozen since: all its iterates so far are the same
             kept["average"] = p.detach().to(torch.float64, copy=True)
-        else:
-            running.lerp_(p.detach().double(), factor)
+        elif share:
+            kept["average"].lerp_(p.detach().double(), share)
 
 
-def averaged(p: Tensor, state: State, average: str) -> Tensor:
-    """Returns the answer for one parameter: its average so far, or the parameter itself."""
-    if average == "last" or "average" not in state.get(p, {}):
-        return p.detach()
-    value: Tensor = state[p]["average"].to(p.dtype)
+def averaged(p: Tensor, state: State) -> Tensor:
+    """Returns the answer for one parameter: its average so far, or the parameter itself where none is kept."""
+    value: Tensor = state.get(p, {}).get("average", p.detach()).to(p.dtype)
     return value
 
 
@@ -134,9 +133,6 @@ class SGD(UpdateRule):
     Args:
         average: see `UpdateRule`.
     """
-
-    def check_groups(self, groups: Groups) -> None:
-        """Accepts all groups."""
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Makes one step with the lr of each group, or with that of the phase."""
@@ -208,7 +204,7 @@ class TorchRule(UpdateRule):
         self.optimizer.param_groups = groups
 
 
-class ScheduledSGD(UpdateRule):
+class ScheduledSGD(SGD):
     """w <- w - factors[k] lr mean; the answer is the average of the iterates AFTER their steps, with these weights.
 
     Args:
@@ -230,9 +226,6 @@ class ScheduledSGD(UpdateRule):
         # share of the newest iterate in the running average; before the first weight it is the whole
         self._shares = [w / total if total else 1.0 for w, total in zip(self.weights, totals, strict=True)]
 
-    def check_groups(self, groups: Groups) -> None:
-        """Accepts all groups."""
-
     def check_schedule(self, schedule: Schedule) -> None:
         """Raises ValueError if a phase has more steps than there are factors."""
         longest = max(phase.steps or math.inf for phase in schedule.phases)
@@ -243,28 +236,10 @@ class ScheduledSGD(UpdateRule):
         """Returns factors[k] lr."""
         return self.factors[k] * super().step_size(lr, k, phase)
 
-    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
-        """Makes step k."""
-        for group in groups:
-            params = trained(group)
-            if params:
-                step = self.step_size(float(group["lr"]), k, phase)
-                compat.foreach_add_(params, means(params), alpha=-step)
-
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Adds the new iterates to the running averages (float64)."""
         for group in groups:
-            for p in trained(group):
-                kept = state[p]
-                if k == 0 or "average" not in kept:
-                    kept["average"] = p.detach().to(torch.float64, copy=True)
-                elif self._shares[k]:
-                    kept["average"].lerp_(p.detach().double(), self._shares[k])
-
-    def answer(self, p: Tensor, state: State) -> Tensor:
-        """Returns the average."""
-        value: Tensor = state.get(p, {}).get("average", p.detach()).to(p.dtype)
-        return value
+            _blend(trained(group), state, k, self._shares[k])
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
@@ -285,9 +260,6 @@ class Accelerated(UpdateRule):
 
     def __init__(self) -> None:
         super().__init__("last")
-
-    def check_groups(self, groups: Groups) -> None:
-        """Accepts all groups."""
 
     def step_size(self, lr: float, k: int, phase: Phase) -> float:
         """Returns t lr."""
@@ -348,9 +320,6 @@ class Anchored(UpdateRule):
 
     def __init__(self) -> None:
         super().__init__("last")
-
-    def check_groups(self, groups: Groups) -> None:
-        """Accepts all groups."""
 
     def _factor(self, lr: float, k: int, phase: Phase) -> float:
         if phase.lr is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,7 @@ from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.loggers import Logger
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
@@ -118,13 +117,8 @@ def fit(
         check.open_interval(0.0, 1.0, delta=delta)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
-        wrong = {
-            "users": users,
-            "steps": steps,
-            "loss_reduction": loss_reduction,
-            "physical_batch_size": physical_batch_size,
-        }
-        wrong |= {"compile": compile or None, "padding": padding}
+        wrong = {"users": users, "steps": steps, "loss_reduction": loss_reduction, "padding": padding}
+        wrong |= {"physical_batch_size": physical_batch_size, "compile": compile or None}
         given = [name for name, value in wrong.items() if value is not None]
         if given:
             raise ValueError(
@@ -166,25 +160,21 @@ def fit(
     note_probed(model, optimizer)
     model.train()
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    plain = own_step(type(optimizer)) is own_step(
-        PrivateOptimizer
-    )  # a step of the caller's expects a backward before it
+    # a step of the caller's expects a backward before it
+    plain = own_step(type(optimizer)) is own_step(PrivateOptimizer)
     closed = closed_form(model, trained, loss_fn, dataset, loader) if plain and users is None else None
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
-    make_step: Callable[[Any], Any]
-    batches: Iterator[Any]
+    due = _steps_on(model, optimizer, loader, loss_fn, compiled)
     if closed is not None:
-        make_step, batches = optimizer.step_on, closed.batches(loader)
-    else:
-        make_step, batches = _call, _steps_on(model, optimizer, loader, loss_fn, compiled)
+        due = (partial(optimizer.step_on, rows) for rows in closed.batches(loader))
     with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
         progress_bar = _Progress(bar, optimizer, delta)
         optimizer.zero_grad()
         saved.save()  # what the first step needs to be resumed: partition and thresholds
         made = optimizer.steps
         with torch.set_grad_enabled(closed is None):
-            for batch in batches:
-                if not _made(optimizer, make_step, batch):
+            for make_step in due:
+                if not _made(optimizer, make_step):
                     break
                 if optimizer.steps > made:  # else it was a part of a draw
                     made = optimizer.steps
@@ -358,18 +348,14 @@ def _compiled(
         attach(model, loss_reduction=reduction)
         first_step_of(model).take(known)
         reason = rows
-    warnings.warn(f"compile=True is not possible, so that fit goes on without: {reason}", UtilityWarning, stacklevel=3)
+    warn(f"compile=True is not possible, so that fit goes on without: {reason}", stacklevel=3)
     return None
 
 
-def _call(step: Callable[[], Any]) -> None:
-    step()
-
-
-def _made(optimizer: PrivateOptimizer, make_step: Callable[[Any], Any], batch: Any) -> bool:
+def _made(optimizer: PrivateOptimizer, make_step: Callable[[], Any]) -> bool:
     """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
     try:
-        make_step(batch)
+        make_step()
     except BudgetExceeded:
         if not optimizer.adaptive or not optimizer.steps:
             raise

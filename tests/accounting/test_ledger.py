@@ -256,6 +256,13 @@ def test_orders_go_on_growing_while_the_last_is_the_best():
     assert orders_at(1)[-1] < evaluation.order < 2**20
 
 
+def test_the_order_grid_doubles_up_to_two_to_the_twenty():
+    for level in range(2, 8):
+        assert orders_at(level)[-1] == 2 * orders_at(level - 1)[-1]
+        assert sorted(set(orders_at(level).tolist())) == orders_at(level).tolist()
+    assert orders_at(7)[-1] == 2**20
+
+
 # -- failure ----------------------------------------------------------------------------------------------------------
 
 

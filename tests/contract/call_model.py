@@ -278,7 +278,7 @@ class Calls(RuleBasedStateMachine):
                 self.refused(stream.next)
                 return
             source.used_up = True
-        elif source.chunk is not None or s.given_up:
+        elif source.chunk is not None or s.given_up or not self._goes_on(s, stream):
             self.refused(stream.next, (*REFUSED, StopIteration))
             s.stream = None
             return
@@ -288,9 +288,16 @@ class Calls(RuleBasedStateMachine):
         except StopIteration:
             s.stream = None
         else:
-            s.held, s.given_up = source.chunk.drawn, False
+            s.held, s.given_up, source.delivering = source.chunk.drawn, False, stream
             if source.one_pass:
                 assert self.truth.place(s.held) == source.made, "a pass goes on at another place"
+
+    @staticmethod
+    def _goes_on(s: Session, stream: Stream) -> bool:
+        """Whether an iteration that has begun may deliver: the rest of its draw in progress; else only a new draw."""
+        if s.held is not None:
+            return stream.source.delivering is stream
+        return stream.drawn is None or stream.seen == len(stream.drawn.records)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

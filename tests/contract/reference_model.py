@@ -322,6 +322,7 @@ class Source:
         self.chunk: Chunk | None = None
         self.used_up = False
         self.newest: Stream | None = None
+        self.delivering: Stream | None = None  # the last batch
 
 
 class Stream:

@@ -92,7 +92,8 @@ def _filtered(params: Any, accountant: dp.Accountant) -> Any:
 
 def _searched(params: Any, accountant: dp.Accountant) -> Any:
     search = pair_radius_search(2000, epsilon=1.0, smallest=0.1)
-    plan = dp.UserFilteredSGD.plan(n_users=2000, budget=accountant.budget, lr=0.1, steps=4, pair_radius=search)
+    own = {"n_users": 2000, "lr": 0.1, "steps": 4, "pair_radius": search, "halt_probability": 1e-9}
+    plan = dp.UserFilteredSGD.plan(budget=accountant.budget, **own)
     return dp.UserFilteredSGD(params, plan, accountant=accountant)
 
 

@@ -79,7 +79,7 @@ EXEMPT = {
 
 
 def public(prefix: str, place: Any) -> Iterator[tuple[str, Any]]:
-    for name in getattr(place, "__all__", ()):  # `errors` has no other names than exceptions
+    for name in getattr(place, "__all__", ()):  # `errors` has no list: exceptions, and `warn`
         value = getattr(place, name)
         if isinstance(value, types.ModuleType):
             yield from public(f"{prefix}.{name}", value)

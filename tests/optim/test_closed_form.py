@@ -422,7 +422,7 @@ def test_empty_draws_are_steps_of_noise() -> None:
 
 def test_no_oracle_is_shown_the_rows_of_an_empty_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[int] = []
-    monkeypatch.setattr(dp.oracles.Clipped, "observe", lambda self, rows, users=None: shown.append(rows.n_rows))
+    monkeypatch.setattr(dp.oracles.Clipped, "observe", lambda self, rows, users=None: shown.append(len(rows)))
     model = linear()
     optimizer = optimizer_of(model, Poisson(1, 10**6), adjacency="add_remove")
     dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)

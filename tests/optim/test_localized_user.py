@@ -177,7 +177,7 @@ def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
 def test_calibrated_phases_fit_the_budget_that_they_were_made_for() -> None:
     own = localized_user_plan(
         n_users=900, items_per_user=2, dim=2, epsilon=4.0, delta=1e-3, lipschitz=1.0, strong_convexity=0.5,
-        pair_radius=1.0, max_steps=3, score_share=1.0,
+        pair_radius=1.0, max_steps=3, score_share=1.0, halt_probability=1e-9,
     )  # fmt: skip
     run = runs.localized(own, accountant=dp.Accountant(runs.budget(epsilon=own.epsilon)), prox=dp.prox.Ball(5.0))
     run.train(*runs.agreeing(900, rows=2))

@@ -8,7 +8,7 @@ from fractions import Fraction
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.reference.papers.heavy_tailed import proximal_pl_clip, strongly_convex_clip
@@ -48,6 +48,8 @@ ALL_PLANS = pytest.mark.parametrize(("planner", "task"), PLANS, ids=["accelerate
 )
 def test_the_accelerated_plan_agrees_with_40_digits(n, d, T, rho, k, adjacency):
     beta, D, r, r2 = 1.3, 0.7, 2.5, 1.9
+    # from 1 on noise dominates, which is warned of, and the bias is r - C, below the formula for large clips
+    assume(2 * sensitivity_factor(adjacency) * math.sqrt(d * T / (3 * rho)) / (n // T * T) < 1)
     found = accelerated_plan(
         n=n,
         dim=d,

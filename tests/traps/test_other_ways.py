@@ -29,14 +29,48 @@ def test_parts_of_two_iterations_are_never_joined(rows: str) -> None:
     older = iter(loader)
     part(model, ours, older)
     ours.discard()
-    part(model, ours, iter(loader))
+    newest = iter(loader)
+    part(model, ours, newest)
     with pytest.raises(SequenceError, match="an older iteration of the loader was continued"):
         part(model, ours, older)
     assert not model.weight.any()
     assert len(ours.accountant) == ours.steps == 0
+    part(model, ours, newest)
+    assert len(ours.accountant) == ours.steps == 1
+
+
+@pytest.mark.parametrize("rows", ["factored", "dense"])
+def test_another_draw_never_takes_the_place_of_one_in_progress(rows: str) -> None:
+    model = scores(1, rows)
+    ours = make_optimizer(model, dp.Full(4))
+    loader = ours.loader(column(1.0, 1.0, 1.0, 1.0), steps=3, physical_batch_size=2)
+    older = iter(loader)
+    part(model, ours, older), part(model, ours, older)  # its next draw begins anew
     newest = iter(loader)
     part(model, ours, newest)
+    with pytest.raises(SequenceError, match="an older iteration of the loader was continued"):
+        part(model, ours, older)
     part(model, ours, newest)
+    assert len(ours.accountant) == ours.steps == 2
+
+
+@pytest.mark.parametrize("rows", ["factored", "dense"])
+def test_the_rest_of_a_draw_that_was_used_up_is_refused(rows: str) -> None:
+    """Else a step with too few rows would give it up, and the next iteration would deliver the used draw again."""
+    model = scores(1, rows)
+    ours = make_optimizer(model, dp.Fixed(10, 200))
+    loader = ours.loader(column(*range(200)), steps=5)
+    older = iter(dp.sampling.PhysicalBatches(loader, 2))
+    part(model, ours, older)
+    ours.discard()
+    newest = iter(loader)
+    (used,) = next(newest)  # the same draw, whole
+    model(used).sum().backward()
+    ours.step()
+    with pytest.raises(SequenceError, match="an older iteration of the loader was continued"):
+        next(older)
+    (x,) = next(iter(loader))
+    assert not torch.equal(x, used)  # by chance with a probability of 1e-16
     assert len(ours.accountant) == ours.steps == 1
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
+from opacus.accountants import register_accountant
+
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.filters import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.events import Event
@@ -20,7 +22,7 @@ from torch_dpsco.accounting.ledger.book import FOREIGN, Book, History, foreign_b
 from torch_dpsco.accounting.ledger.file import LedgerFile
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import locked
-from torch_dpsco.accounting.opacus import epsilon_at_orders, register
+from torch_dpsco.accounting.opacus import OpacusFace, epsilon_at_orders
 from torch_dpsco.accounting.report.figures import (
     NO_BUDGET_DELTA,
     PrivacyReport,
@@ -28,7 +30,6 @@ from torch_dpsco.accounting.report.figures import (
     make_report,
     rounded_up,
 )
-from torch_dpsco.accounting.spending import Spending
 from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError
 
 _CACHED_QUERIES = 256
@@ -46,7 +47,7 @@ class Spent(NamedTuple):
     delta: float
 
 
-class Accountant(Spending):
+class Accountant(OpacusFace):
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
@@ -95,14 +96,10 @@ class Accountant(Spending):
         check.choice(("example", "user"), unit=unit)
         if budget is not None:
             adjacency, unit = budget.adjacency, budget.unit
-        elif adjacency is not None:
-            check_adjacency(adjacency)
-        if budget is not None:
             make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
-        self._answers: dict[
-            tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
-        ] = {}  # with the events they are of
+        # with the number of events that they are of
+        self._answers: dict[tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -213,7 +210,7 @@ class Accountant(Spending):
             check.positive(eps_error=eps_error)
         if delta_error is not None:
             check.positive(delta_error=delta_error)
-        adjacency = check_adjacency(adjacency or self.adjacency)
+        adjacency = adjacency or self.adjacency
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
         delta = below_one(delta=delta)
@@ -250,7 +247,7 @@ class Accountant(Spending):
             ValueError: parameters may depend on what was released, so that only `get_epsilon` has an answer.
         """
         self._require_fixed_parameters()
-        return self.ledger.delta(epsilon, check_adjacency(adjacency or self.adjacency))
+        return self.ledger.delta(epsilon, adjacency or self.adjacency)
 
     def _require_fixed_parameters(self) -> None:
         if self.adaptive:
@@ -275,12 +272,11 @@ class Accountant(Spending):
         self._require_fixed_parameters()
         if delta_min is not None:
             check.open_interval(0.0, 1.0, delta_min=delta_min)
-        adjacency = check_adjacency(adjacency or self.adjacency)
+        adjacency = adjacency or self.adjacency
         cost = self.ledger.cost(adjacency)
-        failing = bool(cost.failure or cost.transcript or cost.per_side)
-        if cost.mu_squared is not None and not failing:
+        if cost.mu_squared is not None and not cost.fails:
             return math.sqrt(cost.mu_squared)
-        if delta_min is None or failing:
+        if delta_min is None or cost.fails:
             raise ValueError(
                 "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead, or "
                 "get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
@@ -299,8 +295,8 @@ class Accountant(Spending):
             ValueError: some event has none, or a failure probability, or parameters may depend on what was released.
         """
         self._require_fixed_parameters()
-        cost = self.ledger.cost(check_adjacency(adjacency or self.adjacency))
-        if cost.zcdp is None or cost.zcdp[0] or cost.failure or cost.transcript or cost.per_side:
+        cost = self.ledger.cost(adjacency or self.adjacency)
+        if cost.zcdp is None or cost.zcdp[0] or cost.fails:
             raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
         return cost.zcdp[1]
 
@@ -452,4 +448,5 @@ def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str]
     return Journal(file.book, file)
 
 
-register(Accountant)
+# the latest class wins where a module is loaded twice
+register_accountant(Accountant.mechanism(), Accountant, force=True)

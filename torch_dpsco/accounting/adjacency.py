@@ -10,10 +10,9 @@ Source: docs/proofs/accounting.md#adjacencies-and-units.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import AdjacencyError
 
 Adjacency: TypeAlias = Literal["add_remove", "zero_out", "replace_one"]
 ADD_REMOVE: Adjacency = "add_remove"
@@ -46,23 +45,9 @@ def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def sensitivity_of(event: Any, adjacency: Adjacency) -> float:
-    """Returns the sensitivity of an event with `sens`; raises AdjacencyError if it is not defined there."""
-    for name, value in cast("tuple[tuple[Adjacency, float], ...]", event.sens):
-        if name == adjacency:
-            return value
-    raise AdjacencyError(f"{event} is not defined under {adjacency}")
-
-
 def below_one(**field: Any) -> float:
     """Returns the field, a delta or a failure probability, as a float; raises ValueError unless it is in [0, 1)."""
     value = check.nonnegative(**field)
     if value >= 1:
         raise ValueError(f"{next(iter(field))} must be in [0, 1) (got {value})")
     return value + 0.0  # no negative zero, which prints as -0
-
-
-def assign(event: object, **values: object) -> None:
-    """Sets fields of a frozen value while it is built."""
-    for name, value in values.items():
-        object.__setattr__(event, name, value)

@@ -155,11 +155,6 @@ def noise_multiplier(
         high, low = low, low / 2.0
         if low < _LOWEST:
             return high
-    return _least(epsilon_at, epsilon, low, high, rtol)
-
-
-def _least(epsilon_at: Callable[[float], float], epsilon: float, low: float, high: float, rtol: float) -> float:
-    """Returns the least noise in (low, high] that meets the target, to rtol and rounded up; high meets it."""
 
     def excess(log_noise: float) -> float:
         spent = epsilon_at(math.exp(log_noise))
@@ -176,13 +171,7 @@ def _least(epsilon_at: Callable[[float], float], epsilon: float, low: float, hig
 
 @typed
 def max_steps(
-    epsilon: float,
-    delta: float,
-    *,
-    noise_multiplier: float,
-    design: Design,
-    adjacency: Adjacency,
-    limit: int = 2**40,
+    epsilon: float, delta: float, *, noise_multiplier: float, design: Design, adjacency: Adjacency, limit: int = 2**40
 ) -> int:
     """Returns the largest number of draws that stays within (epsilon, delta), 0 if not even one does.
 

@@ -19,20 +19,19 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting import events as kinds
+from torch_dpsco.accounting import events, stated
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
 from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
-    extended_orders,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
@@ -40,15 +39,13 @@ from torch_dpsco.accounting.analysis.rdp import (
 )
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
-from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.theory.linear.objective import log_det, objpert_rdp, objpert_rdp_general
 from torch_dpsco.theory.linear.objective_monotone import objpert_rdp_dominating
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
 _MAX_LEVEL = 7  # orders up to 2^20
-_SCALARS = 7  # numbers of a cost beside its Renyi curve
+_SCALARS, _SURVIVAL = 7, 3  # numbers of a row behind its Renyi curve; place of log_survival, from the end
 _MANY_LAWS = 64  # laws of all combinations of parts, beyond which they take more than about half a second
 
 
@@ -66,7 +63,7 @@ def orders_at(level: int) -> FloatArray:
         grid = grid[grid <= 2.0**8] if level == 0 else grid
     else:
         grid = orders_at(level - 1)
-        grid = np.concatenate([grid, extended_orders(grid, best=float(grid[-1]))])
+        grid = np.concatenate([grid, np.round(grid[-1] * 2 ** (np.arange(1, 9) / 8))])
     grid.setflags(write=False)
     return grid
 
@@ -117,32 +114,21 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost.of_row(self.row + other.row)
 
-    def __mul__(self, times: int) -> Cost:
-        if times == 0:  # 0 * inf is nan; nothing was released
-            return Cost(np.zeros_like(self.rdp), 0.0, (0.0, 0.0), 0.0)
-        return Cost.of_row(times * self.row)
-
     @property
     def failure(self) -> float:
         """Probability that some coupling fails, rounded up."""
         return min(1.0, -math.expm1(self.log_survival) * (1.0 + 1e-14))
 
+    @property
+    def fails(self) -> bool:
+        """Whether something may fail."""
+        return bool(self.log_survival or self.transcript or self.per_side)
+
     def maximum(self, other: Cost) -> Cost:
         """Returns the pointwise maximum: a bound whichever of the two parts holds the differing record."""
-        mine, its = self.zcdp, other.zcdp
-        return Cost(
-            np.maximum(self.rdp, other.rdp),
-            _larger(self.mu_squared, other.mu_squared),
-            None if mine is None or its is None else (max(mine[0], its[0]), max(mine[1], its[1])),
-            max(self.pure, other.pure),
-            min(self.log_survival, other.log_survival),
-            max(self.transcript, other.transcript),
-            max(self.per_side, other.per_side),
-        )
-
-
-def _larger(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else max(first, second)
+        row = np.maximum(self.row, other.row)  # nan, what is not defined, stays nan
+        row[-_SURVIVAL] = min(self.log_survival, other.log_survival)
+        return Cost.of_row(row)
 
 
 @lru_cache(maxsize=4096)
@@ -152,7 +138,7 @@ def cost_of(event: SimpleEvent, adjacency: Adjacency, level: int = 0) -> Cost:
     Raises:
         AdjacencyError: the event has no guarantee under this adjacency.
     """
-    if isinstance(event, kinds.Stated):
+    if isinstance(event, stated.Stated):
         event.require(adjacency)
     return _cost(event, adjacency, orders_at(level))
 
@@ -163,7 +149,7 @@ def _cost(event: SimpleEvent, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 
 @_cost.register
-def _(event: kinds.NonPrivate, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.NonPrivate, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return Cost(np.full_like(orders, math.inf), math.inf, (0.0, math.inf), math.inf)
 
 
@@ -180,12 +166,12 @@ def _(event: Gaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 
 @_cost.register
-def _(event: kinds.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_mu(event.mu, orders)
 
 
 @_cost.register
-def _(event: kinds.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
     if event.k > 1 and adjacency == REPLACE_ONE:
         raise AdjacencyError(f"{event} is not defined under replace_one: no tight pair is proved for several records")
     if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
@@ -202,7 +188,7 @@ def _(event: kinds.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) ->
 
 
 @_cost.register
-def _(event: kinds.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
     if adjacency == ADD_REMOVE:
         raise AdjacencyError(f"{event} is not defined under add_remove: its batch size depends on the data set size")
     if event.batch_size == event.dataset_size:
@@ -219,7 +205,7 @@ def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) 
 
 
 @_cost.register
-def _(event: kinds.Laplace, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.Laplace, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # D_a is convex in the shift and 0 at 0, so that over all shifts of this L1 norm one coordinate is the worst
     sensitivity = event.sensitivity(adjacency)
     if sensitivity == 0 or event.scale == 0:
@@ -228,7 +214,7 @@ def _(event: kinds.Laplace, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 
 @_cost.register
-def _(event: kinds.AboveThreshold, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.AboveThreshold, adjacency: Adjacency, orders: FloatArray) -> Cost:
     sensitivity = event.sensitivity(adjacency)
     if sensitivity == 0 or min(event.b_threshold, event.b_query) == 0:
         return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
@@ -237,33 +223,33 @@ def _(event: kinds.AboveThreshold, adjacency: Adjacency, orders: FloatArray) -> 
 
 
 @_cost.register
-def _(event: kinds.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_pure(event.eps, orders)
 
 
 @_cost.register
-def _(event: kinds.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # simulated by: tell all with probability delta, else a pure mechanism (Kairouz, Oh, Viswanath 2015)
     return replace(_of_pure(event.eps, orders), log_survival=math.log1p(-event.delta))
 
 
 @_cost.register
-def _(event: kinds.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_pure(event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None)
 
 
 @_cost.register
-def _(event: kinds.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return Cost(event.xi + event.rho * orders, None, (event.xi, event.rho))
 
 
 @_cost.register
-def _(event: kinds.ApproxZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.ApproxZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return Cost(event.rho * orders, None, (0.0, event.rho), log_survival=math.log1p(-event.delta))
 
 
 @_cost.register
-def _(event: kinds.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # (a - 1) D_a is convex and 0 at a = 1, so that a chord bounds it from above; past the last order nothing is known
     known = np.concatenate([[1.0], event.orders])
     heights = np.concatenate([[0.0], (np.asarray(event.orders) - 1.0) * np.asarray(event.values)])
@@ -273,7 +259,7 @@ def _(event: kinds.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 
 @_cost.register
-def _(event: kinds.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: stated.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     nothing = Cost(np.zeros_like(orders), 0.0, (0.0, 0.0), 0.0)
     if event.kind == "transcript":
         return replace(nothing, transcript=event.probability)
@@ -332,7 +318,7 @@ def epsilon_of(
     cost = cost_at(0)
     if (method == "gdp" and cost.mu_squared is None) or (method == "zcdp" and cost.zcdp is None):
         raise ValueError(f"method must be 'best' or 'rdp' for sampled events (got {method!r})")
-    if not (cost.failure or cost.transcript or cost.per_side):
+    if not cost.fails:
         return _converted(cost_at, delta, laws, method, enough)
 
     found = Evaluation(math.inf, "failure")
@@ -406,7 +392,7 @@ def objective_curve(
     monotone: bool,
     mu_out: float = 0.0,
     adjacency: Adjacency = ADD_REMOVE,
-) -> RDPCurve:
+) -> stated.RDPCurve:
     """Returns the Renyi curve of a release by objective perturbation of a loss of one linear score.
 
     Args:
@@ -443,5 +429,5 @@ def objective_curve(
         return (value + order * mu_out * mu_out / 2) * (1 + 1e-15)
 
     orders = tuple(float(order) for order in orders_at(_LEVEL))
-    stated = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
-    return RDPCurve(orders, tuple(divergence(order) for order in orders), stated)
+    proved = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
+    return stated.RDPCurve(orders, tuple(divergence(order) for order in orders), proved)

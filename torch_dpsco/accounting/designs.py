@@ -68,7 +68,6 @@ class Design(ABC):
         """Draws that touch each record once on average: ceil(n / batch_size)."""
         return math.ceil(self.n / self.batch_size)
 
-    @abstractmethod
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws of a sampler of this design, for planning.
 
@@ -76,6 +75,7 @@ class Design(ABC):
             base: event of the query on one given batch, in clip units (`events.clipped_gaussian`).
             draws: number of draws, >= 0.
         """
+        return Repeat(self.draw_event(base, Draw(0)), draws)
 
     def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
         """Returns the event of the draws start, .., stop - 1 of a run.
@@ -99,12 +99,17 @@ class Design(ABC):
         """Returns the event of one draw, for the ledger. Its sum over draws never costs more than `event`."""
 
 
-def set_sizes(design: Design) -> None:
-    """Checks n and batch_size of a design, as plain integers: its repr enters the digests of checkpoints."""
-    object.__setattr__(design, "n", check.positive_count(n=design.n))
-    object.__setattr__(design, "batch_size", check.positive_count(batch_size=design.batch_size))
-    if design.batch_size > design.n:
-        raise ValueError(f"batch_size must be <= n={design.n} (got {design.batch_size})")
+@dataclass(frozen=True)
+class SizedDesign(Design):
+    """A design of batches of some size out of n records, plain integers: its repr enters the digests of checkpoints."""
+
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        check.fields(self, n=check.positive_count, batch_size=check.positive_count)
+        if self.batch_size > self.n:
+            raise ValueError(f"batch_size must be <= n={self.n} (got {self.batch_size})")
 
 
 def noise_ratio(base: BaseEvent, adjacency: Adjacency) -> float:
@@ -126,8 +131,17 @@ def is_exact(base: object) -> TypeGuard[Gaussian]:
     return isinstance(base, Gaussian) and base.exact
 
 
+def poisson_event(base: BaseEvent, rate: float) -> Event:
+    """Returns the event of a query on a batch that holds each record independently with that rate."""
+    if isinstance(base, NonPrivate):
+        return base
+    # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
+    # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
+    return PoissonGaussian(noise_ratio(base, ADD_REMOVE), rate, exact=is_exact(base))
+
+
 @dataclass(frozen=True)
-class Poisson(Design):
+class Poisson(SizedDesign):
     """Each record is in each batch independently with rate batch_size / n; all three adjacencies.
 
     Args:
@@ -140,43 +154,19 @@ class Poisson(Design):
         Repeat(event=PoissonGaussian(noise_multiplier=1.0, q=0.05), n=3)
     """
 
-    batch_size: int
-    n: int
-
-    def __post_init__(self) -> None:
-        set_sizes(self)
-
     @property
     def sample_rate(self) -> float:
         """The rate q = batch_size / n."""
         return self.batch_size / self.n
 
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(self.draw_event(base, Draw(0)), draws)
-
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
-        if isinstance(base, NonPrivate):
-            return base
-        # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
-        # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
-        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate, exact=is_exact(base))
+        return poisson_event(base, self.sample_rate)
 
 
 @dataclass(frozen=True)
-class Fixed(Design):
+class Fixed(SizedDesign):
     """Each batch is an independent uniformly random subset of exactly batch_size of the n records (n public)."""
-
-    batch_size: int
-    n: int
-
-    def __post_init__(self) -> None:
-        set_sizes(self)
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(self.draw_event(base, Draw(self.batch_size)), draws)
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
@@ -209,53 +199,39 @@ def _restricted(base: BaseEvent, adjacencies: tuple[Adjacency, ...]) -> BaseEven
     raise AdjacencyError(f"a query on one batch must be a Gaussian or a stated event (got {type(base).__name__})")
 
 
-def _part_event(base: BaseEvent, draw: Draw) -> Event:
-    return Parallel({draw.part: (positional_event(base),)}, draw.partition)
+class CutDesign(SizedDesign):
+    """A design of batches that are cut from a permutation of the records."""
+
+    positional = ordered = True
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw."""
+        return Parallel({draw.part: (positional_event(base),)}, draw.partition)
 
 
 @dataclass(frozen=True)
-class Shuffled(Design):
+class Shuffled(CutDesign):
     """Epochs over a fresh random permutation cut into batches: each record is in one batch of each epoch.
 
     No amplification is claimed: a pass costs one unsampled Gaussian, and a started pass counts as a whole one.
     """
 
-    batch_size: int
-    n: int
-    positional = ordered = True
-
-    def __post_init__(self) -> None:
-        set_sizes(self)
-
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         return Repeat(positional_event(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch))
 
-    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
-        """Returns the event of one draw."""
-        return _part_event(base, draw)
-
 
 @dataclass(frozen=True)
-class Disjoint(Design):
+class Disjoint(CutDesign):
     """One pass over a random permutation cut into batches: all draws together cost one unsampled Gaussian."""
 
-    batch_size: int
-    n: int
-    positional = one_pass = ordered = True
-
-    def __post_init__(self) -> None:
-        set_sizes(self)
+    one_pass = True
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         if check.count(draws=draws) > self.steps_per_epoch:
             raise ValueError(f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})")
         return Repeat(positional_event(base), min(draws, 1))
-
-    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
-        """Returns the event of one draw."""
-        return _part_event(base, draw)
 
 
 @dataclass(frozen=True)
@@ -265,16 +241,12 @@ class Full(Design):
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check.positive_count(n=self.n))
+        check.fields(self, n=check.positive_count)
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
         """Equals n."""
         return self.n
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(base, draws)
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
@@ -291,16 +263,12 @@ class Undeclared(Design):
     batch_size: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch_size", check.positive_count(batch_size=self.batch_size))
+        check.fields(self, batch_size=check.positive_count)
 
     @property
     def n(self) -> int:  # type: ignore[override]
         """Not declared."""
         raise ValueError("n was not declared: give n= (Poisson sampling) or design= to the optimizer")
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(self.draw_event(base, Draw(0)), draws)
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""

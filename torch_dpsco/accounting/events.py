@@ -18,63 +18,40 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias, cast, get_args
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting import events as kinds
-from torch_dpsco.accounting.adjacency import (
-    ADD_REMOVE,
-    ADJACENCIES,
-    CLIP_UNITS,
-    REPLACE_ONE,
-    ZERO_OUT,
-    Adjacency,
-    Sens,
-    assign,
-    below_one,
-    check_adjacency,
-    sensitivity_of,
-    sorted_sens,
-)
-from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve, Stated
-from torch_dpsco.errors import ConditionError
+from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency, Sens, below_one, sorted_sens
+from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
+from torch_dpsco.errors import AdjacencyError, ConditionError
 
-__all__ = [
-    "ADD_REMOVE",
-    "ADJACENCIES",
-    "CLIP_UNITS",
-    "REPLACE_ONE",
-    "ZERO_OUT",
-    "AboveThreshold",
-    "Adjacency",
-    "ApproxDP",
-    "ApproxZCDP",
-    "Event",
-    "Failure",
-    "GDP",
-    "Gaussian",
-    "KNorm",
-    "Laplace",
-    "NonPrivate",
-    "Parallel",
-    "PoissonGaussian",
-    "Pure",
-    "RDPCurve",
-    "Repeat",
-    "Sequential",
-    "SimpleEvent",
-    "Stated",
-    "WORGaussian",
-    "ZCDP",
-    "check_adjacency",
-    "clipped_gaussian",
-    "scaled_noise",
-]
+_OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact")  # where they have their default
+
+
+class _Query:
+    """A release of a query, with its sensitivity per adjacency."""
+
+    sens: Sens
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the sensitivity of the query; raises AdjacencyError if it is not defined for that adjacency."""
+        for name, value in dict(self.sens).items():
+            if name == adjacency:
+                return value
+        raise AdjacencyError(f"{self} is not defined under {adjacency}")
+
+
+class _Gaussian:
+    """A release with Gaussian noise; its repr leaves fields out as its JSON does."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in _shown(self))})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Gaussian:
+class Gaussian(_Query, _Gaussian):
     """One release of a query plus N(0, sigma^2 I), without sampling.
 
     Args:
@@ -90,17 +67,8 @@ class Gaussian:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        failure = below_one(failure=self.failure)
-        assign(self, sens=sorted_sens(self.sens), sigma=check.nonnegative(sigma=self.sigma), failure=failure)
-        _require_flag(self)
-
-    def __repr__(self) -> str:
-        mark = ", exact=True" if self.exact else ""
-        return f"Gaussian(sigma={self.sigma!r}, sens={self.sens!r}, failure={self.failure!r}{mark})"
-
-    def sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns the L2 sensitivity; raises AdjacencyError if it is not defined for that adjacency."""
-        return sensitivity_of(self, adjacency)
+        # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
+        check.fields(self, sens=sorted_sens, sigma=check.nonnegative, failure=below_one, exact=check.flag)
 
     def only(self, *adjacencies: Adjacency) -> Gaussian:
         """Returns the event restricted to some adjacencies (a sampling design may support fewer than the query)."""
@@ -108,7 +76,7 @@ class Gaussian:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PoissonGaussian:
+class PoissonGaussian(_Gaussian):
     """Noisy sum of clipped rows over a Poisson sample: each record is in the batch independently with rate q.
 
     Args:
@@ -124,17 +92,13 @@ class PoissonGaussian:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        noise = check.nonnegative(noise_multiplier=self.noise_multiplier)
-        assign(self, noise_multiplier=noise, q=check.between(0.0, 1.0, q=self.q), k=check.positive_count(k=self.k))
-        _require_flag(self)
-
-    def __repr__(self) -> str:
-        group = (f", k={self.k}" if self.k > 1 else "") + (", exact=True" if self.exact else "")
-        return f"PoissonGaussian(noise_multiplier={self.noise_multiplier!r}, q={self.q!r}{group})"
+        rate = partial(check.between, 0.0, 1.0)
+        # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
+        check.fields(self, noise_multiplier=check.nonnegative, q=rate, k=check.positive_count, exact=check.flag)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class WORGaussian:
+class WORGaussian(_Gaussian):
     """Noisy sum of clipped rows over a uniformly random subset of fixed size (without replacement).
 
     Not defined under add_remove, where the size of the data set is private. Under zero_out the sensitivity is that of
@@ -153,23 +117,16 @@ class WORGaussian:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        noise = check.nonnegative(noise_multiplier=self.noise_multiplier)
-        size = check.positive_count(dataset_size=self.dataset_size)
-        assign(
-            self, noise_multiplier=noise, batch_size=check.positive_count(batch_size=self.batch_size), dataset_size=size
-        )
+        check.fields(self, noise_multiplier=check.nonnegative)
+        check.fields(self, dataset_size=check.positive_count, batch_size=check.positive_count)
         if self.batch_size > self.dataset_size:
             raise ValueError(f"batch_size must be <= dataset_size={self.dataset_size} (got {self.batch_size})")
-        _require_flag(self)
-
-    def __repr__(self) -> str:
-        fields = f"batch_size={self.batch_size!r}, dataset_size={self.dataset_size!r}"
-        mark = ", exact=True" if self.exact else ""
-        return f"WORGaussian(noise_multiplier={self.noise_multiplier!r}, {fields}{mark})"
+        # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
+        check.flag(exact=self.exact)
 
 
 @dataclasses.dataclass(frozen=True)
-class Laplace:
+class Laplace(_Query):
     """One release of a query plus Laplace noise of that scale on each coordinate.
 
     Args:
@@ -181,15 +138,11 @@ class Laplace:
     sens: Sens
 
     def __post_init__(self) -> None:
-        assign(self, sens=sorted_sens(self.sens), scale=check.nonnegative(scale=self.scale))
-
-    def sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns the L1 sensitivity; raises AdjacencyError if it is not defined for that adjacency."""
-        return sensitivity_of(self, adjacency)
+        check.fields(self, sens=sorted_sens, scale=check.nonnegative)
 
 
 @dataclasses.dataclass(frozen=True)
-class AboveThreshold:
+class AboveThreshold(_Query):
     """A run of the sparse vector technique that halts after `num_positives` answers above its threshold.
 
     Args:
@@ -205,20 +158,8 @@ class AboveThreshold:
     num_positives: int = 1
 
     def __post_init__(self) -> None:
-        assign(
-            self,
-            b_threshold=check.nonnegative(b_threshold=self.b_threshold),
-            b_query=check.nonnegative(b_query=self.b_query),
-            sens=sorted_sens(self.sens),
-            num_positives=check.positive_count(num_positives=self.num_positives),
-        )
-
-    def sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns the sensitivity; raises AdjacencyError if it is not defined for that adjacency."""
-        return sensitivity_of(self, adjacency)
-
-
-PARTITION_KINDS = ("positional", "keyed")
+        check.fields(self, b_threshold=check.nonnegative, b_query=check.nonnegative)
+        check.fields(self, sens=sorted_sens, num_positives=check.positive_count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +175,7 @@ class Repeat:
     n: int
 
     def __post_init__(self) -> None:
-        _require_event(self.event)
-        assign(self, n=check.count(n=self.n))
+        check.fields(self, event=_checked, n=check.count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +185,7 @@ class Sequential:
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
-        assign(self, events=_members("events", self.events))
+        check.fields(self, events=_members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,19 +215,17 @@ class Parallel:
         pairs = tuple(self.parts.items()) if isinstance(self.parts, Mapping) else self.parts
         if any(type(pair) is not tuple or len(pair) != 2 for pair in pairs):
             raise ValueError(f"parts must be pairs of a name and its events (got {check.shown(self.parts)})")
-        parts = {str(name): _members("parts", events) for name, events in pairs}
+        parts = {str(name): _members(parts=events) for name, events in pairs}
         if len(parts) < len(pairs):
             # PRIVACY: 1 and "1" are one name in a ledger file (test_two_parts_of_one_name_are_refused)
             raise ValueError(f"parts must have names that differ as text (got {[name for name, _ in pairs]})")
-        assign(self, parts=tuple(sorted(parts.items(), key=lambda part: part[0])))
+        object.__setattr__(self, "parts", tuple(sorted(parts.items(), key=lambda part: part[0])))
         partition: object = self.partition
         if not isinstance(partition, str) or not partition:
             raise ValueError(f"partition must be a non-empty name (got {partition!r})")
-        check.choice(PARTITION_KINDS, partition_kind=self.partition_kind)
-        if not isinstance(self.key_public, bool):
-            # PRIVACY: "no" is true (test_a_public_key_is_never_granted_by_a_word)
-            raise ValueError(f"key_public must be True or False (got {self.key_public!r})")
-        if self.key_public and self.partition_kind != "keyed":
+        check.choice(("positional", "keyed"), partition_kind=self.partition_kind)
+        # PRIVACY: "no" is true (test_a_public_key_is_never_granted_by_a_word)
+        if check.flag(key_public=self.key_public) and self.partition_kind != "keyed":
             raise ValueError(f"key_public must be False for a {self.partition_kind} partition (got {self.key_public})")
 
     def items(self) -> tuple[tuple[str, tuple[Event, ...]], ...]:
@@ -315,25 +253,26 @@ Event: TypeAlias = SimpleEvent | Repeat | Sequential | Parallel
 _EVENTS = (*get_args(SimpleEvent), Repeat, Sequential, Parallel)
 
 
-def _require_flag(event: Gaussian | PoissonGaussian | WORGaussian) -> None:
-    if not isinstance(event.exact, bool):
-        # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
-        raise ValueError(f"exact must be True or False (got {event.exact!r})")
-
-
-def _members(field: str, events: object) -> tuple[Event, ...]:
+def _members(**field: Any) -> tuple[Event, ...]:
+    ((name, events),) = field.items()
     if isinstance(events, str) or not isinstance(events, Iterable):
-        raise ValueError(f"{field} must hold lists of events (got {check.shown(events)})")
-    members = tuple(events)
-    for event in members:
-        _require_event(event)
-    return members
+        raise ValueError(f"{name} must hold lists of events (got {check.shown(events)})")
+    return tuple(map(_checked, events))
 
 
-def _require_event(event: object) -> None:
-    """Raises ValueError for anything but an event, which checks its own numbers; the ledger checks subclasses."""
+def _checked(event: object) -> Event:
+    """Returns an event, which checks its own numbers; raises ValueError for all else. The ledger checks subclasses."""
     if not isinstance(event, _EVENTS):
         raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})")
+    return cast(Event, event)
+
+
+def _shown(event: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the fields, except those that were added later and have their default."""
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        if field.name not in _OMITTED or value != field.default:
+            yield field.name, value
 
 
 def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
@@ -344,11 +283,7 @@ def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
     return Gaussian(check.nonnegative(noise_multiplier=noise_multiplier), CLIP_UNITS, exact=exact)
 
 
-_SIMPLE = (
-    *(kinds.Gaussian, kinds.PoissonGaussian, kinds.WORGaussian, kinds.Laplace, kinds.AboveThreshold, kinds.NonPrivate),
-    *(kinds.Pure, kinds.ApproxDP, kinds.ZCDP, kinds.ApproxZCDP, kinds.GDP, kinds.KNorm, kinds.RDPCurve, kinds.Failure),
-)
-_CLASSES = {cls.__name__: cls for cls in (*_SIMPLE, Repeat, Sequential, Parallel)}
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in _EVENTS}
 _SHAPES: dict[str, type[Any]] = {
     "events": list,
     "parts": dict,
@@ -358,7 +293,6 @@ _SHAPES: dict[str, type[Any]] = {
     "adjacencies": list,
 }
 _WORDS = ("partition", "partition_kind", "kind", "key_public", "exact")  # strings that are no numbers
-_OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact")  # where they have their default
 
 
 def scaled_noise(event: Event, factor: float) -> Event:
@@ -393,23 +327,15 @@ def scaled_noise(event: Event, factor: float) -> Event:
 def event_to_json(event: Event, *, exact: bool = True) -> dict[str, Any]:
     """Returns the event as a JSON object; floats as hexadecimal strings if `exact` (bit-exact round trip)."""
     out: dict[str, Any] = {"type": type(event).__name__}
-    if isinstance(event, Repeat):
-        return out | {"event": event_to_json(event.event, exact=exact), "n": event.n}
-    if isinstance(event, Sequential):
-        return out | {"events": [event_to_json(e, exact=exact) for e in event.events]}
-    for field in dataclasses.fields(event):
-        value = getattr(event, field.name)
-        if field.name in _OMITTED and value == field.default:
-            continue
-        if isinstance(event, Parallel) and field.name == "parts":
-            value = {name: [event_to_json(e, exact=exact) for e in events] for name, events in event.items()}
-        else:
-            value = _encoded(value, exact)
-        out[field.name] = dict(value) if field.name == "sens" else value
+    for name, value in _shown(event):
+        plain = _encoded(value, exact)
+        out[name] = dict(plain) if _SHAPES.get(name) is dict else plain
     return out
 
 
 def _encoded(value: Any, exact: bool) -> Any:
+    if isinstance(value, _EVENTS):
+        return event_to_json(value, exact=exact)
     if isinstance(value, float):
         return value.hex() if exact or math.isinf(value) else value
     if isinstance(value, tuple):

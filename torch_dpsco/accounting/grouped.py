@@ -50,7 +50,7 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
     if delta == 0:
         return 2.0 * ledger.epsilon(delta, ADD_REMOVE)
     cost = ledger.cost(ADD_REMOVE)
-    if cost.mu_squared is not None and not (cost.failure or cost.transcript or cost.per_side):
+    if cost.mu_squared is not None and not cost.fails:
         mu = group_gdp_mu(math.sqrt(cost.mu_squared), 2) * (1.0 + 2.0**-50)  # the square root rounds
         return gaussian_epsilon(mu, delta)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,8 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, is_exact, noise_ratio
-from torch_dpsco.accounting.events import Event, NonPrivate, PoissonGaussian, Repeat
+from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, poisson_event
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.errors import UnknownSamplerError
 
 _UNIFORMS = 2**24  # values of a float32 from torch.rand
@@ -45,8 +45,7 @@ class RatePoisson(Design):
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check.positive_count(n=self.n))
-        object.__setattr__(self, "sample_rate", check.between(0.0, 1.0, sample_rate=self.sample_rate))
+        check.fields(self, n=check.positive_count, sample_rate=partial(check.between, 0.0, 1.0))
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -60,15 +59,9 @@ class RatePoisson(Design):
         # (test_an_epoch_of_a_recognized_loader_has_no_step_too_few)
         return math.ceil(1.0 / self.sample_rate - 1e-9) if self.sample_rate else self.n
 
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(self.draw_event(base, Draw(0)), draws)
-
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
-        if isinstance(base, NonPrivate):
-            return base
-        return PoissonGaussian(noise_ratio(base, ADD_REMOVE), self.sample_rate, exact=is_exact(base))
+        return poisson_event(base, self.sample_rate)
 
 
 def identify(loader: Any) -> Design:
@@ -101,7 +94,8 @@ def recognize(loader: Any) -> Design:
         UnknownSamplerError: the law is not known, or not one that any accounting here covers; names the ways out.
     """
     design = _own_design(loader)
-    if design is None and isinstance(loader, DataLoader) and not _overridden(loader):
+    # a subclass that iterates in its own way may drop, repeat or join batches
+    if design is None and isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         design = _foreign_design(loader.batch_sampler)
     if design is None:
         raise UnknownSamplerError(
@@ -120,11 +114,6 @@ def _own_design(loader: Any) -> Design | None:
         if isinstance(design, Design):
             return design
     return None
-
-
-def _overridden(loader: DataLoader[Any]) -> bool:
-    """Returns whether a subclass iterates in its own way, which may drop, repeat or join batches."""
-    return type(loader).__iter__ is not DataLoader.__iter__
 
 
 def _foreign_design(sampler: Any) -> Design | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import product
 
-from torch_dpsco.accounting import events as kinds
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.pld import gdp_upper, pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
@@ -25,7 +24,8 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     ReplaceOneLoss,
 )
 from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.events import SimpleEvent
+from torch_dpsco.accounting.events import PoissonGaussian, SimpleEvent, WORGaussian
+from torch_dpsco.accounting.stated import Failure
 
 _MOST_COMBINATIONS = 256
 _Counted = tuple[tuple[LossLaw, int], ...]
@@ -40,21 +40,22 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
         AdjacencyError: the event has no guarantee under this adjacency.
 
     Example:
-        >>> laws_of(kinds.Gaussian(2.0, {"replace_one": 1.0}), "replace_one")
+        >>> from torch_dpsco.accounting.events import Gaussian
+        >>> laws_of(Gaussian(2.0, {"replace_one": 1.0}), "replace_one")
         (GaussianLoss(ratio=0.5),)
     """
     cost = cost_of(event, adjacency, 0)  # raises where the event is not defined
-    if isinstance(event, kinds.Failure) or cost.pure == 0:
+    if isinstance(event, Failure) or cost.pure == 0:
         return ()
     if cost.mu_squared is not None:
         return None if math.isinf(cost.mu_squared) else (GaussianLoss(math.sqrt(cost.mu_squared)),)
-    if isinstance(event, (kinds.PoissonGaussian, kinds.WORGaussian)) and event.noise_multiplier == 0:
+    if isinstance(event, (PoissonGaussian, WORGaussian)) and event.noise_multiplier == 0:
         return None
-    if isinstance(event, kinds.PoissonGaussian):
+    if isinstance(event, PoissonGaussian):
         if adjacency == REPLACE_ONE:
             return (ReplaceOneLoss(event.q, event.noise_multiplier),)
         return (PoissonLoss(event.q, event.noise_multiplier, event.k),)
-    if isinstance(event, kinds.WORGaussian):
+    if isinstance(event, WORGaussian):
         return (FixedSizeLoss(event.batch_size / event.dataset_size, event.noise_multiplier / 2.0),)
     # PRIVACY: the worst law of a pure mechanism; that of one Laplace coordinate is not proved to be the worst for
     # several (test_pure_events_have_the_worst_law)

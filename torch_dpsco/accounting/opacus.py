@@ -11,33 +11,30 @@ Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/account
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from opacus.accountants import register_accountant
 from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.curves import Cost, orders_at
 from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import Event, PoissonGaussian, clipped_gaussian
 from torch_dpsco.accounting.identify import RatePoisson, recognize
 from torch_dpsco.accounting.ledger.book import MECHANISM
+from torch_dpsco.accounting.ledger.journal import Journal
+from torch_dpsco.accounting.ledger.store import locked
+from torch_dpsco.accounting.spending import Note, Spending
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
 _SAME_SIZES = 30
 _LEAST_VARIANCE = 4.0
-
-
-def register(accountant: type[IAccountant]) -> None:
-    """Makes Opacus know the accountant by its name; the latest class wins where a module is loaded twice."""
-    register_accountant(MECHANISM, accountant, force=True)
 
 
 def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], delta: float) -> float:
@@ -52,22 +49,27 @@ def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], d
     grid, cost = orders_at(1), cost_at(1)
     if not orders or not all(_LEAST_ORDER < order <= grid[-1] for order in orders):
         raise ValueError(f"alphas must be in ({_LEAST_ORDER}, {grid[-1]:g}], at least one (got {orders})")
-    if cost.failure or cost.transcript or cost.per_side:
+    if cost.fails:
         raise ValueError("alphas must not be given for events with failure probabilities: leave them out")
     places = np.searchsorted(grid, orders)
     pairs = zip(cost.rdp[places], orders, strict=True)
     return max(0.0, min(rdp_epsilon_at_order(float(value), order, delta) for value, order in pairs))
 
 
-class OpacusFace(IAccountant):  # type: ignore[misc]
-    """What Opacus requires of an accountant; `Accountant` supplies the ledger.
+class OpacusFace(Spending, IAccountant):  # type: ignore[misc]
+    """What Opacus requires of an accountant, but for its questions.
 
     The hook of `get_optimizer_hook_fn` authorizes each step before the parameters move. What it is told about sampling
     is "asserted, not verified" until `bind` has seen the loader; then steps are charged as the loader draws, whatever
     the rate that Opacus says.
+
+    Args:
+        journal: what is charged so far.
+        budget: refuse what would pass it; None records without limit.
     """
 
-    def __init__(self) -> None:  # IAccountant's only sets `history`, and would forget what a ledger file holds
+    def __init__(self, journal: Journal, budget: Budget | None) -> None:
+        Spending.__init__(self, journal, budget)  # IAccountant's sets `history`, and would forget what a file holds
         self._design: Design | None = None
         self._step_event: tuple[float, float, Event] | None = None
         self._same_sizes, self._last_size = 0, -1
@@ -78,24 +80,10 @@ class OpacusFace(IAccountant):  # type: ignore[misc]
         """Returns the accountant's name in Opacus' registry."""
         return MECHANISM
 
-    # -- supplied by the accountant -----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
-        """Charges a step of an Opacus optimizer.
-
-        Args:
-            event: of the step.
-            adjacency: default of queries from now on, if none is fixed yet.
-            asserted: whether its sampling is taken on trust.
-            happened: whether it must be charged even past the budget.
-        """
-
-    @abstractmethod
+    @locked
     def suspect(self) -> None:
         """Notes that the sampling is probably not what was asserted."""
-
-    # -- Opacus -------------------------------------------------------------------------------------------------------
+        self._config["suspicious"] = True
 
     def bind(self, loader: Any) -> Design:
         """Returns the design of a loader, by which the steps of Opacus optimizers are charged from now on.
@@ -131,14 +119,13 @@ class OpacusFace(IAccountant):  # type: ignore[misc]
             self._step_event = known if plain else None
         self._spend_step(known[2], happened=True)
 
+    @locked
     def _spend_step(self, event: Event, *, happened: bool) -> None:
-        sampled = isinstance(event, PoissonGaussian)
-        self.spend(
-            event,
-            adjacency=ADD_REMOVE if sampled else REPLACE_ONE,
-            asserted=self._design is None,
-            happened=happened,
-        )
+        """Charges a step; even past the budget if it has happened."""
+        marks = ("stepped", "asserted") if self._design is None else ("stepped",)
+        note = Note(marks, adjacency=ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE)
+        charge = self._charge if happened else self._authorize
+        charge(self._placed(event), 1, note)
 
     def _event_of(self, noise: float, rate: float, batches: int) -> Event:
         """Returns the event of a step over accumulated batches, as the bound loader draws them."""

@@ -17,20 +17,21 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.designs import (
     BaseEvent,
+    CutDesign,
     Design,
     Disjoint,
     Draw,
     Fixed,
     Full,
     Poisson,
+    SizedDesign,
     positional_event,
-    set_sizes,
 )
 from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential
 
 
 @dataclass(frozen=True)
-class Assigned(Design):
+class Assigned(SizedDesign):
     """One pass over batches to which each record was assigned independently and uniformly; all three adjacencies.
 
     What `Disjoint` is for a public number of records: removing a record leaves all others where they are. The sizes of
@@ -42,16 +43,14 @@ class Assigned(Design):
         parts: number of batches; default ceil(n / batch_size).
     """
 
-    batch_size: int
-    n: int
     parts: int | None = None
     one_pass = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-        set_sizes(self)
+        super().__post_init__()
         if self.parts is not None:
-            object.__setattr__(self, "parts", check.positive_count(parts=self.parts))
+            check.fields(self, parts=check.positive_count)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -72,7 +71,7 @@ class Assigned(Design):
 
 
 @dataclass(frozen=True)
-class Cyclic(Design):
+class Cyclic(CutDesign):
     """Several passes over one random permutation cut into batches, in the same order each time.
 
     Two steps of one record are at least `batches` apart. No amplification is claimed: a pass costs one unsampled
@@ -84,20 +83,18 @@ class Cyclic(Design):
         passes: number of passes.
     """
 
-    batch_size: int
-    n: int
     passes: int
-    positional = one_pass = ordered = True  # of one partition
+    one_pass = True  # of one partition
 
     def __post_init__(self) -> None:
         check_fields(self)
-        set_sizes(self)
-        object.__setattr__(self, "passes", check.positive_count(passes=self.passes))
+        super().__post_init__()
+        check.fields(self, passes=check.positive_count)
 
     @property
     def batches(self) -> int:
         """Number of batches of a pass."""
-        return math.ceil(self.n / self.batch_size)
+        return super().steps_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -120,10 +117,6 @@ class Cyclic(Design):
         }
         base = positional_event(bases[0])
         return Parallel({str(part): (Repeat(base, count),) for part, count in often.items() if count}, partition)
-
-    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
-        """Returns the event of one draw."""
-        return Parallel({draw.part: (positional_event(base),)}, draw.partition)
 
 
 @dataclass(frozen=True)
@@ -150,7 +143,7 @@ class Parts(Design):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "n", check.positive_count(n=self.n))
+        check.fields(self, n=check.positive_count)
         object.__setattr__(self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts))
         if not self.parts or not all(isinstance(design, (Full, Poisson, Fixed, Disjoint)) for design, _ in self.parts):
             raise ValueError(

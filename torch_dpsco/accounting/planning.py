@@ -388,7 +388,7 @@ class Planning:
         assert self._rule is not None
         plan = self._plan()
         cost = Ledger((*plan.fixed, *(e for e in (plan.open, event) if e is not None))).cost(self._rule.adjacency)
-        return cost.mu_squared is not None and not (cost.failure or cost.transcript or cost.per_side)
+        return cost.mu_squared is not None and not cost.fails
 
 
 @lru_cache(maxsize=256)

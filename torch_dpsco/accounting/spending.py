@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -18,7 +19,6 @@ from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
-from torch_dpsco.accounting.opacus import OpacusFace
 from torch_dpsco.accounting.planning import Planning
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
@@ -32,7 +32,24 @@ class _Phase(threading.local):
     place: tuple[str, str, str, bool] | None = None
 
 
-class Spending(Planning, OpacusFace):
+class Note(NamedTuple):
+    """What the ledger notes with a charge.
+
+    Args:
+        marks: facts, of `book.MARKS`.
+        releases: of `Book.releases`.
+        adjacency: default of queries from now on, if none is fixed yet.
+    """
+
+    marks: Collection[str] = ()
+    releases: Mapping[str, int] | None = None
+    adjacency: Adjacency = REPLACE_ONE
+
+
+_NO_NOTE = Note()
+
+
+class Spending(Planning):
     """Charges events before their noise is drawn, and refuses those that would exceed the budget.
 
     Threads may share it: each decision is one operation with its charge.
@@ -43,8 +60,7 @@ class Spending(Planning, OpacusFace):
     """
 
     def __init__(self, journal: Journal, budget: Budget | None) -> None:
-        OpacusFace.__init__(self)
-        Planning.__init__(self, journal, budget)
+        super().__init__(journal, budget)
         self._phase = _Phase()
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -165,7 +181,7 @@ class Spending(Planning, OpacusFace):
         """
         event, count = self._placed(event), check.count(count=count)
         with self._planning(event, count, count, refuse=False):
-            self._charge(event, count, ("adaptive",) if adaptive else ())
+            self._charge(event, count, Note(("adaptive",) if adaptive else ()))
 
     def authorize(
         self,
@@ -202,62 +218,35 @@ class Spending(Planning, OpacusFace):
             if adaptive:
                 self.require_adaptive()
             event = event if self._phase.place is None else self._placed(event)
-            self._authorize(event, count, ("adaptive",) if adaptive else (), planned=planned, releases=releases)
+            self._authorize(event, count, Note(("adaptive",) if adaptive else (), releases), planned)
 
-    @locked
-    def spend(self, event: Event, *, adjacency: Adjacency, asserted: bool, happened: bool) -> None:
-        """Charges a step of an Opacus optimizer (see `OpacusFace`)."""
-        marks = ("stepped", "asserted") if asserted else ("stepped",)
-        charge = self._charge if happened else self._authorize
-        charge(self._placed(event), 1, marks, adjacency)
-
-    @locked
-    def suspect(self) -> None:
-        """Notes that the sampling is probably not what was asserted (see `OpacusFace`)."""
-        self._config["suspicious"] = True
-
-    def _authorize(
-        self,
-        event: Event,
-        count: int,
-        marks: Collection[str] = (),
-        adjacency: Adjacency = REPLACE_ONE,
-        planned: int = 1,
-        releases: Mapping[str, int] | None = None,
-    ) -> None:
+    def _authorize(self, event: Event, count: int, note: Note = _NO_NOTE, planned: int = 1) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
         if self._rule is None:
-            self._charge(event, count, marks, adjacency, releases)
+            self._charge(event, count, note)
             return
         if self._ended:
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
             self.require_adaptive()
         known, left = self._allowance or (None, 0)
         if known == (event, self._rule, len(self)) and count <= left:  # equal events are decided once
-            self._charge(event, count, marks, adjacency, releases)
+            self._charge(event, count, note)
         else:
             with self._planning(event, count, planned, refuse=True):
                 left = self._room(self._rule, event, count, planned)
-                self._charge(event, count, marks, adjacency, releases)
+                self._charge(event, count, note)
         self._allowance = (event, self._rule, len(self)), left - count
 
-    def _charge(
-        self,
-        event: Event,
-        count: int,
-        marks: Collection[str] = (),
-        adjacency: Adjacency = REPLACE_ONE,
-        releases: Mapping[str, int] | None = None,
-    ) -> None:
+    def _charge(self, event: Event, count: int, note: Note = _NO_NOTE) -> None:
         undecided = self._config["adjacency"] is None
         if undecided:
-            self._config["adjacency"] = adjacency  # before the charge: the first line of a ledger file names it
+            self._config["adjacency"] = note.adjacency  # before the charge: the first line of a ledger file names it
         added = 0
         try:
-            added = self._journal.charge(event, count, marks, releases)
+            added = self._journal.charge(event, count, note.marks, note.releases)
         finally:
-            if undecided and not added and not releases:
+            if undecided and not added and not note.releases:
                 self._config["adjacency"] = None
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:

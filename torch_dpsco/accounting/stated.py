@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency, assign, below_one, check_adjacency
+from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency, below_one, check_adjacency
+from torch_dpsco.accounting.analysis.convert import FAILURE_KINDS
 from torch_dpsco.errors import AdjacencyError
 
 
@@ -22,21 +24,33 @@ class Stated:
             raise AdjacencyError(f"{self} is not stated for {adjacency}")
 
     def __post_init__(self) -> None:
-        given = self.adjacencies  # type: ignore[attr-defined]
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ValueError(f"adjacencies must be a tuple of names (got {given!r})")
-        stated = tuple(sorted({check_adjacency(a) for a in given}))
-        if not stated:
-            raise ValueError("adjacencies must name at least one adjacency (got none)")
-        assign(self, adjacencies=stated)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("eps", "rho", "xi", "mu"):
-                assign(self, **{field.name: check.nonnegative(**{field.name: value})})
-            elif field.name == "delta":
-                assign(self, delta=below_one(delta=value))
+        check.fields(self, **{field.name: _CHECKS[field.name] for field in dataclasses.fields(self)})
 
 
+def _stated(adjacencies: Any) -> tuple[Adjacency, ...]:
+    if isinstance(adjacencies, str) or not isinstance(adjacencies, Iterable):
+        raise ValueError(f"adjacencies must be a tuple of names (got {adjacencies!r})")
+    stated = tuple(sorted({check_adjacency(a) for a in adjacencies}))
+    if not stated:
+        raise ValueError("adjacencies must name at least one adjacency (got none)")
+    return stated
+
+
+def _each(one: Callable[..., float], **field: Any) -> tuple[float, ...]:
+    ((name, numbers),) = field.items()
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise ValueError(f"{name} must be numbers, one for each order (got {numbers!r})")
+    return tuple(one(**{name: number}) for number in numbers)
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("eps", "rho", "xi", "mu"), check.nonnegative),
+    **dict.fromkeys(("dim", "p"), check.positive_count),
+    "delta": below_one,
+    "orders": partial(_each, check.order),
+    "values": partial(_each, partial(check.nonnegative, allow_inf=True)),
+    "adjacencies": _stated,
+}
 _ALL = tuple(sorted(ADJACENCIES))
 
 
@@ -101,10 +115,8 @@ class KNorm(Stated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assign(self, dim=check.positive_count(dim=self.dim))
-        if check.positive_count(p=self.p) != 2:
+        if self.p != 2:
             raise ValueError(f"p must be 2 (got {self.p}); Laplace is the one for p = 1")
-        assign(self, p=2)  # plain: it enters JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +135,11 @@ class RDPCurve(Stated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given: tuple[tuple[str, Any], ...] = (("orders", self.orders), ("values", self.values))
-        for name, numbers in given:
-            if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-                raise ValueError(f"{name} must be numbers, one for each order (got {numbers!r})")
-        orders = tuple(check.order(orders=order) for order in self.orders)
-        values = tuple(check.nonnegative(values=value, allow_inf=True) for value in self.values)
-        if not orders or len(orders) != len(values):
-            raise ValueError(f"orders and values must be equally many, >= 1 (got {len(orders)} and {len(values)})")
-        if any(later <= earlier for earlier, later in pairwise(orders)):
-            raise ValueError(f"orders must increase (got {orders})")
-        assign(self, orders=orders, values=values)
-
-
-FAILURE_KINDS = ("coupling", "transcript", "per_side")
+        orders, values = len(self.orders), len(self.values)
+        if not orders or orders != values:
+            raise ValueError(f"orders and values must be equally many, >= 1 (got {orders} and {values})")
+        if any(later <= earlier for earlier, later in pairwise(self.orders)):
+            raise ValueError(f"orders must increase (got {self.orders})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,5 +157,4 @@ class Failure:
     kind: str = "coupling"
 
     def __post_init__(self) -> None:
-        probability = below_one(probability=self.probability)
-        assign(self, probability=probability, kind=check.choice(FAILURE_KINDS, kind=self.kind))
+        check.fields(self, probability=below_one, kind=partial(check.choice, FAILURE_KINDS))

@@ -196,10 +196,7 @@ class _Calls:
         seed_torch(SEED)
         if self._watched is not None:
             self._watch(self._watched)
-        if self._copy:
-            found = tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
-        else:
-            found = tree_leaves(self._model(*args, **kwargs))
+        found = tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
         self.dims = [self._dim_of(*pair) for pair in zip(found, self._outputs, strict=True)]
         return [rows_first(t, d) for t, d in zip(found, self.dims, strict=True) if d is not None]
 

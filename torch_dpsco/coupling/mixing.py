@@ -158,7 +158,8 @@ def compare(leaves: Sequence[Leaf], rows: int, run: _Run) -> Mixed | str:
         base, again = made(pool, {}), made(pool, {})
         if isinstance(base, Refused) or isinstance(again, Refused):
             # only the kind: messages may quote shapes, and the size of a batch is private
-            verdict = f"not checked, made-up records raise {type(_error(base, again)).__name__}"
+            refused = next(one for one in (base, again) if isinstance(one, Refused))
+            verdict = f"not checked, made-up records raise {type(refused.error).__name__}"
             continue
         differs = changed_rows(base, again)
         if differs is not None:
@@ -178,10 +179,6 @@ def compare(leaves: Sequence[Leaf], rows: int, run: _Run) -> Mixed | str:
             return Mixed(what, (pool.batch(before), pool.batch(after)))
         seen += changed is not None
     return CHECKED if seen else "not checked, it takes one kind of made-up records only"
-
-
-def _error(*made: list[Tensor] | Refused) -> Exception:
-    return next(one.error for one in made if isinstance(one, Refused))
 
 
 MOST_CALLS, _MOST_NUMBERS = 10_000, 2**24
@@ -243,13 +240,7 @@ class RepeatedLoss:
         root: place of the loss.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Leaf],
-        elsewhere: Sequence[Tensor],
-        calls: Sequence[Call],
-        root: int,
-    ) -> None:
+    def __init__(self, outputs: Sequence[Leaf], elsewhere: Sequence[Tensor], calls: Sequence[Call], root: int) -> None:
         self._outputs, self._elsewhere, self._calls, self._root = outputs, elsewhere, calls, root
         self._dim = outputs[0].dim or 0
         self._rows = outputs[0].shape[self._dim]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.rows import clear_rows
+from torch_dpsco.rows.dense import forget_uses
 
 _T = TypeVar("_T")
 
@@ -56,11 +57,9 @@ _HELPERS = ("torch_dpsco.", "opacus.")
 
 def same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors hold the same numbers, NaN being equal to NaN."""
-    if first.shape != second.shape or first.dtype != second.dtype or first.is_meta:
-        return first.shape == second.shape and first.dtype == second.dtype
-    if not (first.is_floating_point() or first.is_complex()):
-        return torch.equal(first, second)
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return first.is_meta or bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def seed_torch(seed: int) -> None:
@@ -127,8 +126,7 @@ class Untouched:
         self.rewind()
         for p, grad, requires_grad in self._grads:
             p.grad = grad
-            if p.requires_grad != requires_grad:
-                p.requires_grad_(requires_grad)
+            p.requires_grad_(requires_grad)
         # hooks that were added to a parameter that had none live in a dictionary that was not there
         known = {id(hooks) for hooks, _ in self._hooks}
         for p in self.params:
@@ -149,13 +147,8 @@ class Untouched:
             reset = getattr(p, "dpsco_reset", None)
             if reset is not None:
                 reset()
-            if hasattr(p, "_forward_counter"):
-                p._forward_counter = 0
-            p.__dict__.pop("_current_grad_sample", None)
+        forget_uses([p for p in self.params if hasattr(p, "_forward_counter")], self.modules)
         clear_rows(self.params)
-        for module in self.modules:
-            for name in ("activations", "max_batch_len"):
-                module.__dict__.pop(name, None)
 
     def changed(self) -> list[str]:
         """Returns the names of the tensors that no optimizer privatizes (buffers, frozen) and whose values changed."""

@@ -17,7 +17,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.doctor.evidence import note
 from torch_dpsco.doctor.loop_checks import LOOP_CHECKS
-from torch_dpsco.doctor.model_checks import MODEL_CHECKS
+from torch_dpsco.doctor.model_checks import MODEL_CHECKS, ROW_CHECKS
 from torch_dpsco.doctor.probe import examine
 from torch_dpsco.doctor.row_free_checks import ROW_FREE_CHECKS
 from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script
@@ -78,5 +78,6 @@ def doctor(
     note(script, evidence)
     if script.attached:
         first_step_of(script.module).probed = evidence.shows_rows
-    checks = (*MODEL_CHECKS, *LOOP_CHECKS) if script.row_free is None else ROW_FREE_CHECKS
+    own = ROW_CHECKS if script.row_free is None else ROW_FREE_CHECKS
+    checks = (*MODEL_CHECKS, *own, *LOOP_CHECKS)
     return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))

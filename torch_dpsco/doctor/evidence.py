@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.coupling.rollback import Refused
-from torch_dpsco.doctor.script import Finding, Script
+from torch_dpsco.doctor.script import Finding, Script, critical, warning
 from torch_dpsco.rows.precision import switches
 from torch_dpsco.sampling import PrivateLoader
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
 
 
@@ -45,8 +45,7 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
         if count and not found:
             found = f"with {what} as record 0, the gradients of {count} of the other records moved"
     if found:
-        yield Finding(
-            "critical",
+        yield critical(
             "coupled-records",
             f"{found}: one record is in {consequence}",
             "compute loss and features from one record at a time: replace statistics of the batch (x.mean(0), "
@@ -78,7 +77,7 @@ def joint_norms(rows: Mapping[str, Tensor]) -> Tensor:
 def tolerance(rows: Mapping[str, Tensor]) -> float:
     """Returns the relative difference of rows that rounding explains."""
     dtypes = {made.dtype for made in rows.values()}
-    if dtypes & set(_HALF):
+    if dtypes & set(HALF):
         return 3e-2
     return 1e-5 if torch.float32 in dtypes else 1e-9
 
@@ -198,8 +197,7 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if found is None:
         return
     if found.company and found.company < _NO_ROUNDING:  # more is coupling, which has a finding of its own
-        yield Finding(
-            "warning",
+        yield warning(
             "rows-not-isolated",
             f"in batches of {found.rows} rows the last bits of a row depend on the other records, which a kink of the "
             f"loss can make as large as it likes",
@@ -208,8 +206,7 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     loader, optimizer = script.source, script.ours
     private = optimizer is not None and optimizer.sizes_are_private
     if private and found.size and isinstance(loader, PrivateLoader) and loader.slots is None:
-        yield Finding(
-            "warning",
+        yield warning(
             "batches-not-filled-up",
             "the last bits of a row depend on the number of rows in its batch, which is private and differs between "
             "neighboring data sets",
@@ -300,10 +297,14 @@ class Evidence:
     isolation: Isolation | None = None
 
     @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """The per-sample gradients of the batch by parameter, if there are any."""
+        return {} if self.base is None else self.base.rows
+
+    @property
     def shows_rows(self) -> bool:
         """Whether rows were compared, with another record 0, that are not all zero."""
-        rows = {} if self.base is None or self.changed is None else self.base.rows
-        return any(bool(made.any()) for made in rows.values())
+        return self.changed is not None and any(bool(made.any()) for made in self.rows.values())
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""
@@ -311,3 +312,6 @@ class Evidence:
             self.refused.append(outcome)
             return None
         return outcome
+
+
+Check = Callable[[Script, Evidence], Iterator[Finding]]

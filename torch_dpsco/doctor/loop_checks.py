@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,25 +15,21 @@ from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, same_values, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence, isolated_rows
-from torch_dpsco.doctor.script import Finding, Script
+from torch_dpsco.doctor.evidence import HALF, Check, Evidence, isolated_rows
+from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.optim.common import CommonOptimizer
-from torch_dpsco.optim.step import PrivateOptimizer
 
 _DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000
-_LOADER = (
-    "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\nloader = optimizer.loader(dataset)"
-)
 
 
 def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Somebody must clip and add noise."""
-    if script.optimizer is not None and script.ours is None and script.opacus_optimizer is None:
-        yield Finding(
-            "critical",
+    private = script.ours or script.row_free or script.opacus_optimizer
+    if script.optimizer is not None and private is None:
+        yield critical(
             "not-private",
             f"{type(script.optimizer).__name__} takes the gradients as they are: no clip, no noise, nothing accounted",
             "model, optimizer, loader = dp.make_private(model, optimizer, loader, problem=..., budget=..., n=...)",
@@ -41,18 +37,18 @@ def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """A noise multiplier of 0 is not a mechanism."""
-    optimizer = script.optimizer
+    """What is released without noise is not private."""
     if script.ours is not None:
         event = script.ours.oracle.event()
         silent = isinstance(event, NonPrivate) or getattr(event, "sigma", None) == 0
+    elif script.row_free is not None:
+        silent = script.row_free.noise_std == 0
     else:
-        silent = script.opacus_optimizer is not None and optimizer.noise_multiplier == 0
+        silent = script.opacus_optimizer is not None and script.optimizer.noise_multiplier == 0
     if silent:
-        yield Finding(
-            "critical",
+        yield critical(
             "no-noise",
-            f"{type(optimizer).__name__} adds no noise (noise_multiplier 0): what is released is not private at all",
+            f"{type(script.optimizer).__name__} adds no noise: what it releases is not private at all",
             "noise_multiplier > 0, or .plan(..., budget=dp.Budget(epsilon, delta))",
         )
 
@@ -62,8 +58,7 @@ def unattached_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     private = script.ours is not None or script.opacus_optimizer is not None
     if private and not script.records_rows:
         fix = "dp.attach(model)" if script.ours is not None else "model = GradSampleModule(model)"
-        yield Finding(
-            "error",
+        yield error(
             "unattached-model",
             f"nothing records per-sample gradients of {type(script.model).__name__}: the first step will stop there",
             f"{fix}  # before the first forward",
@@ -88,8 +83,7 @@ def stale_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if not script.trainable:
         parts.append("the model has no trainable parameter")
     if parts:
-        yield Finding(
-            "error",
+        yield error(
             "stale-parameters",
             "; ".join(parts) + ": they were replaced or unfrozen after the optimizer was built, or never given to it",
             "change the model first (LoRA, new heads, freezing), then build the optimizer on the parameters that "
@@ -98,37 +92,27 @@ def stale_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 
 def sampler_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Batches must be drawn as the accountant assumes."""
-    if script.loader is None:
-        return
-    if script.ours is not None:
-        yield from _against_design(script, script.ours)
-    elif script.opacus_optimizer is not None:
-        yield from _against_rate(script)
-
-
-def _against_design(script: Script, optimizer: PrivateOptimizer) -> Iterator[Finding]:
-    if isinstance(optimizer.design, Undeclared):
+    """Batches must be drawn by the design of the optimizer."""
+    if script.loader is None or script.ours is None or isinstance(script.ours.design, Undeclared):
         return
     try:
-        design = identify(script.source if script.sampler is None else script.sampler)
+        found: object = identify(script.source if script.sampler is None else script.sampler)
     except UnknownSamplerError:
-        draws = drawn(script)
-    else:
-        if design == optimizer.design:
-            return
-        draws = str(design)
-    yield Finding(
-        "critical",
-        "sampler-not-accounted",
-        f"the optimizer accounts {optimizer.design}, but the loader draws by {draws}",
-        "loader = optimizer.loader(dataset)",
-    )
+        found = drawn(script)
+    if found != script.ours.design:
+        yield critical(
+            "sampler-not-accounted",
+            f"the optimizer accounts {script.ours.design}, but the loader draws by {found}",
+            "loader = optimizer.loader(dataset)",
+        )
 
 
-def _against_rate(script: Script) -> Iterator[Finding]:
-    accountant, rate = opacus.accounted(script.optimizer.step_hook)
-    if accountant is None or rate is None or rate >= 1:  # a rate of 1 claims no amplification
+def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Batches must be drawn at the rate of Opacus' accountant, at most."""
+    if script.loader is None or script.opacus_optimizer is None:
+        return
+    _, rate = opacus.accounted(script.optimizer.step_hook)
+    if rate is None or rate >= 1:  # a rate of 1 claims no amplification
         return
     sampler = script.sampler
     design = getattr(sampler, "design", None)
@@ -138,15 +122,15 @@ def _against_rate(script: Script) -> Iterator[Finding]:
         size = _length(script.dataset)
         if size:
             said += f" ({rate * size:.6g} of {size} records on average)"
-        yield Finding(
-            "critical",
+        yield critical(
             "sampler-not-accounted",
             f"{said}, but the loader draws by {drawn(script)}: amplification by Poisson sampling does not hold for it",
-            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n" + _LOADER,
+            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n"
+            "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\n"
+            "loader = optimizer.loader(dataset)",
         )
     elif rate < drawn_rate * (1 - 1e-6):
-        yield Finding(
-            "critical",
+        yield critical(
             "sampler-not-accounted",
             f"{said}, but the loader draws each record at rate {drawn_rate:.6g}",
             f"optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate={drawn_rate:.6g}))",
@@ -162,8 +146,7 @@ def expected_batch_size(script: Script, evidence: Evidence) -> Iterator[Finding]
         return
     expected = rate * size
     if abs(optimizer.expected_batch_size - expected) > 1 + 0.05 * expected:
-        yield Finding(
-            "warning",
+        yield warning(
             "expected-batch-size",
             f"gradients are divided by {optimizer.expected_batch_size:.6g}, but batches have {expected:.6g} records on "
             f"average: the learning rate is off by {expected / optimizer.expected_batch_size:.3g}",
@@ -175,8 +158,7 @@ def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """BatchMemoryManager's queue of skip flags runs ahead with workers."""
     workers = getattr(script.source, "num_workers", 0)
     if opacus.is_split(script.loader) and workers:
-        yield Finding(
-            "warning",
+        yield warning(
             "split-with-workers",
             f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the optimizer's queue "
             f"when an epoch is broken off, and then parts of two batches are released together",
@@ -187,13 +169,10 @@ def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' optimizer has one step hook, and the accountant needs it."""
     optimizer = script.opacus_optimizer
-    if optimizer is None:
-        return
-    hook = optimizer.step_hook
-    if opacus.accounted(hook)[0] is None:
+    if optimizer is not None and opacus.accounted(optimizer.step_hook)[0] is None:
+        hook = optimizer.step_hook
         held = "step_hook is None" if hook is None else f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
-        yield Finding(
-            "critical",
+        yield critical(
             "no-accountant",
             f"{held}: no step is accounted, and epsilon stays 0 whatever is released (there is one hook; attaching "
             f"another removes the accountant)",
@@ -205,8 +184,7 @@ def fixed_seed(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Anybody who knows the seed of the noise can subtract it."""
     sources = list(_seeds(script))
     if sources:
-        yield Finding(
-            "critical",
+        yield critical(
             "fixed-seed",
             "; ".join(sources) + ": noise or batches can be drawn again and subtracted; seeding again in each epoch "
             "repeats the same noise",
@@ -231,12 +209,9 @@ def _seeds(script: Script) -> Iterator[str]:
 
 
 def _weak(user: str, generator: torch.Generator | None, device: torch.device) -> Iterator[str]:
-    if generator is not None:
-        seed, source = generator.initial_seed(), "a torch.Generator"
-    elif device.type == "cuda":
-        seed, source = torch.cuda.default_generators[device.index or 0].initial_seed(), "torch's global generator"
-    else:
-        seed, source = torch.initial_seed(), "torch's global generator"
+    source = "torch's global generator" if generator is None else "a torch.Generator"
+    default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    seed = (generator or default).initial_seed()
     if seed == _DEFAULT_SEED and generator is not None:
         yield f"{user} comes from {source} that was never seeded: its seed is the constant {seed}"
     elif 0 <= seed < _SMALL_SEED:
@@ -248,9 +223,15 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
     scaler = script.scaler
     if scaler is None or not scaler.is_enabled():
         return
-    if script.opacus_optimizer is not None:
-        yield Finding(
-            "critical",
+    if script.row_free is not None:
+        yield critical(
+            "grad-scaler",
+            f"the loss is multiplied by {scaler.get_scale():.6g}, and the noise is calibrated for the loss itself; "
+            f"steps that the scaler skips depend on the data",
+            "loss.backward(); optimizer.step()  # double precision needs no scaler",
+        )
+    elif script.opacus_optimizer is not None:
+        yield critical(
             "grad-scaler",
             f"rows come to the clip multiplied by the scale, {scaler.get_scale():.6g}, so that all are clipped; and "
             f"whether a step is skipped depends on infinities in the private gradients",
@@ -260,8 +241,7 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
     elif script.ours is not None:
         steps = script.ours.schedule.steps or _USUAL_STEPS
         if scaler.get_growth_interval() < steps:
-            yield Finding(
-                "warning",
+            yield warning(
                 "grad-scaler",
                 f"the scale will grow every {scaler.get_growth_interval()} steps of {steps}: infinities are never "
                 f"reported to it (that would be private), so that nothing makes it smaller again",
@@ -271,12 +251,9 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus draws noise in the dtype of the parameters."""
-    if script.opacus_optimizer is None:
-        return
-    kinds = sorted({str(p.dtype) for p in script.trainable.values() if p.dtype in (torch.float16, torch.bfloat16)})
-    if kinds:
-        yield Finding(
-            "warning",
+    kinds = sorted({str(p.dtype) for p in script.trainable.values() if p.dtype in HALF})
+    if kinds and script.opacus_optimizer is not None:
+        yield warning(
             "half-precision-noise",
             f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that precision, which the "
             f"Gaussian analysis does not cover",
@@ -287,8 +264,7 @@ def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding
 def undeclared_sampling(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Without a declared sampling nothing is amplified."""
     if script.ours is not None and isinstance(script.ours.design, Undeclared):
-        yield Finding(
-            "warning",
+        yield warning(
             "undeclared-sampling",
             "the optimizer knows no sampling: each step is accounted as if it used all records, under replace_one only",
             "give n= (Poisson batches) or sampling= to the plan, and loader = optimizer.loader(dataset)",
@@ -299,8 +275,7 @@ def finalized_optimizer(script: Script, evidence: Evidence) -> Iterator[Finding]
     """After finalize() no step is possible."""
     optimizer = script.optimizer
     if isinstance(optimizer, CommonOptimizer) and optimizer.finalized:
-        yield Finding(
-            "error",
+        yield error(
             "finalized-optimizer",
             f"the optimizer is finalized after {optimizer.steps} steps: its answer is installed, a step raises",
             "make a new optimizer on the same accountant (accountant=optimizer.accountant)",
@@ -318,8 +293,7 @@ def private_optimizer_inside_opacus(script: Script, evidence: Evidence) -> Itera
     elif not isinstance(reads := attempt("a step of a copy", lambda: _reads_rows(inner)), Refused) and reads:
         how = "two steps with the same p.grad and other p.grad_sample differ: it reads raw per-sample gradients"
     if how:
-        yield Finding(
-            "critical",
+        yield critical(
             "private-optimizer-inside-opacus",
             f"DPOptimizer wraps {type(inner).__name__}; {how}, while the accountant records a private step",
             "give make_private a plain torch optimizer; or use the private optimizer alone, with dp.attach(model)",
@@ -359,12 +333,13 @@ def _length(dataset: Any) -> int:
     return len(dataset) if hasattr(dataset, "__len__") else 0
 
 
-LOOP_CHECKS: tuple[Callable[[Script, Evidence], Iterator[Finding]], ...] = (
+LOOP_CHECKS: tuple[Check, ...] = (
     not_private,
     private_optimizer_inside_opacus,
     no_accountant,
     no_noise,
     sampler_not_accounted,
+    rate_not_accounted,
     fixed_seed,
     grad_scaler,
     half_precision_noise,

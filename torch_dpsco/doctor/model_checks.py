@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,21 +11,21 @@ import torch
 from torch_dpsco.compat import BatchNorm
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import (
+    HALF,
+    Check,
     Evidence,
     NotScalarError,
-    Pass,
     coupled_records,
     joint_norms,
     movement,
     tolerance,
 )
 from torch_dpsco.doctor.probe import in_place
-from torch_dpsco.doctor.script import Finding, Script
+from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows.precision import coarse_setting
 
-_HALF = (torch.float16, torch.bfloat16)
 _NAMED = 4  # names listed in an evidence
 
 
@@ -37,8 +37,7 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
         if isinstance(m, BatchNorm) or getattr(m, "track_running_stats", False)
     ]
     if layers:
-        yield Finding(
-            "critical",
+        yield critical(
             "batch-norm",
             f"{some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch, so that every "
             f"record is in the gradient of every other, and running statistics leave with the model",
@@ -48,16 +47,13 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """There must be one row per record."""
-    if evidence.base is None:
-        return
-    wrong = {name: len(rows) for name, rows in evidence.base.rows.items() if len(rows) != evidence.size}
+    wrong = {name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size}
     if wrong:
         flags = sorted(
             {str(m.batch_first) for m in script.module.modules() if isinstance(getattr(m, "batch_first", 0), bool)}
         )
         layers = f"; layers with batch_first={' and '.join(flags)}" if flags else ""
-        yield Finding(
-            "critical",
+        yield critical(
             "rows-are-not-records",
             f"{evidence.size} records gave {some([f'{count} rows of {name}' for name, count in wrong.items()])}"
             f"{layers}: each row is clipped by itself, so that a record with several counts several times",
@@ -69,8 +65,7 @@ def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding
 def changing_buffers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """A training forward must not write what leaves with the model."""
     if evidence.buffers:
-        yield Finding(
-            "critical",
+        yield critical(
             "changing-buffers",
             f"a training forward changed {some(evidence.buffers)}, which is part of the model and gets no noise",
             "use layers without running statistics (GroupNorm), or model.eval() for the layer that has them",
@@ -85,16 +80,14 @@ def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     limit = tolerance(base.rows)
     of_data, of_calls = (float(movement(*pair, evidence.size).max()) for pair in ((again, after_other), (base, again)))
     if of_data > limit:
-        yield Finding(
-            "critical",
+        yield critical(
             "stateful-model",
             f"after another batch, the same records gave other gradients (by {of_data:.2g} of the largest row): "
             f"records of one step are in the rows of later ones, which nothing accounts for",
             "remove what a forward remembers of its inputs (moving averages, caches, memory banks)",
         )
     elif of_calls > limit:
-        yield Finding(
-            "warning",
+        yield warning(
             "stateful-model",
             f"the same batch gave other gradients the second time (by {of_calls:.2g} of the largest row), but whatever "
             f"is remembered did not depend on the records",
@@ -141,21 +134,16 @@ def _reduction(
 
 def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The gradient of the loss must be that of the rows."""
-    if evidence.base is None or not evidence.base.rows:
-        return
-    found = _ghost_excess(evidence.base) if evidence.base.norms is not None else excess(evidence)
-    found = [name for name in found if name not in _padded(script)]
+    found = [name for name in excess(evidence) if name not in _padded(script)]
     if found:
-        consequence = (
-            "it enters after the clip with weights that depend on the secret size of the batch"
-            if script.ghost
-            else "it is in no row, so that training leaves it out"
-        )
+        severity, effect = "error", "it is in no row, so that training leaves it out"
+        if script.ghost:
+            severity, effect = "critical", "it enters after the clip, weighted by the secret size of the batch"
         yield Finding(
-            "critical" if script.ghost else "error",
+            severity,
             "regularizer-in-loss",
             f"the gradient of {some(found)} is not that of the per-sample gradients: a term of the loss on the "
-            f"weights, or a weight used outside of its layer; {consequence}",
+            f"weights, or a weight used outside of its layer; {effect}",
             "remove the term from the loss and give reg= or prox= to the private optimizer (weight_decay= to a torch "
             "optimizer under Opacus)",
         )
@@ -163,12 +151,9 @@ def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]
 
 def padding_trained(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' rows of an Embedding hold the gradient of the padding vector, which torch leaves out."""
-    if evidence.base is None or not evidence.base.rows or evidence.base.norms is not None:
-        return
     found = [name for name in excess(evidence) if name in _padded(script)]
     if found:
-        yield Finding(
-            "error",
+        yield error(
             "padding-trained",
             f"the rows of {some(found)} train the vector of padding_idx, whose gradient torch leaves out",
             "nn.Embedding(..., padding_idx=None), and h = h * (tokens != 0)[..., None] in forward",
@@ -182,29 +167,28 @@ def _padded(script: Script) -> set[str]:
 
 
 def excess(evidence: Evidence) -> list[str]:
-    """Returns the parameters whose total is not the sum of their rows (factored: that have a total at all)."""
-    assert evidence.base is not None
+    """Returns the parameters whose total is not the sum of their rows (factored: that have a total at all).
+
+    In ghost mode: whether the norms that clip are not those of the gradients that are released.
+    """
     base, gaps, sizes = evidence.base, {}, {}
+    if base is None or not base.rows:
+        return []
+    if base.norms is not None:
+        released = joint_norms(base.rows)
+        gap = float((released - base.norms.double().cpu()).abs().max())
+        return ["the loss of each record"] if gap > 1e-2 * float(released.max().clamp_min(1e-30)) else []
     for name, rows in base.rows.items():
         total = base.totals[name]
         scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
         expected = torch.zeros_like(rows[0]) if name in base.factored else rows.double().sum(0) * scale
-        gap = expected if total is None else total.double() - expected
-        gaps[name] = float(gap.norm())
+        gaps[name] = float((expected if total is None else total.double() - expected).norm())
         sizes[name] = float(rows.double().reshape(len(rows), -1).norm(dim=1).sum()) * scale
     joint = math.hypot(*sizes.values())
     # three digits above rounding
     slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if tolerance(base.rows) <= rounding)
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
     return [name for name, gap in gaps.items() if gap > slack * sizes[name] and gap > 1e-2 * slack * joint]
-
-
-def _ghost_excess(base: Pass) -> list[str]:
-    """Returns whether the norms that clip are those of the gradients that are released."""
-    assert base.norms is not None
-    released = joint_norms(base.rows)
-    gap = (released - base.norms.double().cpu()).abs().max()
-    return ["the loss of each record"] if float(gap) > 1e-2 * float(released.max().clamp_min(1e-30)) else []
 
 
 def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -216,9 +200,10 @@ def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
         return  # the shape of the loss was wrong
     missing = [name for name in script.trainable if name not in base.rows]
     used = [name for name in missing if base.totals.get(name) is not None]
-    for names, evidence_text, fix in (
+    idle = [name for name in missing if name not in used]
+    for names, why, fix in (
         (
-            [name for name in missing if name not in used],
+            idle,
             "no gradient reaches them",
             "freeze them with requires_grad_(False) before attach or make_private, or use them in the loss",
         ),
@@ -230,42 +215,28 @@ def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
         ),
     ):
         if names:
-            yield Finding(
-                "error",
-                "unused-parameters",
-                f"no per-sample gradients for {some(names)}: {evidence_text}, and the first step will stop there",
-                fix,
-            )
+            found = f"no per-sample gradients for {some(names)}: {why}, and the first step will stop there"
+            yield error("unused-parameters", found, fix)
 
 
 def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Layers that write over what a hook has seen."""
-    for refused in evidence.refused:
-        if in_place(refused.error):
-            layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
-            where = (
-                f"layers with inplace=True: {some(layers)}" if layers else "no layer has inplace=True: look for x += y"
-            )
-            yield Finding(
-                "error",
-                "in-place-layers",
-                f"{refused}; {where}",
-                "nn.ReLU(inplace=False), and x = x + y instead of x += y",
-            )
-            return
+    refused = next((refused for refused in evidence.refused if in_place(refused.error)), None)
+    if refused is not None:
+        layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
+        where = f"layers with inplace=True: {some(layers)}" if layers else "no layer has inplace=True: look for x += y"
+        yield error("in-place-layers", f"{refused}; {where}", "nn.ReLU(inplace=False), and x = x + y instead of x += y")
 
 
 def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Where products round to 8 or 11 bits, so does 1/B, in the same way in all rows."""
     coarse = coarse_setting(script.module.modules(), list(script.trainable.values()))
-    rows = evidence.base.rows if evidence.base is not None else {}
-    halves = [name for name, made in rows.items() if made.dtype in _HALF]
+    halves = [name for name, made in evidence.rows.items() if made.dtype in HALF]
     if "mean" in script.reductions.values() and (halves or coarse is not None):
         seen, off = f"rows of {some(halves)} are in half precision", "train them in float32"
         if coarse is not None and not halves:
             seen, off = f"{coarse.setting} is in effect", coarse.cure
-        yield Finding(
-            "critical",
+        yield critical(
             "half-precision-rows",
             f"{seen} and the loss is a mean: the rounding of 1/B moves all rows when one record comes or goes",
             f"use a loss that sums and loss_reduction='sum', or: {off}",
@@ -277,24 +248,21 @@ def ghost_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if not script.ghost or script.loss is None or evidence.size == 0:
         return
     value: Any = evidence.base.value if evidence.base is not None else None
-    fix = (
-        "model, optimizer, criterion, loader = engine.make_private(..., criterion=criterion, grad_sample_mode='ghost')"
-    )
     if not opacus.is_ghost_loss_value(value):
         scalars = any(isinstance(refused.error, NotScalarError) for refused in evidence.refused)
         if value is not None or scalars or not evidence.refused:
-            yield Finding(
-                "critical",
+            yield critical(
                 "ghost-without-ghost-loss",
                 f"in ghost mode the loss must be the criterion that make_private returns (it returns "
                 f"{type(value).__name__}): no gradient is clipped, and the noise hides nothing",
-                f"{fix}\nloss = criterion(outputs, targets)",
+                "model, optimizer, criterion, loader = "
+                "engine.make_private(..., criterion=criterion, grad_sample_mode='ghost')\n"
+                "loss = criterion(outputs, targets)",
             )
         return
     shape = tuple(value.loss_per_sample.shape)
     if shape != (evidence.size,):
-        yield Finding(
-            "critical",
+        yield critical(
             "ghost-loss-shape",
             f"the criterion gives losses of shape {shape} for {evidence.size} records: multiplied by {evidence.size} "
             f"clip factors they broadcast, and no record is clipped by its own factor",
@@ -311,9 +279,8 @@ def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
         explained = in_place(refused.error) or isinstance(refused.error, NotScalarError)
         if not explained and not (ours and (evidence.buffers or half)):
             yield Finding("error" if ours else "warning", "not-probed", str(refused), fix)
-    base = evidence.base
-    if base is not None and base.rows and not any(bool(rows.any()) for rows in base.rows.values()):
-        yield Finding("warning", "not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
+    if evidence.rows and not any(bool(rows.any()) for rows in evidence.rows.values()):
+        yield warning("not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
 
 
 def some(names: list[str]) -> str:
@@ -322,18 +289,20 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-MODEL_CHECKS: tuple[Callable[[Script, Evidence], Iterator[Finding]], ...] = (
+MODEL_CHECKS: tuple[Check, ...] = (
     batch_norm,
     coupled_records,
-    rows_are_not_records,
     changing_buffers,
     stateful_model,
+    loss_reduction,
+    in_place_layers,
+    not_probed,
+)
+ROW_CHECKS: tuple[Check, ...] = (
+    rows_are_not_records,
     ghost_loss,
     half_precision_rows,
     regularizer_in_loss,
     padding_trained,
-    loss_reduction,
     unused_parameters,
-    in_place_layers,
-    not_probed,
 )

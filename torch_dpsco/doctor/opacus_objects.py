@@ -25,11 +25,6 @@ def is_opacus_optimizer(optimizer: Any) -> bool:
     return isinstance(optimizer, DPOptimizer)
 
 
-def is_ghost_optimizer(optimizer: Any) -> bool:
-    """Returns whether it adds noise to gradients that the loss must have clipped."""
-    return isinstance(optimizer, DPOptimizerFastGradientClipping)
-
-
 def grad_sample_hooks(model: nn.Module) -> Any:
     """Returns the object that hooks the model: a GradSampleModule, or the GradSampleHooks of `wrap_model=False`."""
     if isinstance(model, GradSampleHooks):
@@ -43,9 +38,9 @@ def grad_sample_hooks(model: nn.Module) -> Any:
     return None
 
 
-def is_ghost(hooks: Any) -> bool:
-    """Returns whether the hooks compute norms of rows and no rows."""
-    return isinstance(hooks, GradSampleHooksFastGradientClipping)
+def is_ghost(part: Any) -> bool:
+    """Returns whether hooks compute norms of rows and no rows, or an optimizer wants gradients clipped by the loss."""
+    return isinstance(part, (GradSampleHooksFastGradientClipping, DPOptimizerFastGradientClipping))
 
 
 def inner_module(model: nn.Module) -> nn.Module:
@@ -110,7 +105,7 @@ def is_split(loader: Any) -> bool:
 
 def batch_sampler(loader: Any) -> Any:
     """Returns the batch sampler of a loader, without the splitting of BatchMemoryManager."""
-    sampler = getattr(underlying_loader(loader), "batch_sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
     while isinstance(sampler, BatchSplittingSampler):
         sampler = sampler.sampler
     return sampler

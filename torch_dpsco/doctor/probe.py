@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from torch import Tensor
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence, Isolation, Line, NotScalarError, Pass, look, remembered, rows_to_probe
+from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, look, remembered, rows_to_probe
 from torch_dpsco.doctor.script import Script
 from torch_dpsco.doctor.synthetic import SyntheticRecords
 from torch_dpsco.rows import Tape
 from torch_dpsco.rows.attach import attach, first_step_of
-from torch_dpsco.rows.base import Block
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED, _OTHER_SEED = 1_000_003, 2_000_003
 _SMALL, _LARGE = 1e-3, 1e4
 _OUTLIERS = {_SMALL: "a record 1000 times as small", _LARGE: "one 10,000 times as large", math.nan: "one of NaN"}
+_Scales = Sequence[float] | None  # of the inputs, by record
 _PLACES = (-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0)  # of `Line`, for records of norm 1
 
 
@@ -61,12 +62,9 @@ def _synthetic_records(script: Script, *, other_targets: bool = True) -> Synthet
     def build() -> SyntheticRecords:
         device = next(iter(script.trainable.values())).device
         ignored = getattr(script.loss, "ignore_index", None)
+        ignored = ignored if isinstance(ignored, int) else None
         return SyntheticRecords(
-            script.first_record(),
-            script.collate,
-            device,
-            other_targets=other_targets,
-            ignored=ignored if isinstance(ignored, int) else None,
+            script.first_record(), script.collate, device, other_targets=other_targets, ignored=ignored
         )
 
     return attempt("making up a batch from the first record", build)
@@ -80,10 +78,9 @@ def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: Sy
         attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic).look_at_rows()
-        if evidence.base is None or not evidence.base.rows:  # layers without rows: what remains are sums
+        if not evidence.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
             evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
-            evidence.base = None
             _Probe(script, evidence, state, synthetic).look_at_sums()
         if script.row_free is not None:
             _Probe(script, evidence, state, synthetic).look_at_single_records()
@@ -102,8 +99,6 @@ class _Probe:
         self.from_zero = script.row_free is not None
         starts = {name: torch.zeros_like(p) if self.from_zero else p for name, p in script.trainable.items()}
         self.moves = {name: _small_move(p, generator) for name, p in starts.items()}
-        self.scales: list[float] | None = None  # of the records
-        self._only: int | None = None  # the place of the row that is looked at; None for all rows
         self.records = list(range(synthetic.size))
         self.others = [i + synthetic.size for i in self.records]
 
@@ -117,7 +112,7 @@ class _Probe:
         evidence.mean_rows = attached.mean if attached else self.script.hooks.loss_reduction == "mean"
         evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
-        if evidence.base is None or not evidence.base.rows:
+        if not evidence.rows:
             return
         changed = self._pass([self.others[0], *self.records[1:]])
         if isinstance(changed, Refused):  # the loss may not take the other targets
@@ -137,19 +132,13 @@ class _Probe:
             return
 
         def row(records: list[int], place: int, other: bool) -> Tensor:
-            self._only = place
             self._start(_OTHER_SEED if other else _SEED)
-            found = self._gradients(records).rows
+            found = self._gradients(records, only=place).rows
             return torch.cat([part.flatten().cpu() for part in found.values()])
 
-        def probe() -> Isolation:
-            try:
-                return look(row, len(self.records), rows)
-            finally:
-                self._only = None
-
         device = next(iter(script.trainable.values())).device
-        found = attempt("comparing bits of rows", lambda: remembered(script.module, device, rows, probe))
+        known = partial(remembered, script.module, device, rows, lambda: look(row, len(self.records), rows))
+        found = attempt("comparing bits of rows", known)
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
 
@@ -170,26 +159,19 @@ class _Probe:
             self._compare("a large record in place of a small one", mixed, [_LARGE, *mixed[1:]])
 
     def _compare(self, kind: str, scales: list[float] | None, others: list[float]) -> None:
-        first = self.evidence.base if scales is None else self._scaled(scales)
-        second = self._scaled(others)
+        records = [place % self.synthetic.size for place in range(len(others))]
+        first = self.evidence.base if scales is None else self._pass(records, scales=scales)
+        second = self._pass(records, scales=others)
         if isinstance(first, Pass) and isinstance(second, Pass) and first.rows and second.rows:
             self.evidence.outliers.append((kind, len(others), first, second))
-
-    def _scaled(self, scales: list[float]) -> Pass | Refused:
-        self.scales = scales
-        try:
-            return self._pass([place % self.synthetic.size for place in range(len(scales))])
-        finally:
-            self.scales = None
 
     def look_at_sums(self) -> None:
         """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
         evidence, parts = self.evidence, [self.records[1:3], self.records[3:5]]
-        base = evidence.keep(self._pass(self.records))
+        evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
-        if base is None:
+        if evidence.base is None:
             return
-        evidence.base = base
         batches = [[first, *part] for first in (self.records[0], self.others[0]) for part in parts]
         passes = [evidence.keep(self._pass(batch)) for batch in batches]
         totals = [_joined(p.totals) for p in passes if p is not None]
@@ -270,22 +252,25 @@ class _Probe:
             self.script.module.train(training)
         seed_torch(seed)
 
-    def _loss(self, records: Sequence[int]) -> Any:
+    def _loss(self, records: Sequence[int], scales: _Scales = None) -> Any:
         script = self.script
-        batch = script.bounded(self.synthetic.batch(records, self.scales))
-        if not self.synthetic.is_pair:
-            return _of_outputs(script.module(batch)) if script.loss is None else script.loss(script.module, batch)
-        outputs = script.module(batch[0])
-        return _of_outputs(outputs) if script.loss is None else script.loss(outputs, batch[1])
+        batch = script.bounded(self.synthetic.batch(records, scales))
+        if script.loss is None:
+            return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
+        if self.synthetic.is_pair:
+            return script.loss(script.module(batch[0]), batch[1])
+        return script.loss(script.module, batch)
 
-    def _pass(self, records: Sequence[int], before: Sequence[int] | None = None, seed: int = _SEED) -> Pass | Refused:
+    def _pass(
+        self, records: Sequence[int], before: Sequence[int] | None = None, scales: _Scales = None, seed: int = _SEED
+    ) -> Pass | Refused:
         def run() -> Pass:
             self._start(seed)
             if before is not None:
                 self._gradients(before)
                 self._forget_rows()
                 seed_torch(_SEED)
-            return self._gradients(records)
+            return self._gradients(records, scales)
 
         return attempt("a training pass over a made-up batch", run)
 
@@ -296,8 +281,8 @@ class _Probe:
             if isinstance(tape := getattr(p, "grad_factors", None), Tape):
                 tape.clear()
 
-    def _gradients(self, records: Sequence[int]) -> Pass:
-        value = self._loss(records)
+    def _gradients(self, records: Sequence[int], scales: _Scales = None, only: int | None = None) -> Pass:
+        value = self._loss(records, scales)
         if opacus.is_ghost_loss_value(value):
             return self._ghost_gradients(value)
         params = self.script.trainable
@@ -307,16 +292,13 @@ class _Probe:
         for name, p in params.items():
             tape = getattr(p, "grad_factors", None)
             if isinstance(tape, Tape) and tape.uses:
-                blocks = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)
-                rows[name] = self._shown(blocks[0]).dense()[0].detach()
+                block = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
+                block = block if only is None else block.select(torch.tensor([only]))
+                rows[name] = block.dense()[0].detach()
                 factored.add(name)
             elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = made.detach() if self._only is None else made[self._only].detach()
+                rows[name] = made.detach() if only is None else made[only].detach()
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
-
-    def _shown(self, block: Block) -> Block:
-        """Returns all rows, or the only one that is asked for."""
-        return block if self._only is None else block.select(torch.tensor([self._only]))
 
     def _ghost_gradients(self, value: Any) -> Pass:
         """Takes the norms from the hooks, and the gradient of each record's loss, which is what gets released."""

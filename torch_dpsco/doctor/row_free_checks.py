@@ -6,40 +6,20 @@ The promises are about the loss of any record, so one synthetic record that brea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from torch_dpsco.doctor.evidence import Evidence, coupled_records
-from torch_dpsco.doctor.loop_checks import drawn, finalized_optimizer, fixed_seed, stale_parameters
-from torch_dpsco.doctor.model_checks import (
-    batch_norm,
-    changing_buffers,
-    excess,
-    in_place_layers,
-    loss_reduction,
-    not_probed,
-    some,
-    stateful_model,
-)
+from torch_dpsco.doctor.evidence import Check, Evidence, coupled_records
+from torch_dpsco.doctor.loop_checks import drawn
+from torch_dpsco.doctor.model_checks import excess, some
 from torch_dpsco.doctor.probe import ROUNDING
-from torch_dpsco.doctor.script import Finding, Script
+from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
 from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader
 
 _CLOSE = 1e-6  # relative, in double precision
-
-
-def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """An answer without noise is not a mechanism."""
-    if script.row_free is not None and script.row_free.noise_std == 0:
-        yield Finding(
-            "critical",
-            "no-noise",
-            f"{type(script.optimizer).__name__} adds no noise (noise_std 0): its answer is not private at all",
-            ".plan(..., budget=dp.Budget(epsilon, delta))",
-        )
 
 
 def foreign_loader(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -49,8 +29,7 @@ def foreign_loader(script: Script, evidence: Evidence) -> Iterator[Finding]:
         return
     if not isinstance(loader, BoundedLoader) or script.sampler.log is not optimizer._log:
         # PRIVACY: (test_another_loader_than_the_optimizers_last_one_is_critical)
-        yield Finding(
-            "critical",
+        yield critical(
             "sampler-not-accounted",
             f"the loader ({type(loader).__name__}, which draws by {drawn(script)}) is not the last one that the "
             f"optimizer made: the noise covers records within their bounds, in batches of {optimizer.design}",
@@ -60,27 +39,15 @@ def foreign_loader(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def attached_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Per-sample gradients are of no use."""
-    if script.records_rows:
-        stops = "; the first step will stop, because an attached model has no plain gradient" if script.attached else ""
-        yield Finding(
-            "error" if script.attached else "warning",
-            "attached-model",
-            f"per-sample gradients of {type(script.model).__name__} are made at each step, and "
-            f"{type(script.optimizer).__name__} takes none{stops}",
-            "dp.detach(model)" if script.attached else "give the loop the plain model",
-        )
-
-
-def scaled_gradients(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """A loss scale is in the gradients, which nothing clips."""
-    if script.scaler is not None and script.scaler.is_enabled():
-        yield Finding(
-            "critical",
-            "grad-scaler",
-            f"the loss is multiplied by {script.scaler.get_scale():.6g}, and the noise is calibrated for the loss "
-            f"itself; steps that the scaler skips depend on the data",
-            "loss.backward(); optimizer.step()  # double precision needs no scaler",
-        )
+    taken = (
+        f"per-sample gradients of {type(script.model).__name__} are made at each step, and "
+        f"{type(script.optimizer).__name__} takes none"
+    )
+    if script.attached:
+        stops = "the first step will stop, because an attached model has no plain gradient"
+        yield error("attached-model", f"{taken}; {stops}", "dp.detach(model)")
+    elif script.records_rows:
+        yield warning("attached-model", taken, "give the loop the plain model")
 
 
 def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -90,8 +57,7 @@ def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:
         kinds["the loss"] = evidence.base.value.dtype
     found = [f"{name} ({dtype})" for name, dtype in kinds.items() if dtype != torch.float64]
     if found:
-        yield Finding(
-            "critical",
+        yield critical(
             "single-precision",
             f"not in double precision: {some(found)}; the noise covers one record's effect and that of rounding in "
             f"double precision, no larger one",
@@ -102,8 +68,7 @@ def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def random_gradients(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The loss of a record must be one function of the weights."""
     if evidence.randomness > ROUNDING:
-        yield Finding(
-            "critical",
+        yield critical(
             "random-gradients",
             f"other random numbers moved the gradient of a made-up batch (by {evidence.randomness:.2g} of its norm): "
             f"what is promised is one convex loss per record, and dropout scales features beyond their bound",
@@ -120,8 +85,7 @@ def reduction_of_gradients(script: Script, evidence: Evidence) -> Iterator[Findi
     if not math.isclose(evidence.weight, weights[declared], rel_tol=_CLOSE):
         kind = next((k for k, weight in weights.items() if math.isclose(evidence.weight, weight, rel_tol=_CLOSE)), "")
         # PRIVACY: (test_another_reduction_than_the_optimizers_is_critical)
-        yield Finding(
-            "critical",
+        yield critical(
             "loss-reduction",
             f"the gradient of a made-up batch of {evidence.size} is {evidence.weight:.6g} times the sum of those of "
             f"its records, which is {f'a {kind}' if kind else 'neither a mean nor a sum'}, and the optimizer was made "
@@ -132,10 +96,9 @@ def reduction_of_gradients(script: Script, evidence: Evidence) -> Iterator[Findi
 
 def term_on_the_weights(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The gradient of the loss must be that of its records."""
-    found = excess(evidence) if evidence.base is not None and evidence.base.rows else []
+    found = excess(evidence)
     if found:
-        yield Finding(
-            "critical",
+        yield critical(
             "regularizer-in-loss",
             f"the gradient of {some(found)} is not the sum of those of the records: a term of the loss on the weights, "
             f"or a weight used outside of its layer, for which the noise is not calibrated",
@@ -162,8 +125,7 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
         parts += _too_large("gradients are", float((norms / bounds).max()), "what grad_bound promises")
     if parts:
         # PRIVACY: (test_a_model_that_is_not_what_was_promised_is_critical)
-        yield Finding(
-            "critical",
+        yield critical(
             "broken-promise",
             "; ".join(parts) + ": for made-up records within their bounds, so that the noise is too small",
             "one Linear layer on the features as they are, and the loss whose .problem(...) the optimizer got",
@@ -174,24 +136,12 @@ def _too_large(what: str, ratio: float, promise: str) -> list[str]:
     return [f"{what} up to {ratio:.3g} times {promise}"] if ratio > 1 + _CLOSE else []
 
 
-ROW_FREE_CHECKS: tuple[Callable[[Script, Evidence], Iterator[Finding]], ...] = (
-    batch_norm,
-    coupled_records,
-    changing_buffers,
-    stateful_model,
+ROW_FREE_CHECKS: tuple[Check, ...] = (
     random_gradients,
     term_on_the_weights,
     reduction_of_gradients,
-    loss_reduction,
     broken_promise,
     single_precision,
-    in_place_layers,
-    not_probed,
-    no_noise,
     foreign_loader,
-    fixed_seed,
-    scaled_gradients,
-    stale_parameters,
     attached_model,
-    finalized_optimizer,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from textwrap import fill, indent
 from typing import Any
 
@@ -41,7 +41,7 @@ class Script:
     loader: Any
     optimizer: Any
     scaler: Any = None
-    record: Any = field(default=NO_RECORD)
+    record: Any = NO_RECORD
 
     @cached_property
     def module(self) -> nn.Module:
@@ -70,7 +70,7 @@ class Script:
     @property
     def ghost(self) -> bool:
         """Whether gradients are clipped by Opacus' ghost loss."""
-        return opacus.is_ghost(self.hooks) or opacus.is_ghost_optimizer(self.optimizer)
+        return opacus.is_ghost(self.hooks) or opacus.is_ghost(self.optimizer)
 
     @property
     def ours(self) -> PrivateOptimizer | None:
@@ -98,10 +98,9 @@ class Script:
         declared = {}
         if self.attached:
             declared["dp.attach"] = "mean" if self.module._dpsco.mean else "sum"
-        if self.hooks is not None:
-            declared[type(self.hooks).__name__] = self.hooks.loss_reduction
-        if self.opacus_optimizer is not None:
-            declared[type(self.optimizer).__name__] = self.optimizer.loss_reduction
+        for part in (self.hooks, self.opacus_optimizer):
+            if part is not None:
+                declared[type(part).__name__] = part.loss_reduction
         if self.row_free is not None:
             declared[type(self.optimizer).__name__] = "mean" if self.row_free._mean else "sum"
         return declared
@@ -146,7 +145,6 @@ class Script:
 SEVERITIES = ("critical", "error", "warning")
 """critical: the guarantee is broken or void; error: silently wrong, or will crash; warning: works, but risky."""
 
-_PAGE = "docs/pitfalls.md"
 _WIDTH = 100
 
 
@@ -177,13 +175,16 @@ class Finding:
     @property
     def link(self) -> str:
         """Where the mistake is explained."""
-        return f"{_PAGE}#{self.name}"
+        return f"docs/pitfalls.md#{self.name}"
 
     def __str__(self) -> str:
         found = fill(self.evidence, _WIDTH, break_long_words=False, break_on_hyphens=False)
         parts = {"found": found, "fix": self.fix, "see": self.link}  # a fix is code, which keeps its lines
         lines = [f"  {key:<6} " + text.replace("\n", "\n" + 9 * " ") for key, text in parts.items()]
         return "\n".join([f"{self.severity.upper()}: {self.name.replace('-', ' ')}", *lines])
+
+
+critical, error, warning = (partial(Finding, severity) for severity in SEVERITIES)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.compat import tree_flatten, tree_map, tree_unflatten
+from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _SEED = 20_240_229
 _SIZES = (5, 7, 11, 13, 17, 19)
@@ -47,8 +47,9 @@ class SyntheticRecords:
     ) -> None:
         # a record of a TensorDataset is a view, whose deepcopy copies ALL records: cut the views off once
         self._record = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record)
-        self._collate, self._device, self._ignored = collate, device, ignored
-        leaves, more = self._template(2)[0], self._template(3)[0]
+        self._collate, self._device = collate, device
+        leaves, structure = self._template(2)
+        more = self._template(3)[0]
         self._dims = [
             _batch_dim(leaf, other) if isinstance(leaf, Tensor) and isinstance(other, Tensor) else None
             for leaf, other in zip(leaves, more[: len(leaves)], strict=True)
@@ -57,8 +58,23 @@ class SyntheticRecords:
             raise ValueError("a batch must hold a tensor with one entry per record (got none)")
         lengths = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape}
         self.size = next((size for size in _SIZES if size not in lengths), _SIZES[0])
-        self.is_pair = self._is_pair()
-        self._pools = self._make_pools(leaves, other_targets)
+        batch = tree_unflatten(leaves, structure)
+        self.is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        n_inputs = len(tree_leaves(batch[0])) if self.is_pair else len(leaves)
+        generator = torch.Generator().manual_seed(_SEED)
+        self._pools: list[Tensor | None] = []
+        self._scaled = set()  # the places of inputs that are numbers, which can be large or small
+        for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
+            if not isinstance(leaf, Tensor):
+                self._pools.append(None)
+                continue
+            shape = [2 * self.size if d == dim else n for d, n in enumerate(leaf.shape)]
+            if place < n_inputs:
+                self._pools.append(_values(shape, leaf.dtype, generator))
+                if dim is not None and leaf.is_floating_point():
+                    self._scaled.add(place)
+            else:
+                self._pools.append(_targets(shape, leaf.dtype, dim if other_targets else None, self.size, ignored))
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
         batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
@@ -67,43 +83,10 @@ class SyntheticRecords:
         flat: tuple[list[Any], Any] = tree_flatten(batch)
         return flat
 
-    def _is_pair(self) -> bool:
-        leaves, structure = self._template(2)
-        batch = tree_unflatten(leaves, structure)
-        return isinstance(batch, (tuple, list)) and len(batch) == 2
-
-    def _make_pools(self, leaves: list[Any], other_targets: bool) -> list[Tensor | None]:
-        generator = torch.Generator().manual_seed(_SEED)
-        n_inputs = self._n_inputs = len(leaves)
-        if self.is_pair:
-            _, structure = self._template(2)
-            n_inputs = self._n_inputs = len(tree_flatten(tree_unflatten(leaves, structure)[0])[0])
-        pools: list[Tensor | None] = []
-        for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
-            if not isinstance(leaf, Tensor):
-                pools.append(None)
-                continue
-            shape = list(leaf.shape)
-            if dim is not None:
-                shape[dim] = 2 * self.size
-            if place < n_inputs:
-                pools.append(_values(shape, leaf.dtype, generator))
-            else:
-                targets = _targets(shape, leaf.dtype, dim if other_targets else None, self.size)
-                if dim is not None and other_targets and self._ignored is not None and not leaf.is_floating_point():
-                    _ignore_some(targets.narrow(dim, self.size, self.size), dim, self._ignored)
-                pools.append(targets)
-        return pools
-
     @property
     def has_numbers(self) -> bool:
         """Whether inputs are numbers that can be large or small."""
-        return any(self._is_scaled(place) for place in range(self._n_inputs))
-
-    def _is_scaled(self, place: int) -> bool:
-        pool = self._pools[place]
-        known = place < self._n_inputs and self._dims[place] is not None
-        return known and pool is not None and pool.is_floating_point()
+        return bool(self._scaled)
 
     def batch(self, records: Sequence[int], scales: Sequence[float] | None = None) -> Any:
         """Returns the batch of some records of the pool; `scales`: times a number for the inputs of each."""
@@ -113,7 +96,7 @@ class SyntheticRecords:
         for place, (pool, dim) in enumerate(zip(self._pools, self._dims, strict=True)):
             if pool is not None:
                 values = pool if dim is None else pool.index_select(dim, index)
-                if scales is not None and dim is not None and self._is_scaled(place):
+                if scales is not None and dim is not None and place in self._scaled:
                     shape = [1] * values.dim()
                     shape[dim] = len(records)
                     values = values * torch.tensor(scales, dtype=values.dtype).view(shape)
@@ -133,18 +116,15 @@ def _values(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _targets(shape: list[int], dtype: torch.dtype, dim: int | None, size: int) -> Tensor:
+def _targets(shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: int | None) -> Tensor:
     # 1 is a legal target of every loss that knows labels +-1, labels 0 and 1, or real numbers
     first = 1 if dtype.is_floating_point else 0
     targets = torch.full(shape, first).to(dtype)
     if dim is not None:
-        targets.narrow(dim, size, size).fill_(1 - first)
+        others = targets.narrow(dim, size, size).fill_(1 - first)
+        # a mean over the targets that are not ignored couples the records; where a record has one target only, `fit`
+        # looks at the batches themselves, for the loss's default would be refused everywhere
+        several = [d for d, n in enumerate(others.shape) if d != dim and n > 1]
+        if ignored is not None and several and not dtype.is_floating_point:
+            others.select(several[0], 0).fill_(ignored)
     return targets
-
-
-def _ignore_some(targets: Tensor, dim: int, ignored: int) -> None:
-    # a mean over the targets that are not ignored couples the records; where a record has one target only, `fit` looks
-    # at the batches themselves, for the loss's default would be refused everywhere
-    several = [d for d, n in enumerate(targets.shape) if d != dim and n > 1]
-    if several:
-        targets.select(several[0], 0).fill_(ignored)

@@ -111,8 +111,7 @@ class BinaryClassifier(Classifier):
 
     def decision_function(self, X: Any) -> Array:
         """Returns scores (n,) of public rows; positive ones are of the second class."""
-        scores: Array = self._scores(X)[:, 0]
-        return scores
+        return np.asarray(self._scores(X)[:, 0])
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -179,14 +178,12 @@ class LogisticRegression(BinaryClassifier):
 
     def predict_log_proba(self, X: Any, link: str = "logistic") -> Array:
         """Returns the logarithms of `predict_proba`."""
-        result: Array = np.log(self.predict_proba(X, link))
-        return result
+        return np.asarray(np.log(self.predict_proba(X, link)))
 
 
 def _sigmoid(scores: Array) -> Array:
     small = np.exp(-np.abs(scores))
-    result: Array = np.where(scores >= 0, 1.0, small) / (1.0 + small)
-    return result
+    return np.asarray(np.where(scores >= 0, 1.0, small) / (1.0 + small))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -224,15 +221,13 @@ class SoftmaxRegression(Classifier):
         """Returns probabilities (n, K) of public rows."""
         scores = self._scores(X)
         weights = np.exp(scores - scores.max(1, keepdims=True))
-        result: Array = weights / weights.sum(1, keepdims=True)
-        return result
+        return np.asarray(weights / weights.sum(1, keepdims=True))
 
     def predict_log_proba(self, X: Any) -> Array:
         """Returns the logarithms of `predict_proba`, which do not underflow."""
         scores = self._scores(X)
         scores = scores - scores.max(1, keepdims=True)
-        result: Array = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-        return result
+        return np.asarray(scores - np.log(np.exp(scores).sum(1, keepdims=True)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

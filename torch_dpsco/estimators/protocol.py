@@ -6,7 +6,16 @@ exception because of one record's value would tell that value.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from torch_dpsco.estimators.own import (
+    BaseEstimator,
+    ClassifierMixin,
+    DataConversionWarning,
+    NotFittedError,
+    RegressorMixin,
+)
 
 __all__ = [
     "BaseEstimator",
@@ -18,31 +27,13 @@ __all__ = [
     "read_columns",
 ]
 
-if TYPE_CHECKING:
-    from torch_dpsco.estimators.own import (
-        BaseEstimator,
-        ClassifierMixin,
-        DataConversionWarning,
-        NotFittedError,
-        RegressorMixin,
-    )
-
-    validate_data: Any = None
-else:
-    try:
+validate_data: Any = None
+if not TYPE_CHECKING:
+    with suppress(ImportError):
+        # first, since versions before 1.6, which lack it, count as not installed
+        from sklearn.utils.validation import validate_data  # isort: skip
         from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
         from sklearn.exceptions import DataConversionWarning, NotFittedError
-        from sklearn.utils.validation import validate_data  # of 1.6; older ones count as not installed
-    except ImportError:
-        from torch_dpsco.estimators.own import (
-            BaseEstimator,
-            ClassifierMixin,
-            DataConversionWarning,
-            NotFittedError,
-            RegressorMixin,
-        )
-
-        validate_data = None
 
 
 class _Columns(BaseEstimator):

@@ -50,8 +50,7 @@ class Regressor(RegressorMixin, LinearModel):
 
     def predict(self, X: Any) -> Array:
         """Returns predictions (n,) for public rows; they are prepared, and clipped, as in training."""
-        scores: Array = self._scores(X)[:, 0]
-        return scores
+        return np.asarray(self._scores(X)[:, 0])
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

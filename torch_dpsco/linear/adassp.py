@@ -73,9 +73,8 @@ class AdaSSPPlan(LinearPlan):
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
-        task = self.task
-        assert task.bound_y is not None  # of plan_adassp
-        return self.constants.std_xty, task.n * task.preparation.bound * task.bound_y, "X'y"
+        bound_x, bound_y, _ = _bounds(self.task)
+        return self.constants.std_xty, self.task.n * bound_x * bound_y, "X'y"
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""

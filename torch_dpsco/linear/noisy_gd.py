@@ -32,7 +32,6 @@ from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.objective import objpert_reg
 from torch_dpsco.theory.linear.output import safe
-from torch_dpsco.theory.linear.solvers import gradient_rounding
 from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
 _MOST_STEPS = 500  # a step reads all records
@@ -73,21 +72,12 @@ class NoisyGDPlan(LinearPlan):
 
     def event(self) -> GDP:
         """Returns what the last iterate charges."""
-        task, most, (lipschitz, smoothness) = self.task, self.task.most_records, _constants(self.task)
+        task, most, (lipschitz, _) = self.task, self.task.most_records, _constants(self.task)
         beta, radius = self._smoothness, self.radius
         contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
         moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
         # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
-        moved += 2 * gradient_rounding(
-            most,
-            task.width,
-            lipschitz=lipschitz,
-            smoothness=smoothness,
-            reg=self.reg,
-            norm=radius,
-            weight=most,
-            score_offset=task.problem.score_offset or 0.0,
-        )
+        moved += 2 * task.gradient_rounding(self.reg, radius, lipschitz, dim=task.width, most=most)
         # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
         # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
         moved += 2 * 8 * DOUBLE * radius / self.lr

@@ -45,7 +45,7 @@ from torch_dpsco.theory.linear.objective import (
     softmax_log_det,
 )
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
-from torch_dpsco.theory.linear.solvers import amp_tolerance, gradient_rounding
+from torch_dpsco.theory.linear.solvers import amp_tolerance
 from torch_dpsco.theory.rounding import require_gaussian
 
 
@@ -178,23 +178,12 @@ def plan_objective(
 def _rounding(task: LinearTask, reg: float, scale: float) -> float:
     """Returns what rounding may hide where |b| is not beyond all reason; at run time the actual one is taken off."""
     assert task.lipschitz is not None
-    assert task.smoothness is not None
     assert task.problem.loss_at_zero is not None
     dim, most = task.parameters, task.n_max
     linear = scale * (dim + 10 * math.sqrt(dim) if task.pure else math.sqrt(dim) + 10)
     # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
     norm = (linear + math.sqrt(linear * linear + 2 * reg * most * task.problem.loss_at_zero)) / reg
-    return gradient_rounding(
-        most,
-        task.width,
-        lipschitz=task.lipschitz,
-        smoothness=task.smoothness,
-        reg=reg,
-        norm=norm,
-        weight=most,
-        linear=linear,
-        score_offset=task.problem.score_offset or 0.0,
-    )
+    return task.gradient_rounding(reg, norm, task.lipschitz, dim=task.width, most=most, linear=linear)
 
 
 def _spent(delta: float) -> float:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch_dpsco import _validate as check
@@ -16,7 +17,7 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
 from torch_dpsco.linear.output import OutputPlan, markov_plan, plan_output
-from torch_dpsco.linear.solved import SolvedOptimizer, linear_task, warn_if_noise_buries
+from torch_dpsco.linear.solved import SolvedOptimizer, linear_task, warned_of_noise
 from torch_dpsco.losses.base import TableLoss
 
 
@@ -92,22 +93,9 @@ class NoisyGD(SolvedOptimizer):
             ConditionError: the loss is not smooth and Lipschitz, or delta is 0.
         """
         task = linear_task(
-            model,
-            loss=loss,
-            n=n,
-            bound_x=bound_x,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
-            bound_y=bound_y,
-            reg=reg,
-            radius=radius,
-            residual_clip=residual_clip,
-            n_max=n_max,
+            model, loss, n, bound_x, budget, noise_multiplier, adjacency, bound_y, reg, radius, n_max, residual_clip
         )
-        plan = plan_noisy_gd(task, steps, secure)
-        warn_if_noise_buries(plan)
-        return plan
+        return warned_of_noise(plan_noisy_gd(task, steps, secure))
 
 
 class ObjectivePerturbation(SolvedOptimizer):
@@ -189,22 +177,9 @@ class ObjectivePerturbation(SolvedOptimizer):
             InfeasibleError: reg is too small for epsilon; the message names the smallest one.
         """
         task = linear_task(
-            model,
-            loss=loss,
-            n=n,
-            bound_x=bound_x,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
-            bound_y=bound_y,
-            reg=reg,
-            radius=radius,
-            residual_clip=residual_clip,
-            n_max=n_max,
+            model, loss, n, bound_x, budget, noise_multiplier, adjacency, bound_y, reg, radius, n_max, residual_clip
         )
-        plan = plan_objective(task, charge, secure, solver)
-        warn_if_noise_buries(plan)
-        return plan
+        return warned_of_noise(plan_objective(task, charge, secure, solver))
 
 
 class OutputPerturbation(SolvedOptimizer):
@@ -297,23 +272,8 @@ class OutputPerturbation(SolvedOptimizer):
             ConditionError: nothing is proved for these settings.
             MissingConstantError: the loss needs a radius.
         """
-        task = linear_task(
-            model,
-            loss=loss,
-            n=n,
-            bound_x=bound_x,
-            budget=budget,
-            noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
-            bound_y=bound_y,
-            reg=reg,
-            radius=radius,
-            tilt=tilt,
-            attack_radius=attack_radius,
-            attack_norm=attack_norm,
-            n_max=n_max,
-            n_min=n_min,
-        )
+        task = linear_task(model, loss, n, bound_x, budget, noise_multiplier, adjacency, bound_y, reg, radius, n_max)
+        task = replace(task, tilt=tilt, attack_radius=attack_radius, attack_norm=attack_norm, n_min=n_min)
         markov = check.choice(("certified", "markov"), guarantee=guarantee) == "markov"
         if markov != (expected_accuracy is not None) or markov != (failure is not None):
             raise ValueError(
@@ -324,6 +284,4 @@ class OutputPerturbation(SolvedOptimizer):
             plan = markov_plan(task, expected_accuracy, failure, mode, secure)
         else:
             plan = plan_output(task, mode, secure, solver)
-        if mode != "paper":
-            warn_if_noise_buries(plan)
-        return plan
+        return plan if mode == "paper" else warned_of_noise(plan)

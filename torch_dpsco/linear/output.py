@@ -42,7 +42,7 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian, Sequential
 from torch_dpsco.accounting.stated import Failure, KNorm
 from torch_dpsco.errors import CalibrationError, ConditionError, SequenceError
-from torch_dpsco.linear.objectives.base import Records, gamma
+from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import BoxDual, project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
@@ -59,9 +59,9 @@ from torch_dpsco.theory.linear.output import (
     logistic_gradient_diameter,
     safe,
 )
-from torch_dpsco.theory.linear.solvers import check_gap_tolerance, check_tolerance, gradient_rounding, solver_tolerance
+from torch_dpsco.theory.linear.solvers import check_gap_tolerance, check_tolerance, solver_tolerance
 from torch_dpsco.theory.linear.tilted import tilted_sensitivity, tilted_strong_convexity
-from torch_dpsco.theory.rounding import asks_exact, exact_grid, require_gaussian, with_grid
+from torch_dpsco.theory.rounding import asks_exact, exact_grid, gamma, require_gaussian, with_grid
 
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))
@@ -108,17 +108,8 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
     return best
 
 
-def added_risk(plan: Any) -> float | None:
-    """Returns a bound on E F(w + z) - F(w) of a plan's noise z, F without its regularizer; None where none is proved.
-
-    The regularizer's own part, reg |z|^2 / 2 in the sum, is no loss of a record.
-    """
-    task = plan.task
-    plain = task.num_scores == 1 and not task.tilt and not task.attack_radius and math.isinf(task.radius)
-    return _added(task, plan, 1.0) if plain and task.lipschitz is not None else None
-
-
 def _added(task: LinearTask, plan: Any, grown: float) -> float:
+    """Returns a bound on E F(w + z) - F(w) of a plan's noise z, F without its regularizer."""
     spread = plan.noise_and_signal[0]
     lipschitz = task.lipschitz_at_minimizers(plan.reg) * math.sqrt(grown)
     moved = lipschitz * spread
@@ -212,9 +203,11 @@ class OutputPlan(LinearPlan):
         yield from super().lines()
         if self.trusted:
             yield "trusted", "the accuracy that is promised for the loop, in expectation, on every data set"
-        added = added_risk(self)
-        if added is not None:
-            yield "expected", f"the noise adds at most {added:.3g} to the mean loss of the records"
+        task = self.task
+        plain = task.num_scores == 1 and not task.tilt and not task.attack_radius and math.isinf(task.radius)
+        if plain and task.lipschitz is not None:
+            # the regularizer's own part, reg |z|^2 / 2 in the sum, is no loss of a record
+            yield "expected", f"the noise adds at most {_added(task, self, 1.0):.3g} to the mean loss of the records"
         if not self.task.pure:
             yield exact_cost(self.secure)
 
@@ -343,18 +336,9 @@ def _require_solvable(task: LinearTask) -> None:
 
 def _rounding(task: LinearTask, reg: float) -> float:
     """Returns what rounding may hide from a certificate, for public numbers."""
-    lipschitz, smoothness = task.lipschitz_at_minimizers(reg), task.smoothness or 0.0
+    lipschitz, norm = task.lipschitz_at_minimizers(reg), task.minimizer_radius(reg)
     share = 1.0 / task.n if task.tilt else 1.0  # tilted objectives are means
-    return share * gradient_rounding(
-        task.most_records,
-        task.parameters,
-        lipschitz=lipschitz,
-        smoothness=smoothness,
-        reg=reg,
-        norm=task.minimizer_radius(reg),
-        weight=task.most_records,
-        score_offset=task.problem.score_offset or 0.0,
-    )
+    return share * task.gradient_rounding(reg, norm, lipschitz, dim=task.parameters, most=task.most_records)
 
 
 def _gap_rounding(task: LinearTask, reg: float) -> float:

@@ -11,7 +11,7 @@ secret. The point that was certified is held aside and never enters the paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,14 @@ from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
+from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process
 from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
 from torch_dpsco.rng import noise_generator
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+_Planned = TypeVar("_Planned", bound=LinearPlan)
 
 
 def linear_shape(params: Any) -> tuple[int, int, bool]:
@@ -52,41 +54,65 @@ def linear_shape(params: Any) -> tuple[int, int, bool]:
 
 
 def linear_task(
-    model: Any, *, bound_x: float, budget: Budget | None, adjacency: Adjacency | None, n_max: int | None, **numbers: Any
+    model: Any,
+    loss: TableLoss,
+    n: int,
+    bound_x: float,
+    budget: Budget | None,
+    noise_multiplier: float | None,
+    adjacency: Adjacency | None,
+    bound_y: float | None,
+    reg: float | None,
+    radius: float,
+    n_max: int | None,
+    residual_clip: float | None = None,
 ) -> LinearTask:
-    """Returns the task of a layer.
+    """Returns the task of a layer; numbers as in `LinearTask`.
 
     Args:
         model: the `torch.nn.Linear`, or its parameters.
+        loss: of the records.
+        n: public number of records.
         bound_x: that rows are clipped to, without the one of a bias.
         budget: target, or None.
+        noise_multiplier: in place of a budget's noise.
         adjacency: default the budget's, or "replace_one".
+        bound_y: that targets are clipped to.
+        reg: in sum form.
+        radius: of the ball of answers.
         n_max: default 2 n.
-        numbers: other fields of a `LinearTask`.
+        residual_clip: share of the bound that gradients are clipped at.
     """
     scores, dim, bias = linear_shape(model)
     task = LinearTask(
+        loss=loss,
         preparation=Preparation(bound_x, intercept=float(bias)),
         dim=dim,
+        n=n,
         budget=budget,
+        noise_multiplier=noise_multiplier,
         adjacency=agreed_adjacency(adjacency, budget),
+        bound_y=bound_y,
+        reg=reg,
+        radius=radius,
+        residual_clip=residual_clip,
         n_max=0 if n_max is None else check.positive_count(n_max=n_max),
-        **numbers,
     )
     if scores != task.num_scores:
         raise ValueError(f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})")
     return task
 
 
-def warn_if_noise_buries(plan: LinearPlan) -> None:
-    """Warns where the noise of a budget is longer than anything that it is added to."""
+def warned_of_noise(plan: _Planned) -> _Planned:
+    """Returns the plan; warns where the noise of a budget is longer than anything that it is added to."""
     if plan.budget is not None:
         noise, signal, of = plan.noise_and_signal
         size, epsilon = plan.task.parameters, plan.budget.epsilon
         checks.warn_if_buried(noise, signal, n=plan.task.n, dim=size, epsilon=epsilon, of=of)
+    return plan
 
 
-class SolvedOptimizer(FromPlan, CommonOptimizer):
+class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """Base: a linear layer, a plan, one release.
 
     Args:
@@ -142,24 +168,10 @@ class SolvedOptimizer(FromPlan, CommonOptimizer):
         ledger.expect(plan.event(), 1)
         self.accountant = ledger
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SolvedOptimizer:
-        # PRIVACY: two answers of one secret point would be two releases (test_a_solved_run_cannot_be_copied)
-        raise SequenceError("a run with a secret point must not be copied: it has one release; make a new optimizer")
-
-    def __copy__(self) -> SolvedOptimizer:
-        return self.__deepcopy__({})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({})
-
     # -- solving ------------------------------------------------------------------------------------------------------
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @in_turn
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes a step of the inner optimizer: not private, and nothing of it may be shown.
 
         Raises:
@@ -211,11 +223,11 @@ class SolvedOptimizer(FromPlan, CommonOptimizer):
             if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
                 raise ValueError(f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})")
             # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
-            rows = [torch.as_tensor(x) for x, _ in pairs] or [torch.zeros(0, self._plan.task.dim)]
-            features = torch.stack(rows) if pairs else rows[0]
-            targets = (
-                torch.stack([torch.as_tensor(y) for _, y in pairs]) if pairs else torch.zeros(0, dtype=torch.int64)
-            )
+            features, targets = torch.zeros(0, self._plan.task.dim), torch.zeros(0, dtype=torch.int64)
+            if pairs:
+                features, targets = (
+                    torch.stack([*map(torch.as_tensor, column)]) for column in zip(*pairs, strict=True)
+                )
         if features.dim() < 2:
             raise ValueError(f"features must be of shape (n, {self._plan.task.dim}) (got {tuple(features.shape)})")
         device = self._params[0].device

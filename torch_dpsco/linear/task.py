@@ -41,6 +41,7 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.output import minimizer_radius
+from torch_dpsco.theory.linear.solvers import gradient_rounding
 
 _LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
 
@@ -170,8 +171,7 @@ class LinearTask:
         if self.n_min is not None:
             check.positive_count(n_min=self.n_min)
         check.finite(tilt=self.tilt), check.nonnegative(attack_radius=self.attack_radius)
-        if self.attack_norm not in (2.0, math.inf):
-            raise ValueError(f"attack_norm must be 2 or inf (got {self.attack_norm})")
+        check.choice((2.0, math.inf), attack_norm=self.attack_norm)
         if self.residual_clip is not None:
             # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
             if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
@@ -262,10 +262,7 @@ class LinearTask:
             MissingConstantError: nothing bounds it.
         """
         # PRIVACY: of up to so many records: for fewer it is smaller (test_the_radius_holds_for_n_max_records)
-        mean = reg / self.most_records * (1 - 1e-15)
-        return minimizer_radius(
-            mean, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
-        )
+        return self._minimizer_radius(reg / self.most_records * (1 - 1e-15))
 
     def lipschitz_at_minimizers(self, reg: float) -> float:
         """L at every possible minimizer of the objective with this regularizer."""
@@ -273,9 +270,7 @@ class LinearTask:
 
     def loss_range(self, mean_reg: float) -> float:
         """Length of an interval that holds the loss of every record at every possible minimizer of a tilted mean."""
-        radius = minimizer_radius(
-            mean_reg, lipschitz=self.lipschitz, loss_at_zero=self.problem.loss_at_zero, radius=self.radius
-        )
+        radius = self._minimizer_radius(mean_reg)
         reach = round_up(radius * self.preparation.bound)
         if isinstance(self.loss, Logistic):
             return reach  # log((1 + e^t)/(1 + e^-t)) = t
@@ -283,6 +278,26 @@ class LinearTask:
         assert self.lipschitz is not None
         assert self.problem.loss_at_zero is not None
         return round_up(self.problem.loss_at_zero + self.lipschitz * radius)
+
+    def _minimizer_radius(self, mean_reg: float) -> float:
+        at_zero = self.problem.loss_at_zero
+        return minimizer_radius(mean_reg, lipschitz=self.lipschitz, loss_at_zero=at_zero, radius=self.radius)
+
+    def gradient_rounding(
+        self, reg: float, norm: float, lipschitz: float, *, dim: int, most: int, linear: float = 0.0
+    ) -> float:
+        """What rounding may do to a gradient of the sum of so many records, see `theory.linear.solvers`."""
+        return gradient_rounding(
+            most,
+            dim,
+            lipschitz=lipschitz,
+            smoothness=self.smoothness or 0.0,
+            reg=reg,
+            norm=norm,
+            weight=most,
+            linear=linear,
+            score_offset=self.problem.score_offset or 0.0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,11 +376,9 @@ class LinearPlan(Plan):
             "noise",
             f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}",
         )
-        most = (
-            f"there are at most n_max={task.n_max} of them"
-            if task.adjacency == ADD_REMOVE
-            else f"their number is n={task.n}"
-        )
+        most = f"their number is n={task.n}"
+        if task.adjacency == ADD_REMOVE:
+            most = f"there are at most n_max={task.n_max} of them"
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 

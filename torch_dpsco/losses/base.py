@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
+from torch_dpsco.accounting.analysis.exact import upper as upper  # for losses of your own too
 from torch_dpsco.coupling.loss_trace import Traced, apply_as_one
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem, round_up
@@ -176,12 +176,7 @@ class TableLoss(Loss):
                 raise TypeError(f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public")
 
     def problem(
-        self,
-        *,
-        bound_x: float,
-        bound_y: float = 1.0,
-        radius: float = math.inf,
-        holder_exponent: float | None = None,
+        self, *, bound_x: float, bound_y: float = 1.0, radius: float = math.inf, holder_exponent: float | None = None
     ) -> Problem:
         """The promises of this loss for bounded records.
 
@@ -260,6 +255,26 @@ class TableLoss(Loss):
         """G(radius) of the row; an upper bound also in floating point at radius 0 (M) and inf (Lipschitz constant)."""
 
 
+class ScalarLoss(TableLoss):
+    """phi of a margin or a residual, which is linear in the one score."""
+
+    @abstractmethod
+    def curve(self, place: Tensor) -> Tensor:
+        """The loss phi."""
+
+    @abstractmethod
+    def slope(self, place: Tensor) -> Tensor:
+        """The selected subgradient of phi."""
+
+    def bend(self, place: Tensor) -> Tensor:
+        """phi'', one-sided where phi' has a kink."""
+        raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge, Huber and Squared have one")
+
+    def corner(self, limit: Tensor) -> Tensor:
+        """Where |phi'| reaches the limit > 0: a margin, or -inf; or a residual > 0 of an even phi, or inf."""
+        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic, SmoothedHinge, Squared or Huber")
+
+
 @dataclass(frozen=True)
 class TableGradBound:
     """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare)."""
@@ -283,23 +298,6 @@ def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:
         return checked_x, positive(bound_y=bound_y)
     except ValueError as error:
         raise ValueError(f"targets must be bounded; {error}") from error
-
-
-def upper(*factors: float | Fraction) -> float:
-    """Least float that is not below the exact product of nonnegative factors; inf if one is infinite or it overflows.
-
-    Example:
-        >>> upper(0.5, 3.0), upper(0.1, 3.0) >= Fraction(0.1) * 3
-        (1.5, True)
-    """
-    if math.inf in factors:
-        return math.inf
-    exact = math.prod(Fraction(factor) for factor in factors)
-    try:
-        nearest = float(exact)
-    except OverflowError:
-        return math.inf
-    return nearest if nearest >= exact else math.nextafter(nearest, math.inf)
 
 
 def power_up(base: float, exponent: float) -> float:

@@ -10,7 +10,6 @@ the record (y x, 1), and ||y x|| <= B); y = 0 gives a null record with gradient 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, positive, positive_count
-from torch_dpsco.errors import ConditionError
-from torch_dpsco.losses.base import TableLoss, power_up, upper
+from torch_dpsco.losses.base import ScalarLoss, TableLoss, power_up, upper
 
 
-class MarginLoss(TableLoss):
-    """phi(m) of the margin m = y s, phi convex and nonincreasing."""
+class MarginLoss(ScalarLoss):
+    """phi(m) of the margin m = y s, phi convex and nonincreasing, with a slope in (-inf, 0]."""
 
     target_kind: ClassVar[Literal["sign", "real", "class"]] = "sign"
 
@@ -39,22 +37,6 @@ class MarginLoss(TableLoss):
     def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Second derivative y^2 phi''(y s); score and target of one shape."""
         return target * target * self.bend(target * score)
-
-    def bend(self, margin: Tensor) -> Tensor:
-        """phi''(m), one-sided where phi' has a kink."""
-        raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge has one")
-
-    def corner(self, limit: Tensor) -> Tensor:
-        """The margin at which -phi' reaches the limit > 0; -inf where it never does."""
-        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic or SmoothedHinge")
-
-    @abstractmethod
-    def curve(self, margin: Tensor) -> Tensor:
-        """phi(m)."""
-
-    @abstractmethod
-    def slope(self, margin: Tensor) -> Tensor:
-        """The selected subgradient of phi at m, in (-inf, 0]."""
 
 
 @dataclass(frozen=True)

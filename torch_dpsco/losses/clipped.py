@@ -20,9 +20,8 @@ from torch import Tensor
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.losses.base import TableLoss, record_bounds
+from torch_dpsco.losses.base import ScalarLoss, TableLoss, record_bounds
 from torch_dpsco.losses.classification import Logistic, MarginLoss
-from torch_dpsco.losses.regression import ResidualLoss
 
 _BLOCK_ROWS = 4096
 
@@ -136,7 +135,7 @@ class ClippedRows:
         limits: (B,) largest |phi'|, > 0, possibly inf.
     """
 
-    loss: MarginLoss | ResidualLoss
+    loss: ScalarLoss
     limits: Tensor
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
@@ -186,12 +185,12 @@ class ResidualClipped:
         [-0.25]
     """
 
-    loss: MarginLoss | ResidualLoss
+    loss: ScalarLoss
     clip: float
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clip", positive(clip=self.clip))
-        if not isinstance(self.loss, (MarginLoss, ResidualLoss)):
+        if not isinstance(self.loss, ScalarLoss):
             raise ConditionError(f"loss must have one score (got {self.loss!r})")
         self.loss.corner(torch.ones(1))  # refuses losses without a corner
 
@@ -224,6 +223,6 @@ class ResidualClipped:
 
 def scalar_loss(loss: object) -> TableLoss | ResidualClipped:
     """The loss itself; raises ConditionError unless it is one of a single score."""
-    if isinstance(loss, (MarginLoss, ResidualLoss, ResidualClipped)):
+    if isinstance(loss, (ScalarLoss, ResidualClipped)):
         return loss
     raise ConditionError(f"loss must be one of torch_dpsco.losses of a single score (got {loss!r})")

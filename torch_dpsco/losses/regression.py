@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, nonnegative, open_interval, positive
-from torch_dpsco.errors import ConditionError
-from torch_dpsco.losses.base import TableLoss, power_up, upper
+from torch_dpsco.losses.base import ScalarLoss, power_up, upper
 from torch_dpsco.problem import round_up
 
 
-class ResidualLoss(TableLoss):
+class ResidualLoss(ScalarLoss):
     """phi(r) of the residual r = y - s, phi convex."""
-
-    target_kind: ClassVar[Literal["sign", "real", "class"]] = "real"
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi(y - s); score and target of one shape."""
@@ -33,22 +29,6 @@ class ResidualLoss(TableLoss):
     def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Second derivative phi''(y - s); score and target of one shape."""
         return self.bend(target - score)
-
-    def bend(self, residual: Tensor) -> Tensor:
-        """phi''(r), one-sided where phi' has a kink."""
-        raise ConditionError(f"{self!r} has no second derivative; Huber and Squared have one")
-
-    def corner(self, limit: Tensor) -> Tensor:
-        """The residual r > 0 at which phi' reaches the limit > 0; inf where it never does. Needs an even phi."""
-        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Squared or Huber")
-
-    @abstractmethod
-    def curve(self, residual: Tensor) -> Tensor:
-        """phi(r)."""
-
-    @abstractmethod
-    def slope(self, residual: Tensor) -> Tensor:
-        """The selected subgradient of phi at r."""
 
 
 @dataclass(frozen=True)

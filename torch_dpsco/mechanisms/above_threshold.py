@@ -22,13 +22,13 @@ Source: docs/proofs/accounting.md#above-threshold; Lyu, Su and Li 2017, algorith
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import Adjacency
+from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.errors import SequenceError
@@ -82,11 +82,6 @@ class AboveThreshold:
         self._asked, self._halted = 0, False
 
     @property
-    def started(self) -> bool:
-        """Whether the noisy threshold is drawn, so that the run must have been charged."""
-        return self._rho is not None
-
-    @property
     def halted(self) -> bool:
         """Whether a query was below the threshold: public."""
         return self._halted
@@ -99,9 +94,8 @@ class AboveThreshold:
     def event(self, *adjacencies: Adjacency) -> AboveThresholdEvent:
         """Returns what a whole run costs under adjacencies for which the sensitivity holds."""
         # PRIVACY: rounded up (test_the_event_is_never_below_the_exact_sensitivity)
-        bound = float(self.sensitivity)
-        bound = math.nextafter(bound, math.inf) if Fraction(bound) < self.sensitivity else bound
-        return AboveThresholdEvent(self.threshold_scale, self.query_scale, dict.fromkeys(adjacencies, bound))
+        sens = dict.fromkeys(adjacencies, upper(self.sensitivity))
+        return AboveThresholdEvent(self.threshold_scale, self.query_scale, sens)
 
     def bad_pass(self, score: float) -> float:
         """Returns a bound of the probability that some query of a score below `score` passes in a whole run."""

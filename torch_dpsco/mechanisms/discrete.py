@@ -257,15 +257,10 @@ def _below(limit: int, bits: _Bits) -> int:
     return number
 
 
-def _rational_coin(numerator: int, denominator: int, bits: _Bits) -> bool:
-    """Returns True with probability numerator/denominator."""
-    return _below(denominator, bits) < numerator
-
-
 def _exp_coin(numerator: int, denominator: int, bits: _Bits) -> bool:
     """Returns True with probability e^(-numerator/denominator), for numerator <= denominator."""
     place = 1
-    while _rational_coin(numerator, denominator * place, bits):
+    while _below(denominator * place, bits) < numerator:  # a coin of probability g / place
         place += 1
     return place % 2 == 1
 

@@ -58,7 +58,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _DRAWS = 2**53  # equally likely draws, split among the grid points
-_UNIFORM = 2.0**-16  # share of the uniform law; `_margin` divides by it
+_UNIFORM = 2.0**-16  # share of the uniform law; the margin for rounding divides by it
 _MAX_GRID, _MAX_VALUES = 4096, 2**32
 _MAX_SCORE = 2.0**53  # integers below it are exact
 _SENSITIVITIES = (2.0**-64, 2.0**64)  # no product overflows
@@ -115,7 +115,7 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
     if not (np.abs(bad) < _MAX_SCORE).all():
         raise ValueError("scores must be finite and below 2^53")
     size, unit = len(bad), check.between(*_SENSITIVITIES, sensitivity=sensitivity)
-    margin = _margin(size)
+    margin = 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16  # 6 x of the proof: what rounding can cost
     if check.positive(epsilon=epsilon) <= 2 * margin:
         raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
     # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
@@ -219,11 +219,6 @@ def _counts(values: FloatArray, points: FloatArray) -> IntArray:
     """Returns #{values <= point}; NaN sorts last, after inf."""
     # PRIVACY: NaN moves each count by at most 1, like any number (test_what_is_not_a_number_counts_as_above)
     return np.searchsorted(np.sort(values.ravel()), points, side="right")
-
-
-def _margin(size: int) -> float:
-    """Returns 6 x of the proof: what rounding can cost on a grid of that many points."""
-    return 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16
 
 
 def _law(scores: FloatArray, epsilon: float) -> FloatArray:

@@ -50,8 +50,8 @@ and Peng 2021.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -110,40 +110,28 @@ class BinomialNoise:
             index[where] += int(np.searchsorted(tied, int(bottom), side="right"))
         return index + self._first
 
-    def probabilities(self) -> dict[int, float]:
-        """Returns the law that is drawn, by its 124-bit table."""
-        ends = [(int(h) << _WORD) + int(low) for h, low in zip(self._high.tolist(), self._low.tolist(), strict=True)]
-        edges = [0, *ends, _ONE]
-        return {self._first + k: (edges[k + 1] - edges[k]) / _ONE for k in range(len(edges) - 1)}
-
 
 def _table(trials: int, p: float) -> tuple[int, Tensor, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
     """Returns the least number drawn and, split in two halves, P(Y <= y) in units of 2^-124 for all y but the last."""
     won, whole = p.as_integer_ratio()
     lost = whole - won
     mode = min(trials, (trials + 1) * won // whole)
-    start = 1 << (2 * _WORD + _GUARD)
-    above, y, weight = [], mode, start
-    while y < trials and weight:  # w(y + 1) / w(y) = (N - y) p / ((y + 1) (1 - p))
-        weight = weight * (trials - y) * won // ((y + 1) * lost)
-        y += 1
-        above.append(weight)
-        if weight >> (_GUARD - 16) == 0:
-            break
-    below, y, weight = [], mode, start
-    while y > 0 and weight:
-        weight = weight * y * lost // ((trials - y + 1) * won)
-        y -= 1
-        below.append(weight)
-        if weight >> (_GUARD - 16) == 0:
-            break
-    weights = [*reversed(below), start, *above]
+
+    def rising(y: int, won: int, lost: int) -> list[int]:
+        weights = [1 << (2 * _WORD + _GUARD)]
+        while y < trials and weights[-1] >> (_GUARD - 16):  # w(y + 1) / w(y) = (N - y) p / ((y + 1) (1 - p))
+            weights.append(weights[-1] * (trials - y) * won // ((y + 1) * lost))
+            y += 1
+        return weights
+
+    below = rising(trials - mode, lost, won)  # N - Y is Bin(N, 1 - p)
+    weights = [*reversed(below), *rising(mode, won, lost)[1:]]
     total, running = sum(weights), 0
     high, low = np.empty(len(weights) - 1, dtype=np.int64), np.empty(len(weights) - 1, dtype=np.int64)
     for k, weight in enumerate(weights[:-1]):
         running += weight
         high[k], low[k] = divmod(running * _ONE // total, 1 << _WORD)
-    return mode - len(below), torch.from_numpy(high), low
+    return mode - len(below) + 1, torch.from_numpy(high), low
 
 
 FAILURE = 1e-10  # probability that noise is off the window of the accountant, for one release
@@ -166,10 +154,8 @@ class ShuffleParameters:
     noise_probability: float = 0.5
 
     def __post_init__(self) -> None:
-        p = check.open_interval(0.0, 1.0, noise_probability=self.noise_probability)
-        object.__setattr__(self, "grid", check.positive_count(grid=self.grid))
-        object.__setattr__(self, "noise_bits", check.count(noise_bits=self.noise_bits))
-        object.__setattr__(self, "noise_probability", p)
+        check.fields(self, grid=check.positive_count, noise_bits=check.count)
+        check.fields(self, noise_probability=partial(check.open_interval, 0.0, 1.0))
 
 
 def vector_cost(
@@ -284,11 +270,7 @@ def vector_parameters(
     if grid is None:
         grid = math.ceil(max(math.sqrt(5 * check.positive_count(n=n) * target.rho), 4 * math.sqrt(dim), 4))
     norm = check.positive_count(grid=grid) + math.sqrt(dim)
-
-    def cost(parameters: ShuffleParameters) -> ShuffleCost:
-        return vector_cost(parameters, n, dim, failure=target.failure, honest_fraction=honest_fraction)
-
-    return _sized(cost, grid, noise_probability, norm, target, _honest(n, honest_fraction))
+    return _sized(grid, noise_probability, n, dim, norm, target, honest_fraction)
 
 
 def coordinate_parameters(
@@ -332,11 +314,7 @@ def coordinate_parameters(
     if grid is None:
         grid = math.ceil(max(math.sqrt(5 * size * target.rho / dim), 4))
     norm = check.positive_count(grid=grid) * math.sqrt(dim)
-
-    def cost(parameters: ShuffleParameters) -> ShuffleCost:
-        return coordinate_cost(parameters, size, dim, failure=target.failure, honest_fraction=honest_fraction)
-
-    return _sized(cost, grid, noise_probability, norm, target, _honest(size, honest_fraction))
+    return _sized(grid, noise_probability, size, dim, norm, target, honest_fraction)
 
 
 def failure_of(delta: float) -> float:
@@ -351,21 +329,16 @@ def _target(epsilon: float, delta: float) -> ShuffleCost:
 
 
 def _sized(
-    cost: Callable[[ShuffleParameters], ShuffleCost],
-    grid: int,
-    p: float,
-    norm: float,
-    target: ShuffleCost,
-    users: int,
+    grid: int, p: float, n: int, dim: int, norm: float, target: ShuffleCost, honest_fraction: float
 ) -> ShuffleParameters:
     """Returns the parameters with the least noise of the rule, or 1.1 times as much each time, that meet a target."""
-    rho, failure = target
+    (rho, failure), users = target, _honest(n, honest_fraction)
     p = check.open_interval(0.0, 1.0, noise_probability=p)
     bits = math.ceil(1.05 * norm**2 / (2.0 * rho * p * (1.0 - p) * users))
     while bits * users * p * (1.0 - p) < _LARGEST_VARIANCE:
         found = ShuffleParameters(grid, bits, p)
         try:
-            price = cost(found)
+            price = _cost(found, n, dim, norm, failure, honest_fraction)
             # PRIVACY: the accountant decides, also on what a grid too long for the noise loses
             # (test_sized_protocols_meet_epsilon_and_delta_exactly)
             if price.rho <= rho and price.failure <= failure:

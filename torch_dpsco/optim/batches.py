@@ -17,7 +17,6 @@ private rows outside of the ledger, so it is shown a gradient of zeros. Rows tha
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, warn
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import (
     Chunk,
@@ -67,8 +66,7 @@ class LogicalBatch:
         self._loader: Any = None  # that of the sampler
         self._made = 0  # draws of its partition that steps have used
         self._seen = 0  # rows of the chunk, with its filling
-        self._draw: Draw | None = None  # that of the rows taken since the logical batch was opened
-        self._rows = self._draw_rows = 0  # rows seen of the chunk, and of its draw
+        self._draw_rows = 0  # rows seen of the draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
@@ -100,7 +98,7 @@ class LogicalBatch:
         if one_pass:
             self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader
         self._log.on_restart = on_restart
-        self._rows, self._draw_rows, self.opened = 0, 0, False
+        self._draw_rows, self.opened = 0, False
 
     def _require_own_pass(self, partition: Partition, loader: Any) -> None:
         if self._log.again is not None and not self._comes_again(partition):
@@ -157,7 +155,7 @@ class LogicalBatch:
         if self._log.taken is None:
             if not self.declared:
                 return Chunk(Draw(0), 0, last=True)
-            self._rows = self._seen = 0
+            self._seen = 0
             return self._log.take()
         return self._log.taken
 
@@ -187,24 +185,14 @@ class LogicalBatch:
                 raise SequenceError(f"a step must use at most batch_size={self.design.batch_size} rows, and got more")
             return
         assert self._log.taken is not None
-        records = rows if kept is None else len(kept)
         self._seen += rows
-        self._rows += records
-        self._draw_rows += records
+        self._draw_rows += rows if kept is None else len(kept)
         if self._seen > self._log.taken.size or self._draw_rows > self._log.taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
                 "loader, one backward for each"
             )
-        if self.opened and self._log.taken.draw is not self._draw:
-            # PRIVACY: an older iteration of the loader that is continued would add a part of its own draw, in which a
-            # record of this one could be again (test_parts_of_two_iterations_are_never_joined)
-            raise SequenceError(
-                "a step must use rows of one draw: an older iteration of the loader was continued inside of a newer "
-                "one; finish one loop over a loader before starting the next"
-            )
-        self._draw = self._log.taken.draw
 
     def users(self, rows: int, given: Tensor | None) -> Tensor | None:
         """Returns the users of the newest rows, as the loader knows them; without a declared sampling, as given.
@@ -245,7 +233,7 @@ class LogicalBatch:
                     "by 0"
                 )
             return chunk.draw
-        self._log.taken, self._rows, self._seen = None, 0, 0
+        self._log.taken, self._seen = None, 0
         return None
 
     @property
@@ -292,8 +280,7 @@ class LogicalBatch:
         if used:
             self._log.use_up()
             self._made = self._log.made
-        self._log.taken, self._rows, self._draw_rows, self.opened = None, 0, 0, False
-        self._seen = 0
+        self._log.taken, self._seen, self._draw_rows, self.opened = None, 0, 0, False
 
     def drop(self) -> None:
         """Gives the draw in progress up: the next iteration of a loader delivers it again."""
@@ -342,10 +329,9 @@ def take_scale(optimizer: Any, known: float | None) -> float | None:
         raise ValueError(f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler init_scale=1024")
     if known is not None and scale != known and not optimizer._told_of_scale:
         optimizer._told_of_scale = True
-        warnings.warn(
+        warn(
             f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and never reported to "
             f"the scaler, so that it only grows: keep it constant by GradScaler(init_scale=..., growth_interval=10**9)",
-            UtilityWarning,
             stacklevel=4,
         )
     return scale

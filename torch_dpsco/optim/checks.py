@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report.figures import rounded_up
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.schedule import Schedule
@@ -99,10 +98,9 @@ def declared(design: Design | None, n: int | None, batch_size: int) -> Design:
         return design
     if n is not None:
         return Poisson(batch_size, n)
-    warnings.warn(
+    warn(
         "no sampling declared: every step is charged as an unsampled Gaussian under replace_one; give n= (Poisson "
         "batches from optimizer.loader(dataset)) to spend far less",
-        UtilityWarning,
         stacklevel=3,
     )
     return Undeclared(batch_size)
@@ -224,22 +222,18 @@ def warn_if_buried(
     """
     noise = noise_std * math.sqrt(min(dim, n))
     if noise > signal:
-        warnings.warn(
+        warn(
             f"noise buries the signal: {of} has noise of norm {noise:.3g} beside a signal of at most {signal:.3g} "
             f"(n={n}, epsilon={epsilon:g}, dim={dim}): use more data, a larger epsilon or fewer parameters (for one "
             f"noised answer also smaller steps or more regularization)",
-            UtilityWarning,
             stacklevel=4,  # beyond the types at the door
         )
 
 
 def warn_of_void_theorem(what: str, stacklevel: int) -> None:
     """Warns that a plan's bound on the risk is none of the run, once for each reason; privacy does not rest on it."""
-    warnings.warn(
-        f"{what}: privacy is unchanged, but the plan's utility theorem does not apply",
-        UtilityWarning,
-        stacklevel=stacklevel + 1,
-    )
+    message = f"{what}: privacy is unchanged, but the plan's utility theorem does not apply"
+    warn(message, stacklevel=stacklevel + 1)
 
 
 def rates(groups: Sequence[dict[str, Any]]) -> list[float]:

@@ -135,13 +135,24 @@ class CommonOptimizer(Optimizer):
         """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
         return self._seeded
 
-    def privacy_spent(self, *args: Any, **kwargs: Any) -> None:
-        """Raises AttributeError: the word for what was spent is `report`."""
-        raise AttributeError("privacy_spent(delta) is now report(delta).figures; report(delta).epsilon is its epsilon")
-
     def _statement(self, run: Run, delta: float | None, ahead: Event | None) -> Statement:
         # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
         return make_statement(self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded))
+
+
+class Uncopied:
+    """Mixin of optimizers whose one answer is made of secret iterates."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # PRIVACY: two answers of one secret run would be two releases
+        # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
+        raise SequenceError("a run of secret iterates must not be copied: it has one release; make a new optimizer")
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
 
 
 def require_one_process() -> None:

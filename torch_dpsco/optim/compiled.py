@@ -34,7 +34,6 @@ from `attach` in:
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -50,7 +49,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map
 from torch_dpsco.coupling.rollback import Refused, attempt
-from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
@@ -203,9 +202,7 @@ class CompiledRows:
             return
         params = self._trained()
         optimizer.note_checks(_BY_RECORD)
-        if self.micro_batch_size is None:
-            # a batch of users has any number of records
-            self.micro_batch_size = self._fitting(optimizer.design if optimizer.oracle.unit == "example" else None)
+        self._size(optimizer.design if optimizer.oracle.unit == "example" else None)  # a user has any number of records
         try:
             for index, last in self._micro_batches(optimizer, params, inputs, targets):
                 ids = None if users is None else users[index]
@@ -229,9 +226,7 @@ class CompiledRows:
             ValueError: see `step`.
         """
         _batch_size(inputs, targets)
-        if self.micro_batch_size is None:
-            self.micro_batch_size = self._fitting(None)
-        size = self.micro_batch_size
+        size = self._size()
         zeros = tree_map(lambda t: t.new_zeros(size, *t.shape[1:]), (inputs, targets))
         values = [t.clone() for t in self._state()]
         rows = attempt("vectorizing by torch.func.vmap", lambda: self._call(self._eager, *zeros))
@@ -262,13 +257,11 @@ class CompiledRows:
         tried = attempt("torch.compile", lambda: self._call(fast, *batch))
         return tried if isinstance(tried, Refused) else fast
 
-    @property
-    def _size(self) -> int:
-        assert self.micro_batch_size is not None  # chosen by now
+    def _size(self, design: Design | None = None) -> int:
+        """Returns the records that are computed at once, chosen for a design the first time."""
+        if self.micro_batch_size is None:
+            self.micro_batch_size = micro_batch_size(self._model, design)
         return self.micro_batch_size
-
-    def _fitting(self, design: Design | None) -> int:
-        return micro_batch_size(self._model, design)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -307,13 +300,13 @@ class CompiledRows:
         if self._fast is None:
             reason = self.prepare(inputs, targets)
             if reason is not None and self.backend is not None:
-                warnings.warn(f"rows are vectorized, but not compiled: {reason}", UtilityWarning, stacklevel=5)
-        size = self._size
+                warn(f"rows are vectorized, but not compiled: {reason}", stacklevel=5)
+        size = self._size()
         return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
 
     def _rows(self, inputs: Any, targets: Any, part: slice) -> _Rows:
         """Returns the rows of some records by parameter: (records, *shape) each."""
-        n, size = part.stop - part.start, self._size
+        n, size = part.stop - part.start, self._size()
         batch = tree_map(lambda t: _filled(t[part], size), (inputs, targets))
         same = _shapes(inputs, targets) == self._shapes
         rows = self._call(self._fast if same and self._fast is not None else self._eager, *batch)

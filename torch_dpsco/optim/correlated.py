@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.parts import Cyclic
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency
+from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, given_noise
 from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.prox import Prox
 from torch_dpsco.theory.correlated import Banded, least_error
@@ -63,10 +62,7 @@ class CorrelatedPlan(StepPlan):
         past = {0: "", 1: ", less a part of the noise of the step before"}.get(
             strategy.bands - 1, f", less parts of the noise of the {strategy.bands - 1} steps before"
         )
-        yield (
-            "noise",
-            f"std {std:.3g} per coordinate of a mean gradient of norm at most {self.clip:g}{past}",
-        )
+        yield "noise", f"std {std:.3g} per coordinate of a mean gradient of norm at most {self.clip:g}{past}"
         yield "assumed", "rows do not depend on other records; equal rows have equal sums"
         yield (
             "expected",
@@ -147,12 +143,6 @@ class CorrelatedSGD(PlannedOptimizer):
         bands = min(_BANDS, most) if bands is None else check.positive_count(bands=bands)
         if bands > most:
             raise ValueError(f"bands must be <= {most}, the batches of a pass and the steps (got {bands})")
-        if noise_multiplier is None:
-            if budget is None:
-                raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
-            noise_multiplier = calibrate_noise(
-                budget.epsilon, budget.delta, design=design, steps=steps, adjacency=adjacency
-            )
         return CorrelatedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -162,6 +152,6 @@ class CorrelatedSGD(PlannedOptimizer):
             radius=radius,
             average=average,
             clip=check.positive(clip=clip),
-            noise_multiplier=check.nonnegative(noise_multiplier=noise_multiplier),
+            noise_multiplier=given_noise(noise_multiplier, budget, design, steps),
             coefficients=least_error(steps, bands).coefficients,
         )

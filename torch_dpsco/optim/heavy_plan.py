@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
@@ -23,6 +22,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    noise_for,
     noise_on_mean,
     sampled,
     steps_of,
@@ -36,24 +36,7 @@ from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
-from torch_dpsco.theory.heavy_tailed.inputs import check_mode
-
-
-@dataclass(frozen=True)
-class Theory:
-    """What a theorem chooses.
-
-    Args:
-        steps: T.
-        clip: C.
-        lr: step size, as the optimizer takes it.
-        bound: on the expected excess risk.
-    """
-
-    steps: int
-    clip: float
-    lr: float
-    bound: float
+from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan, check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +161,7 @@ def after_pilot(size: int, design: Design, steps: int, n: int) -> Parts:
 
 def release_noise(budget: Budget) -> float:
     """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
-    return calibrate_noise(budget.epsilon, budget.delta, design=Full(1), steps=1, adjacency=budget.adjacency)
+    return noise_for(budget, Full(1), 1)
 
 
 def zcdp_of(noise_multiplier: float, adjacency: Adjacency) -> float:
@@ -213,7 +196,7 @@ class HeavyTailed(PlannedOptimizer):
 
     @classmethod
     @abstractmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
         """Returns what the theorem chooses.
 
         Args:
@@ -304,7 +287,7 @@ class HeavyTailed(PlannedOptimizer):
             if isinstance(sampling, Design):
                 raise ValueError(f"sampling must be a word, for the records that a pilot leaves (got {sampling})")
             left = check.positive_count(n=left - clip.records(left))
-        theory: Theory | None = None
+        theory: OnePassPlan | None = None
         made: AveragingSchedule | None = None
         if once and left is not None:
             noise = noise if goal is None else release_noise(goal)
@@ -334,7 +317,7 @@ class HeavyTailed(PlannedOptimizer):
             default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
             steps = steps_of(design, steps, epochs, None if goal is None and not isinstance(clip, Pilot) else default)
             if goal is not None:
-                noise = calibrate_noise(goal.epsilon, goal.delta, design=design, steps=steps, adjacency=adjacency)
+                noise = noise_for(goal, design, steps)
         covered = lr is None and average is None
         if lr is None:
             lr = theory.lr if theory is not None else cls._lr(problem) if made is None else made.lr[0]
@@ -406,7 +389,7 @@ class HeavyTailed(PlannedOptimizer):
         return 1.0 / (cls.most * smoothness)
 
     @classmethod
-    def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> Theory | None:
+    def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> OnePassPlan | None:
         """Returns what the theorem chooses; None where promises are missing, and the clip is given."""
         if problem.moment is not None and inputs["dim"] is None:
             raise MissingConstantError("dim must be given where moments are promised: the model, or its parameters")

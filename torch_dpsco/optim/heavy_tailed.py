@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from torch_dpsco.optim.heavy_plan import AcceleratedPlan, ClippedPlan, HeavyTailed, ProximalPlan, Theory, scale_of
+from torch_dpsco.optim.heavy_plan import AcceleratedPlan, ClippedPlan, HeavyTailed, ProximalPlan, scale_of
 from torch_dpsco.optim.planned import SAMPLING
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.clipping import (
@@ -39,6 +39,7 @@ from torch_dpsco.theory.heavy_tailed.averaged import (
     strongly_convex_coefficients,
     strongly_convex_plan,
 )
+from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan
 from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_plan
 
 
@@ -75,11 +76,10 @@ class ClippedSGD(HeavyTailed):
     most = 1.0
 
     @classmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
         unbounded = distance is None and math.isinf(problem.radius)
         diameter = math.inf if unbounded else scale_of(problem, distance, cls.__name__)
-        plan = strongly_convex_plan(diameter=diameter, **promised)
-        return Theory(plan.steps, plan.clip, plan.schedule.lr[0], plan.bound)
+        return strongly_convex_plan(diameter=diameter, **promised)
 
     @classmethod
     def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
@@ -144,9 +144,8 @@ class AcceleratedSGD(HeavyTailed):
     most = 4.0
 
     @classmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
-        plan = accelerated_plan(diameter=scale_of(problem, distance, cls.__name__), **promised)
-        return Theory(plan.steps, plan.clip, plan.lr, plan.bound)
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
+        return accelerated_plan(diameter=scale_of(problem, distance, cls.__name__), **promised)
 
     @classmethod
     def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
@@ -186,11 +185,10 @@ class ProximalSGD(HeavyTailed):
     most = 2.0
 
     @classmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> Theory:
+    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
         # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
         gap = promised["moment"] * scale_of(problem, distance, cls.__name__)
-        plan = proximal_pl_plan(initial_gap=gap, **promised)
-        return Theory(plan.steps, plan.clip, plan.lr, plan.bound)
+        return proximal_pl_plan(initial_gap=gap, **promised)
 
     @classmethod
     def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:

@@ -14,7 +14,6 @@ checks its conditions); 3. the bound may follow the iterate, which also settles 
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
     SAMPLING,
@@ -34,6 +33,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    noise_for,
     noise_on_mean,
     sampled,
     steps_of,
@@ -199,9 +199,7 @@ class HolderSGD(PlannedOptimizer):
         if not given and n is None:
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
         if n is not None and budget is not None and budget.delta >= 1.0 / check.positive_count(n=n):
-            warnings.warn(
-                f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record", UtilityWarning, 2
-            )
+            warn(f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record")
         smooth = problem.smoothness is not None
         if batch_size is None and n is not None and sampling != "full":
             if smooth or paper or given or budget is None or sampling not in ("poisson", "fixed"):
@@ -222,9 +220,7 @@ class HolderSGD(PlannedOptimizer):
             spread = std if isinstance(std, float) else max(std)
             lr = 1.0 / problem.smoothness if problem.smoothness else _lr(radius, steps, bound, dim, spread)
         elif problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
-            warnings.warn(
-                f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge", UtilityWarning, 2
-            )
+            warn(f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge")
         average = average or ("last" if given or (smooth and not paper) else "uniform")
         risk = None
         if dim is not None and math.isfinite(problem.radius) and average == "uniform" and multiplier and steps:
@@ -281,10 +277,9 @@ def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...
 
 
 def _noise(design: Design, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:
-    epsilon, delta = budget.epsilon, budget.delta
     if not paper:
-        return calibrate_noise(epsilon, delta, design=design, steps=steps, adjacency=budget.adjacency), None
-    found = search_split_paper(design.n, design.batch_size, steps, epsilon, delta)
+        return noise_for(budget, design, steps), None
+    found = search_split_paper(design.n, design.batch_size, steps, budget.epsilon, budget.delta)
     return 2.0 * math.sqrt(found.ratio_squared), found.split  # s is relative to the sensitivity 2 G
 
 

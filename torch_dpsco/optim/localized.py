@@ -23,14 +23,13 @@ from typing import Any, ClassVar
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import release_noise, scale_of, zcdp_of
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
-from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, costs, dimension
+from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, costs, dimension, noise_for
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
@@ -147,12 +146,7 @@ def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | Pi
 def promises(problem: Problem, clip: float | None, reg: float | None, distance: float | None) -> dict[str, Any]:
     """Returns what the theorems take as promised; anything where clip and reg replace it."""
     if clip is not None and reg is not None:
-        return {
-            "moment_order": _UNPROMISED,
-            "moment": 1.0,
-            "second_moment": 1.0,
-            "diameter": 1.0,
-        }
+        return {"moment_order": _UNPROMISED, "moment": 1.0, "second_moment": 1.0, "diameter": 1.0}
     if problem.moment is None or problem.moment_order is None:
         raise MissingConstantError(
             "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient norm over w; or give "
@@ -164,43 +158,6 @@ def promises(problem: Problem, clip: float | None, reg: float | None, distance: 
         "second_moment": problem.second_moment or problem.moment,
         "diameter": scale_of(problem, distance, "LocalizedSGD"),
     }
-
-
-def halved(
-    method: str,
-    problem: Problem,
-    promised: dict[str, Any],
-    common: dict[str, Any],
-    min_phase: int,
-    sampling: str,
-    budget: Budget,
-) -> LocalizedSchedule:
-    """Returns phases of halved sizes by one of the methods."""
-    order = promised["moment_order"]
-    if order < 4 and not common["allow_infinite_variance"]:
-        raise ConditionError(
-            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that its bound is about "
-            f"(got {order:g}): use method='boosted'"
-        )
-    moments = {"moment_order": order / 2.0, "moment_2k": promised["moment"], "min_phase": min_phase}
-    if method == "reduction":
-        (curvature,) = problem.require("strong_convexity", by="LocalizedSGD(method='reduction')")
-        return reduction_schedule(**common, **moments, strong_convexity=curvature)
-    if method == "ball":
-        return localized_schedule(**common, **moments)
-    full = localized_schedule_ballfree(**common, **moments)
-    if sampling == "full":
-        return full
-    kind = Poisson if sampling == "poisson" else Fixed
-    sizes, rho = halved_sizes(common["n"], min_phase), common["rho"]
-    steps = [phase.steps for phase in full.phases]
-    batches = [minibatch_size(size, rho, T) for size, T in zip(sizes, steps, strict=True)]
-    noises = [
-        calibrate_noise(budget.epsilon, budget.delta, design=kind(b, size), steps=T, adjacency=budget.adjacency)
-        for b, size, T in zip(batches, sizes, steps, strict=True)
-    ]
-    del common["rho"], common["max_steps"], common["adjacency"]
-    return localized_schedule_minibatch(**common, **moments, batch_sizes=batches, steps=steps, noise_multipliers=noises)
 
 
 def _chosen(
@@ -229,9 +186,34 @@ def _chosen(
     if method == "boosted":
         moments = {"moment_order": order, "moment": promised["moment"]}
         phases = boosted_localized_schedule(**common, **moments, copies=copies, ball=False)
+    elif order < 4 and not common["allow_infinite_variance"]:
+        raise ConditionError(
+            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that its bound is about "
+            f"(got {order:g}): use method='boosted'"
+        )
     else:
-        phases = halved(method, problem, promised, common, min_phase, sampling, budget)
+        moments = {"moment_order": order / 2.0, "moment_2k": promised["moment"], "min_phase": min_phase}
+        if method == "reduction":
+            (curvature,) = problem.require("strong_convexity", by="LocalizedSGD(method='reduction')")
+            phases = reduction_schedule(**common, **moments, strong_convexity=curvature)
+        elif method == "ball":
+            phases = localized_schedule(**common, **moments)
+        else:
+            phases = localized_schedule_ballfree(**common, **moments)
+        if sampling != "full":
+            phases = _in_minibatches(phases, common | moments, budget, _SAMPLING[sampling])
     return phases if clip is None else phases.clipped_at(clip)  # noise in units of the clip: privacy stays as it is
+
+
+def _in_minibatches(
+    full: LocalizedSchedule, given: dict[str, Any], budget: Budget, kind: type[Poisson] | type[Fixed]
+) -> LocalizedSchedule:
+    """Returns phases of as many steps, each on a minibatch of its records."""
+    sizes, steps = halved_sizes(given["n"], given["min_phase"]), [phase.steps for phase in full.phases]
+    batches = [minibatch_size(size, given["rho"], T) for size, T in zip(sizes, steps, strict=True)]
+    noises = [noise_for(budget, kind(b, size), T) for b, size, T in zip(batches, sizes, steps, strict=True)]
+    own = {name: value for name, value in given.items() if name not in ("rho", "max_steps", "adjacency")}
+    return localized_schedule_minibatch(**own, batch_sizes=batches, steps=steps, noise_multipliers=noises)
 
 
 _SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed}

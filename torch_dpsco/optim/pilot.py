@@ -8,11 +8,11 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Fixed, Poisson
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
+from torch_dpsco.optim.planned import noise_for
 from torch_dpsco.oracles.phased import QuantilePilot
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
@@ -105,13 +105,7 @@ class Pilot:
             batch, noise = max(1, phase.batch_size * left // phase.n), phase.noise_multiplier
             if phase.batch_size < phase.n:
                 # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
-                noise = calibrate_noise(
-                    budget.epsilon,
-                    budget.delta,
-                    design=sampling(batch, left),
-                    steps=phase.steps,
-                    adjacency=budget.adjacency,
-                )
+                noise = noise_for(budget, sampling(batch, left), phase.steps)
             phases.append(replace(phase, n=left, batch_size=batch, noise_std=noise * phase.clip / batch))
         return replace(schedule, phases=tuple(phases)), tuple(pilots)
 

@@ -13,10 +13,10 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
+from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Assigned, Parts
@@ -45,34 +45,23 @@ _STAGES = 10  # points of a curve over steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan(Plan):
-    """Public numbers of a run of private steps.
+class BatchPlan(Plan):
+    """Public numbers of a run in batches.
 
     Args:
         design: how batches are drawn.
-        steps: number of steps; None for no limit but the budget.
-        lr: step size, > 0.
-        radius: of the ball that the iterates stay in; inf for none.
-        average: which iterates are the answer, where no rule is given: "last", "uniform" or "weighted".
+        average: which iterates are the answer: "last", "uniform" or "weighted".
         secure: "exact" for noise in integers on a public grid; None for floating point.
-        reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
     """
 
     design: Design
-    steps: int | None
-    lr: float
-    radius: float = math.inf
     average: str = "last"
     secure: str | None = None
-    reg: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
-        check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
-        if self.steps is not None:
-            check.positive_count(steps=self.steps)
 
     @property
     def n(self) -> int:
@@ -83,6 +72,29 @@ class StepPlan(Plan):
     def batch_size(self) -> int:
         """Public divisor of a step."""
         return self.design.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(BatchPlan):
+    """Public numbers of a run of private steps, whose average is taken where no rule is given.
+
+    Args:
+        steps: number of steps; None for no limit but the budget.
+        lr: step size, > 0.
+        radius: of the ball that the iterates stay in; inf for none.
+        reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
+    """
+
+    steps: int | None
+    lr: float
+    radius: float = math.inf
+    reg: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
+        if self.steps is not None:
+            check.positive_count(steps=self.steps)
 
     @abstractmethod
     def oracle(self, prox: Prox) -> MeanOracle:
@@ -339,10 +351,26 @@ def steps_of(design: Design, steps: int | None, epochs: float | None, default: f
         passes = (1 if design.one_pass else default) if epochs is None else epochs
         if passes is None:
             return None
-        steps = epoch_steps(design, passes)
+        steps = calibrate.epoch_steps(design, passes)
     if design.one_pass and steps > design.steps_per_epoch:
         raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass of {design} (got {steps})")
     return check.positive_count(steps=steps)
+
+
+def noise_for(budget: Budget, design: Design, steps: int | None) -> float:
+    """Returns the least noise multiplier at which these steps fit the budget."""
+    return calibrate.noise_multiplier(
+        budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency
+    )
+
+
+def given_noise(noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None) -> float:
+    """Returns the noise multiplier that is given, or else `noise_for` the budget."""
+    if noise_multiplier is not None:
+        return check.nonnegative(noise_multiplier=noise_multiplier)
+    if budget is None:
+        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+    return noise_for(budget, design, steps)
 
 
 def dimension(dim: Any) -> int | None:

@@ -18,22 +18,20 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
-from torch_dpsco.accounting.events import SimpleEvent
+from torch_dpsco.accounting.designs import Shuffled, is_exact
 from torch_dpsco.accounting.report.figures import OneRelease
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, check_call, in_turn, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.planned import FromPlan
 from torch_dpsco.optim.row_free_plan import RowFreePlan, parameters_of, record_bounds, require_linear
@@ -44,132 +42,15 @@ from torch_dpsco.optim.state import (
     tell_of_lost_answer,
     unpacked,
 )
-from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
-
-
-class SavedRowFree(CommonOptimizer):
-    """The state of a run of secret iterates; `RowFreeOptimizer`, which adds the step, has the arguments."""
-
-    design: Design
-    planned_steps: int
-    lrs: tuple[float, ...]
-    event: SimpleEvent
-    noise_std: float
-    prox: Prox
-    bounds: tuple[float | None, float | None]
-    average: str
-    adjacency: Adjacency
-    _params: tuple[nn.Parameter, ...]
-    _epoch: str
-    _given_up: bool
-    _kept: Kept
-    _run: str
-    _log: DrawLog | None
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
-        return {
-            "design": repr(self.design),
-            "steps": self.planned_steps,
-            "lrs": [lr.hex() for lr in self.lrs],
-            "event": repr(self.event),
-            "noise_std": self.noise_std.hex() if math.isfinite(self.noise_std) else "inf",
-            "prox": repr(self.prox),
-            "bounds": repr(self.bounds),
-            "average": self.average,
-            "adjacency": self.adjacency,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and primitives. Until `finalize()` a `SecretState`: it holds secret iterates."""
-        private = {
-            "t": self._steps,
-            "run": self._run,
-            "finalized": self._finalized,
-            "epoch": self._epoch,
-            "ledger": self.accountant.state_dict(),
-            "confidential": not self._finalized,
-            "given_up": self._given_up,
-        }
-        if not self._finalized:
-            private["iterates"] = [value.clone() for value in self._kept.iterates]
-        return add_private_state(super().state_dict(), self.settings(), private)
-
-    @in_turn
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state, ledger included. Load the model's state too: it holds the iterate.
-
-        The run has one charge. Answers to two loads of one state are charged twice only where their accountants know
-        of each other: in several processes by the ledger file of the run, see `resume`.
-
-        Raises:
-            ValueError: the state is of another plan or version; says which settings differ.
-            PrivacyError: the state's ledger would forget events charged here.
-            SequenceError: a run with independent batches is not over.
-        """
-        public, private = split_private_state(state_dict, self.settings())
-        if not isinstance(self.design, Shuffled) and private["t"] > 0 and not private["finalized"]:
-            # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
-            # (test_a_run_with_independent_batches_cannot_be_resumed)
-            raise SequenceError(
-                "a run with independent batches must be made in one go: its continuations would share who was drawn; "
-                "use sampling='shuffled', which can be continued between epochs"
-            )
-        self.accountant.load_state_dict(private["ledger"])
-        if not private["t"]:  # nothing was drawn: a run of its own
-            private = private | {"run": self._run}
-        self._restore(public, private)
-
-    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
-        super().load_state_dict(public)
-        restore_averages(self.state, public, self._params)
-        self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
-        self._given_up = private["given_up"]
-        self._kept.note(private.get("iterates"))
-        self._run, self._log = private.get("run", self._run), None
-        self.zero_grad()
-
-    @in_turn
-    def resume(self, state_dict: dict[str, Any]) -> int:
-        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
-
-        Nothing was released before `finalize()`, so that no step is lost: those after the checkpoint are made again;
-        with independent batches, or within a permutation, all are (then the parameters are set to 0). Warns if the
-        answer was charged, and is lost: another one is charged again.
-
-        Args:
-            state_dict: of the run's last checkpoint; load the model's state before.
-
-        Returns:
-            0: the number of steps that were lost.
-
-        Raises:
-            ValueError: the state is of another plan or version; says which settings differ.
-            SequenceError: the optimizer has made steps.
-            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
-        """
-        public, private, marked = unpacked(self, self.settings(), state_dict)
-        whole = isinstance(self.design, Shuffled) and private["t"] % self.design.steps_per_epoch == 0
-        if whole or private["finalized"] or not private["t"]:
-            self._restore(public, private)
-        else:
-            for p in self._params:
-                p.detach().zero_()
-            self._kept.note()
-        if private["run"] in marked and not self._finalized:
-            self._run = secrets.token_hex(16)
-            tell_of_lost_answer(type(self).__name__)
-        return 0
-
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
 
 
-class RowFreeOptimizer(FromPlan, SavedRowFree):
+class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
     Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
@@ -219,7 +100,7 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         if (dim := sum(p.numel() for p in tensors)) != plan.dim:
             raise ValueError(f"dim must be {dim}, the number of parameters, in the plan (got {plan.dim})")
         bias = require_linear(tensors, plan.problem.is_glm, certify_convex)
-        self.lrs = plan.lr if isinstance(plan.lr, tuple) else (plan.lr,)
+        self.lrs: tuple[float, ...] = plan.lr if isinstance(plan.lr, tuple) else (plan.lr,)
         super().__init__(tensors, {"lr": self.lrs[0]})
         require_one_process()
         self._plan, self._params = plan, tuple(tensors)
@@ -241,16 +122,6 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         self._promises, self._given_up, self._backwards = plan.promises, False, Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
         self.accountant.expect(self.event, 1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowFreeOptimizer:
-        # PRIVACY: two answers of one secret run would be two releases (test_a_run_cannot_be_copied)
-        raise SequenceError("a run of secret iterates must not be copied: it has one release; make a new optimizer")
-
-    def __copy__(self) -> RowFreeOptimizer:
-        return self.__deepcopy__({})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({})
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -441,7 +312,7 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         self.accountant.authorize(self.event, releases={self._run: 1})
         self._answered.add(self._run)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        flat = torch.cat([averaged(p, self.state, self.average).flatten() for p in self._params])
+        flat = torch.cat([averaged(p, self.state).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
         if is_exact(self.event):
             flat = exact_release(flat, self.event, self._noise)
@@ -462,6 +333,103 @@ class RowFreeOptimizer(FromPlan, SavedRowFree):
         if not self._finalized:
             raise SequenceError("nothing is released before finalize(): all iterates are secret")
         yield
+
+    # -- its state -----------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
+        return {
+            "design": repr(self.design),
+            "steps": self.planned_steps,
+            "lrs": [lr.hex() for lr in self.lrs],
+            "event": repr(self.event),
+            "noise_std": self.noise_std.hex() if math.isfinite(self.noise_std) else "inf",
+            "prox": repr(self.prox),
+            "bounds": repr(self.bounds),
+            "average": self.average,
+            "adjacency": self.adjacency,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and primitives. Until `finalize()` a `SecretState`: it holds secret iterates."""
+        private = {
+            "t": self._steps,
+            "run": self._run,
+            "finalized": self._finalized,
+            "epoch": self._epoch,
+            "ledger": self.accountant.state_dict(),
+            "confidential": not self._finalized,
+            "given_up": self._given_up,
+        }
+        if not self._finalized:
+            private["iterates"] = [value.clone() for value in self._kept.iterates]
+        return add_private_state(super().state_dict(), self.settings(), private)
+
+    @in_turn
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state, ledger included. Load the model's state too: it holds the iterate.
+
+        The run has one charge. Answers to two loads of one state are charged twice only where their accountants know
+        of each other: in several processes by the ledger file of the run, see `resume`.
+
+        Raises:
+            ValueError: the state is of another plan or version; says which settings differ.
+            PrivacyError: the state's ledger would forget events charged here.
+            SequenceError: a run with independent batches is not over.
+        """
+        public, private = split_private_state(state_dict, self.settings())
+        if not isinstance(self.design, Shuffled) and private["t"] > 0 and not private["finalized"]:
+            # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
+            # (test_a_run_with_independent_batches_cannot_be_resumed)
+            raise SequenceError(
+                "a run with independent batches must be made in one go: its continuations would share who was drawn; "
+                "use sampling='shuffled', which can be continued between epochs"
+            )
+        self.accountant.load_state_dict(private["ledger"])
+        if not private["t"]:  # nothing was drawn: a run of its own
+            private = private | {"run": self._run}
+        self._restore(public, private)
+
+    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
+        super().load_state_dict(public)
+        restore_averages(self.state, public, self._params)
+        self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
+        self._given_up = private["given_up"]
+        self._kept.note(private.get("iterates"))
+        self._run, self._log = private.get("run", self._run), None
+        self.zero_grad()
+
+    @in_turn
+    def resume(self, state_dict: dict[str, Any]) -> int:
+        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
+
+        Nothing was released before `finalize()`, so that no step is lost: those after the checkpoint are made again;
+        with independent batches, or within a permutation, all are (then the parameters are set to 0). Warns if the
+        answer was charged, and is lost: another one is charged again.
+
+        Args:
+            state_dict: of the run's last checkpoint; load the model's state before.
+
+        Returns:
+            0: the number of steps that were lost.
+
+        Raises:
+            ValueError: the state is of another plan or version; says which settings differ.
+            SequenceError: the optimizer has made steps.
+            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
+        """
+        public, private, marked = unpacked(self, self.settings(), state_dict)
+        whole = isinstance(self.design, Shuffled) and private["t"] % self.design.steps_per_epoch == 0
+        if whole or private["finalized"] or not private["t"]:
+            self._restore(public, private)
+        else:
+            for p in self._params:
+                p.detach().zero_()
+            self._kept.note()
+        if private["run"] in marked and not self._finalized:
+            self._run = secrets.token_hex(16)
+            tell_of_lost_answer(type(self).__name__)
+        return 0
 
     # -- what is public -----------------------------------------------------------------------------------------------
 

@@ -15,15 +15,13 @@ from torch import nn
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.optim.checks import listed
-from torch_dpsco.optim.planned import ANSWERS, drawing
-from torch_dpsco.plan import Plan, exact_cost, passes
+from torch_dpsco.optim.planned import ANSWERS, BatchPlan, drawing
+from torch_dpsco.plan import exact_cost, passes
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
-from torch_dpsco.rules import AVERAGES
 from torch_dpsco.theory.output_sgd.promises import LossPromises, OutputRun
 from torch_dpsco.theory.rounding import asks_exact
 
@@ -130,41 +128,33 @@ _HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta n
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowFreePlan(Plan):
-    """Public numbers of a run of secret steps, of which only the answer is released.
+class RowFreePlan(BatchPlan):
+    """Public numbers of a run of secret steps that releases its answer only: w_{T+1}, or an average of w_1..w_T.
 
     Args:
         problem: what is promised about the loss; the loader enforces its bounds on records.
         dim: number of parameters.
-        design: how batches are drawn.
         steps: number of steps T.
         lr: step size, or one per step.
-        average: what is released: "uniform" or "weighted" (by step) average of w_1..w_T, or "last", w_{T+1}.
         noise_scale: std of Gaussian noise on each coordinate of the answer, or scale of K-norm noise.
         risk_bound: on the expected excess risk over models within `distance`; None where it is not proved.
         rounding_share: share of what a record moves that is due to floating-point rounding.
         distance: guess of |w*|; None for the radius of the problem.
         gradient_error: certified error of the computed mean gradient, for losses of several scores.
-        secure: "exact" for noise in integers on a public grid; None for floating point.
     """
 
     problem: Problem
     dim: int
-    design: Design
     steps: int
     lr: float | tuple[float, ...]
-    average: str
     noise_scale: float
     risk_bound: float | None
     rounding_share: float
     distance: float | None = None
     gradient_error: float | None = None
-    secure: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asks_exact(self.secure)  # raises for other words
-        check.choice(AVERAGES, average=self.average)
         check.choice((REPLACE_ONE, ZERO_OUT), adjacency=self.adjacency)
         check.positive_count(dim=self.dim), check.positive_count(steps=self.steps)
         check.nonnegative(noise_scale=self.noise_scale)
@@ -175,16 +165,6 @@ class RowFreePlan(Plan):
     @abstractmethod
     def sensitivity(self) -> float | None:
         """How far one record moves the answer, rounding included; None where that is random."""
-
-    @property
-    def n(self) -> int:
-        """Public number of records."""
-        return self.design.n
-
-    @property
-    def batch_size(self) -> int:
-        """Nominal size of a batch, and divisor of a step."""
-        return self.design.batch_size
 
     @property
     def sizes(self) -> NDArray[np.float64]:
@@ -226,10 +206,7 @@ class RowFreePlan(Plan):
         yield "batches", drawing(self.design, self.unit)
         over, lr = passes(self.steps / -(-self.n // self.batch_size)), self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
-        yield (
-            "steps",
-            f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}",
-        )
+        yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}"
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
         moved = "" if self.sensitivity is None else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
         norm = self.noise_std * math.sqrt(self.dim)

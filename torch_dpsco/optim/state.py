@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import read_state
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.distributed import join
-from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
@@ -138,20 +137,18 @@ def unpacked(
 def tell_of_lost(steps: int, made: int) -> None:
     """Warns of steps that an interrupted run may have made after its checkpoint, after `made` steps."""
     if steps:
-        warnings.warn(
+        warn(
             f"{steps} steps after step {made} were lost to a crash: they were charged after the checkpoint, so that "
             f"the run goes on without them and makes none of them again",
-            UtilityWarning,
             stacklevel=4,
         )
 
 
 def tell_of_lost_answer(name: str) -> None:
     """Warns of an only answer that was charged, and may have been released, before the crash."""
-    warnings.warn(
+    warn(
         f"the answer of this {name} run was charged before the crash and is lost: it may have been released, so that "
         f"another one is charged again, if the budget has room for it",
-        UtilityWarning,
         stacklevel=4,
     )
 

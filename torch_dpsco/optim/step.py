@@ -203,7 +203,7 @@ class PrivateOptimizer(Saved):
             # (test_given_rows_are_refused_beside_those_of_a_backward)
             raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
         retire_forwards(params)
-        n_rows = 0 if rows is None else rows.n_rows
+        n_rows = 0 if rows is None else len(rows)
         kept = batch.records(n_rows)
         batch.admit(n_rows, 1 if rows is None else rows.passes, partial, kept)
         users = batch.users(n_rows, users)

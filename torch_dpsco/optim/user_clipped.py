@@ -12,10 +12,9 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import Adjacency, below_one
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.planned import agreed_adjacency, dimension, noise_on_mean, sampled, steps_of
+from torch_dpsco.optim.planned import agreed_adjacency, dimension, given_noise, noise_on_mean, sampled, steps_of
 from torch_dpsco.optim.user_plan import UserOptimizer, UserPlan
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.users.centered import Centered
@@ -147,15 +146,10 @@ class UserClippedSGD(UserOptimizer):
         design = sampled(sampling, batch_size, n_users, adjacency)
         default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
         steps = steps_of(design, steps, epochs, None if noise_multiplier is not None else default)
-        if noise_multiplier is None:
-            if budget is None or steps is None:
-                raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
-            noise_multiplier = calibrate_noise(
-                budget.epsilon, budget.delta, design=design, steps=steps, adjacency=adjacency
-            )
-            if dim is not None:
-                of_all = noise_multiplier / design.batch_size / math.sqrt(steps)
-                checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
+        noise = given_noise(noise_multiplier, budget, design, steps)
+        if noise_multiplier is None and budget and steps and dim:
+            of_all = noise / design.batch_size / math.sqrt(steps)
+            checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
         return UserClippedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -165,7 +159,7 @@ class UserClippedSGD(UserOptimizer):
             average=average,
             secure=secure,
             clip=check.positive(clip=clip),
-            noise_multiplier=check.nonnegative(noise_multiplier=noise_multiplier),
+            noise_multiplier=noise,
             center_decay=None if center_decay is None else below_one(center_decay=center_decay),
             min_items=min_items,
         )

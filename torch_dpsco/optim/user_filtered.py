@@ -18,7 +18,6 @@ good, and the average of the iterates so far is kept.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Full, Poisson
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.accounting.designs import Design, Full, Poisson
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_plan import (
@@ -251,11 +250,8 @@ class UserFilteredSGD(UserOptimizer):
             tau = _tau(pair_radius, problem, items, n_users, failure)
             epsilon, delta = _left(budget, search), budget.delta
             target: dict[str, Any] = {"n_users": n_users, "epsilon": epsilon, "delta": delta, "pair_radius": tau}
-            halting: dict[str, Any] = {
-                "typical_score": typical_score,
-                "halt_probability": halt_probability,
-                "filter": filter,
-            }
+            halting: dict[str, Any] = {"typical_score": typical_score, "halt_probability": halt_probability}
+            halting |= {"filter": filter}
             if budget.adjacency == ADD_REMOVE:
                 filter = _sampled(target, lr, steps, batch_size, typical_score, halt_probability)
             elif budget.adjacency != REPLACE_ONE:
@@ -277,11 +273,9 @@ class UserFilteredSGD(UserOptimizer):
             else:
                 filter = calibrate_filter(**target, **halting, steps=steps)
         if search is not None and search.overshoot > 0.05:
-            warnings.warn(
+            warn(
                 f"the search may end above all distances, with probability {search.overshoot:.2g}: give it more "
-                f"epsilon (got {search.epsilon:g} for {search.n_users} users)",
-                UtilityWarning,
-                stacklevel=2,
+                f"epsilon (got {search.epsilon:g} for {search.n_users} users)"
             )
         risk = None
         if lr is None:
@@ -291,11 +285,14 @@ class UserFilteredSGD(UserOptimizer):
             lr, risk = best.lr, best.bound + smoothing_bias(bound, dim, smoothing)
         if search is None:
             warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
-        adjacency = ADD_REMOVE if isinstance(filter, PoissonFilterPlan) else REPLACE_ONE
+        adjacency: Adjacency = REPLACE_ONE
+        design: Design = Full(filter.n_users)
+        if isinstance(filter, PoissonFilterPlan):
+            adjacency, design = ADD_REMOVE, Poisson(filter.batch_size, filter.n_users)
         return UserFilteredPlan(
             budget=budget,
             adjacency=agreed_adjacency(adjacency, budget, "user"),
-            design=_design(filter),
+            design=design,
             steps=filter.steps + (search is not None),
             lr=check.positive(lr=lr),
             radius=math.inf if problem is None else problem.radius,
@@ -322,12 +319,6 @@ class UserFilteredSGD(UserOptimizer):
                 p.copy_(self.state[p].get("initial", p))  # one unfrozen since has not moved
             return
         super()._install_answer()
-
-
-def _design(filter: UserFilterPlan | PoissonFilterPlan) -> Full | Poisson:
-    if isinstance(filter, PoissonFilterPlan):
-        return Poisson(filter.batch_size, filter.n_users)
-    return Full(filter.n_users)
 
 
 def _tau(

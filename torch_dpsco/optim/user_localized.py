@@ -144,14 +144,10 @@ class LocalizedUserSGD(UserOptimizer):
         if adjacency != REPLACE_ONE:
             raise AdjacencyError(f"budget must be of replace_one, as the filter on all users is (got {adjacency})")
         check.nonnegative(reg=reg), check.positive_count(max_steps=max_steps)
-        (
-            check.between(0.0, 1.0, score_share=score_share),
-            check.open_interval(0.0, 1.0, halt_probability=halt_probability),
-        )
-        (
-            check.choice(("explicit", "theorem_4_1"), schedule=schedule),
-            check.choice(("best", "same", "two"), filter=filter),
-        )
+        check.between(0.0, 1.0, score_share=score_share)
+        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
+        check.choice(("explicit", "theorem_4_1"), schedule=schedule)
+        check.choice(("best", "same", "two"), filter=filter)
         if pair_radius is not None:
             check.positive(pair_radius=pair_radius)
         if distance is not None:
@@ -161,13 +157,8 @@ class LocalizedUserSGD(UserOptimizer):
                 raise ValueError(f"n_users must be None beside phases, which have it (got {n_users})")
             made = phases
         elif n_users is None or budget is None or problem is None or dim is None:
-            check.required(
-                ", or phases=, a theory.user_level.LocalizedUserPlan",
-                n_users=n_users,
-                budget=budget,
-                problem=problem,
-                dim=dim,
-            )
+            way = ", or phases=, a theory.user_level.LocalizedUserPlan"
+            check.required(way, n_users=n_users, budget=budget, problem=problem, dim=dim)
         else:
             lipschitz, convexity = _constants(problem, reg)
             made = localized_user_plan(

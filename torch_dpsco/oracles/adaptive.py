@@ -245,14 +245,7 @@ class AdaptiveClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "AdaptiveClipped",
-            "clip0": self.clip0,
-            "noise_multiplier": self.noise_multiplier,
-            "target": self.target,
-            "clip_lr": self.lr,
-            "count_noise": self.count_noise,
-        }
+        return self._named("clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr)
 
 
 def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:
@@ -313,9 +306,4 @@ class AutoClip(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "AutoClip",
-            "clip": self.fixed_clip,
-            "offset": self.offset,
-            "noise_multiplier": self.noise_multiplier,
-        }
+        return self._named("offset", "noise_multiplier", clip=self.fixed_clip)

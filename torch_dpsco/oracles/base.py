@@ -170,6 +170,10 @@ class MeanOracle(ABC):
     def settings(self) -> dict[str, Any]:
         """Returns public constants that a checkpoint must agree with."""
 
+    def _named(self, *names: str, **others: Any) -> dict[str, Any]:
+        """Returns settings: the name of the class, attributes by their names, and other numbers."""
+        return {"oracle": type(self).__name__} | {name: getattr(self, name) for name in names} | others
+
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, nothing for most oracles; a `SecretState` unless all of it is released.
 

@@ -76,7 +76,6 @@ class ClippedMean(MeanOracle):
         self._cuts: list[Cut] = []
         self._dim, self._is_linear = 0, False
         self._means: list[Tensor] | None = None
-        self._vector: Tensor | None = None  # what comes as one vector
         self._n_rows = 0
         self._dtype = torch.float32  # of releases
         self._flat: Tensor | None = None  # memory of small ones
@@ -193,7 +192,7 @@ class ClippedMean(MeanOracle):
             total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got one score)")
-        self.__dict__["_vector"] = total if self._vector is None else total.add_(self._vector)
+        self._add(self.views(total))
 
     def _has_short_way(self) -> bool:
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
@@ -229,7 +228,7 @@ class ClippedMean(MeanOracle):
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
-        self.__dict__.update(_means=None, _vector=None, _n_rows=0)  # __setattr__ is slow
+        self.__dict__.update(_means=None, _n_rows=0)  # __setattr__ is slow
 
     def share(self, processes: int) -> None:
         """Declares that logical batches are spread over W processes, each of which observes its own rows.
@@ -267,14 +266,14 @@ class ClippedMean(MeanOracle):
 
         NOT private: for the process that adds the sums up.
         """
-        self._add_to(out, self.views(out))
+        self._add_to(self.views(out))
         return self._n_rows
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
         if n_rows > self._summation.max_rows:
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
-        self.__dict__.update(_means=None, _vector=total)
+        self.__dict__["_means"] = self.views(total)
 
     @property
     def dim(self) -> int:
@@ -308,20 +307,20 @@ class ClippedMean(MeanOracle):
             # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
             # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
             answer = self.views(flat)
-            self._add_to(flat, answer)  # rounds mean + noise, so after the noise: post-processing
+            self._add_to(answer)  # rounds mean + noise, so after the noise: post-processing
         self.discard()
         return Release(answer)
 
     def _release_exact(self, generator: Source) -> Release:
         """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
         vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
-        self._add_to(vector, self.views(vector))
+        self._add_to(self.views(vector))
         self.discard()
         return Release(self.views(self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))))
 
     def _large_sums(self) -> list[int]:
-        means = self._means if self._vector is None else None
-        fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means or ()]
+        means = self._means or ()
+        fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means]
         return [i for i, large in enumerate(fits) if large]
 
     def _release_in_place(self, large: list[int], noise_std: float, generator: Source) -> list[Tensor]:
@@ -341,15 +340,9 @@ class ClippedMean(MeanOracle):
             answer[i] = add_normal_(mean, noise_std, generator) if self._multiplier > 0 else mean
         return answer
 
-    def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:
-        vector, means = self._vector, self._means
-        if vector is not None:
-            if means is not None:  # both in float64 first, so that they meet the noise at once
-                compat.foreach_add_(self.views(vector), means)
-                self.__dict__["_means"] = None
-            flat.add_(vector)
-        elif means is not None:
-            for part, mean in zip(parts, means, strict=True):
+    def _add_to(self, parts: list[Tensor]) -> None:
+        if self._means is not None:
+            for part, mean in zip(parts, self._means, strict=True):
                 part.add_(mean)
 
     def metrics(self) -> dict[str, float]:
@@ -384,4 +377,4 @@ class Clipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {"oracle": "Clipped", "clip": self.fixed_clip, "noise_multiplier": self.noise_multiplier}
+        return self._named("noise_multiplier", clip=self.fixed_clip)

@@ -39,14 +39,7 @@ from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
 
-_UNITS = {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}  # clips that a coordinate moves by
-
-
-def check_clip(clip: float) -> float:
-    """Returns a clip whose sums neither overflow nor lose digits to underflow."""
-    check.positive(clip=clip)
-    # PRIVACY: rounding errors are relative within this range (test_clips_that_would_overflow_are_refused)
-    return check.between(1e-200, 1e200, clip=clip)
+_UNITS = {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}  # clips that a record moves by
 
 
 def medians(values: Tensor) -> Tensor:
@@ -70,7 +63,57 @@ def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
     return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
 
 
-class Coordinatewise(MeanOracle):
+class GroupedMean(MeanOracle):
+    """Medians over groups of consecutive rows of batches of a fixed size.
+
+    Args:
+        clip: of each row.
+        batch_size: s, the fixed number of rows of a logical batch.
+        groups: m in 1..s, of floor(s / m) rows each; a tail of rows is left out.
+    """
+
+    def __init__(self, clip: float, batch_size: int, groups: int) -> None:
+        super().__init__(check.positive_count(batch_size=batch_size))
+        # PRIVACY: rounding errors are relative within this range (test_clips_that_would_overflow_are_refused)
+        self.clip = check.between(1e-200, 1e200, clip=check.positive(clip=clip))
+        self.groups = check.positive_count(groups=groups)
+        if self.groups > self.batch_size:
+            raise ValueError(f"groups must be <= batch_size={self.batch_size} (got {self.groups})")
+        self.group_size = self.batch_size // self.groups
+        self._shapes: list[torch.Size] = []
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch of the shapes of the query; forgets an unfinished one."""
+        self._shapes, self._device = [p.shape for p in query], query[0].device
+        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        self.discard()
+
+    def _require_open(self) -> None:
+        if not self._shapes:
+            raise SequenceError("no logical batch was opened: call open(query) first, which fixes the dimension")
+
+    def _dense(self, rows: GradBatch) -> list[Tensor]:
+        """Returns rows per parameter, after a check of their shapes."""
+        self._require_open()
+        dense = rows.dense()
+        if [part.shape[1:] for part in dense] != self._shapes:
+            raise ValueError(f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})")
+        return dense
+
+    def _clips(self, adjacency: Adjacency) -> float:
+        """Returns how many clips a record moves by; raises AdjacencyError where places of records change."""
+        if adjacency not in _UNITS:
+            # PRIVACY: (test_add_remove_is_refused_since_groups_are_positional)
+            raise AdjacencyError(f"groups are positional: no bound under {adjacency}, use replace_one or zero_out")
+        return _UNITS[adjacency]
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what a release is charged, under designs that keep the places of rows."""
+        require_places(self, design)
+        return super().charge(design, draw)
+
+
+class Coordinatewise(GroupedMean):
     """Noisy coordinate-wise median of means of rows clipped to [-tau, tau] in each coordinate.
 
     Args:
@@ -101,42 +144,20 @@ class Coordinatewise(MeanOracle):
     def __init__(
         self, clip: float, noise_multiplier: float, batch_size: int, groups: int, *, noise: str = "before_median"
     ) -> None:
-        super().__init__(check.positive_count(batch_size=batch_size))
-        self.clip = check_clip(clip)
+        super().__init__(clip, batch_size, groups)
         self.noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
-        self.groups = check.positive_count(groups=groups)
         self.noise = check.choice(("before_median", "after_median"), noise=noise)
-        if self.groups > self.batch_size:
-            raise ValueError(f"groups must be <= batch_size={self.batch_size} (got {self.groups})")
-        self.group_size = self.batch_size // self.groups
         self._event = Gaussian(self.noise_multiplier, _UNITS)
-        self._shapes: list[torch.Size] = []
-        self._sums: Tensor | None = None  # (m, d), of the rows of each group so far
         self._n_rows = 0
-
-    def _sums_so_far(self) -> Tensor:
-        if self._sums is None:
-            raise SequenceError("no logical batch was opened: call open(query) first")
-        return self._sums
-
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Starts a logical batch of the shapes of the query; forgets an unfinished one."""
-        self._shapes = [p.shape for p in query]
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-        self._device = query[0].device
-        self.discard()
 
     @property
     def _dim(self) -> int:
-        if not self._shapes:
-            raise SequenceError("no logical batch was opened: call open(query) first, which fixes the dimension")
+        self._require_open()
         return sum(shape.numel() for shape in self._shapes)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the sums of their groups."""
-        sums, dense = self._sums_so_far(), rows.dense()
-        if [part.shape[1:] for part in dense] != self._shapes:
-            raise ValueError(f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})")
+        dense = self._dense(rows)
         start, stop = self._n_rows, self._n_rows + len(rows)
         if stop > self.batch_size:
             # PRIVACY: a group with more rows than its divisor (test_more_rows_than_the_batch_size_are_refused)
@@ -144,25 +165,21 @@ class Coordinatewise(MeanOracle):
         used = self.groups * self.group_size
         places = torch.arange(start, min(stop, max(start, used)), device=self._device)
         # PRIVACY: every coordinate passes the clip (test_no_neighbor_moves_the_release_past_the_sensitivity)
-        sums.index_add_(0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)])
+        self._sums.index_add_(0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)])
         self._n_rows = stop
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
         self._n_rows = 0
-        self._sums = None
-        if self._shapes:
+        if self._shapes:  # sums of the rows of each group so far
             self._sums = torch.zeros(self.groups, self._dim, dtype=torch.float64, device=self._device)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the median and of the vector of group means, rounding included."""
-        if adjacency not in _UNITS:
-            # PRIVACY: (test_add_remove_is_refused_since_groups_are_positional)
-            raise AdjacencyError(f"groups are positional: no bound under {adjacency}, use replace_one or zero_out")
         # a sum of k numbers up to tau errs by at most k (k - 1) u tau, a median by 2 u tau; two of them, in units of
         # tau / k
         error = 4.0 * self.group_size * (self.group_size + 4) * 2.0**-53
-        return (_UNITS[adjacency] + error) * self.clip * math.sqrt(self._dim) / self.group_size
+        return (self._clips(adjacency) + error) * self.clip * math.sqrt(self._dim) / self.group_size
 
     @property
     def noise_std(self) -> float:
@@ -174,14 +191,10 @@ class Coordinatewise(MeanOracle):
         """Returns the Gaussian event in units of the move of a zeroed record."""
         return self._event
 
-    def charge(self, design: Design, draw: Draw) -> Charge:
-        """Returns what a release is charged, under designs that keep the places of rows."""
-        require_places(self, design)
-        return super().charge(design, draw)
-
     def release(self, generator: Source) -> Release:
         """Adds the noise, takes medians, and ends the batch."""
-        means = self._sums_so_far() / self.group_size
+        self._require_open()
+        means = self._sums / self.group_size
         if self.noise == "before_median":
             flat = medians(self._noisy(means, generator))
         else:
@@ -196,13 +209,7 @@ class Coordinatewise(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "Coordinatewise",
-            "clip": self.clip,
-            "noise_multiplier": self.noise_multiplier,
-            "groups": self.groups,
-            "noise": self.noise,
-        }
+        return self._named("clip", "noise_multiplier", "groups", "noise")
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std."""

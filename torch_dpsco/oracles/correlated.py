@@ -40,9 +40,6 @@ class _Past(deque[Tensor]):
     def __copy__(self) -> _Past:
         return _Past((), self.maxlen)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Past:
-        return _Past((), self.maxlen)
-
 
 class CorrelatedClipped(Clipped):
     """Clips at a fixed public bound, and adds noise that later releases partly subtract again.
@@ -118,7 +115,7 @@ class CorrelatedClipped(Clipped):
             self.forget()
         noise = self.strategy.correlated(fresh, self._past)
         answer = noise.clone()
-        self._add_to(answer, self.views(answer))
+        self._add_to(self.views(answer))
         self.discard()
         self._past.appendleft(noise)
         self.__dict__.update(_released=self._charged, _charged=None, _since=self._since + 1)
@@ -148,5 +145,4 @@ class CorrelatedClipped(Clipped):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        own = {"oracle": "CorrelatedClipped", "coefficients": list(self.strategy.coefficients), "steps": self.steps}
-        return super().settings() | own
+        return super().settings() | {"coefficients": list(self.strategy.coefficients), "steps": self.steps}

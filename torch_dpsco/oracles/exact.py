@@ -59,7 +59,7 @@ class Exact(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the name."""
-        return {"oracle": "Exact"}
+        return self._named()
 
     def metrics(self) -> dict[str, float]:
         """Returns nothing: there are no public numbers."""

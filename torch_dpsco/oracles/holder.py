@@ -88,20 +88,14 @@ class HolderClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "HolderClipped",
-            "noise": self.noise,
-            "noise_multiplier": self.noise_multiplier,
-            "radius": self.radius,
-            "problem": repr(self.problem),
-            "grad_bound": self.problem.grad_bound(min(1.0, self._reach)),  # repr leaves exact_grad_bound out
-        }
+        at_one = self.problem.grad_bound(min(1.0, self._reach))  # repr leaves exact_grad_bound out
+        return self._named("noise", "noise_multiplier", "radius", problem=repr(self.problem), grad_bound=at_one)
 
 
 _BITS = 10  # of the ratio that the ledger sees
 
 
-class HolderAbsolute(ClippedMean):
+class HolderAbsolute(HolderClipped):
     """Clips at G(|w_t|) and adds noise whose std on the mean is given.
 
     The ledger is told the ratio of noise to clip rounded down to 10 bits, which costs at most 0.2 % of it and lets a
@@ -128,19 +122,13 @@ class HolderAbsolute(ClippedMean):
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        noise_std: float | Sequence[float],
-        batch_size: int,
-        *,
-        radius: float = math.inf,
+        self, problem: Problem, noise_std: float | Sequence[float], batch_size: int, *, radius: float = math.inf
     ) -> None:
-        self._follow = HolderClipped(problem, 0.0, batch_size, radius=radius)
+        super().__init__(problem, 0.0, batch_size, radius=radius)
         given = (noise_std,) if isinstance(noise_std, (int, float)) else tuple(noise_std)
         if not given:
             raise ValueError("noise_std must hold a number for each step, at least one (got none)")
         self._stds = tuple(check.positive(noise_std=std) for std in given)
-        super().__init__(0.0, batch_size)
         self._step = 0
         self._set(problem.grad_bound(0.0) / self.batch_size)  # the first event is one at the origin
 
@@ -150,10 +138,6 @@ class HolderAbsolute(ClippedMean):
         # PRIVACY: rounded down (test_the_ledger_is_told_no_more_noise_than_is_drawn)
         self._multiplier = math.ldexp(math.floor(mantissa * 2**_BITS), exponent - _BITS)
         self._event = clipped_gaussian(self._multiplier, self._exact)
-
-    def bound(self, query: Sequence[Tensor]) -> float:
-        """Returns the gradient bound at a public point."""
-        return self._follow.bound(query)
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Fixes clip, noise and event by the public point."""
@@ -174,6 +158,6 @@ class HolderAbsolute(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        follow = self._follow.settings()
+        follow = super().settings()
         del follow["noise_multiplier"], follow["noise"]
-        return {**follow, "oracle": "HolderAbsolute", "noise_std": list(self._stds)}
+        return follow | {"noise_std": list(self._stds)}

@@ -56,13 +56,13 @@ class Phased(MeanOracle):
     """
 
     def __init__(self, phases: Sequence[tuple[MeanOracle, int]]) -> None:
-        self._phases = tuple((oracle, check.positive_count(steps=steps)) for oracle, steps in phases)
-        if not self._phases:
+        self.phases = tuple((oracle, check.positive_count(steps=steps)) for oracle, steps in phases)
+        if not self.phases:
             raise ValueError("phases must hold an oracle (got none)")
-        if len({oracle.unit for oracle, _ in self._phases}) > 1:
+        if len({oracle.unit for oracle in self.members}) > 1:
             # PRIVACY: figures of different units do not add (test_phases_of_different_units_are_refused)
             raise ValueError("oracle must protect the same unit in each phase: example or user")
-        self._active = self._phases[0][0]
+        self._active = self.members[0]
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -72,32 +72,27 @@ class Phased(MeanOracle):
     @property
     def unit(self) -> str:  # type: ignore[override]
         """Whose rows count as one, the same in all phases."""
-        return self._phases[0][0].unit
+        return self.members[0].unit
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
         """What the oracles assume."""
-        return tuple(dict.fromkeys(line for oracle, _ in self._phases for line in oracle.assumptions))
-
-    @property
-    def phases(self) -> tuple[tuple[MeanOracle, int], ...]:
-        """The (oracle, steps) pairs."""
-        return self._phases
+        return tuple(dict.fromkeys(line for oracle in self.members for line in oracle.assumptions))
 
     @property
     def members(self) -> tuple[MeanOracle, ...]:
         """The oracle of each phase."""
-        return tuple(oracle for oracle, _ in self._phases)
+        return tuple(oracle for oracle, _ in self.phases)
 
     def take(self) -> None:
         """Makes the oracles those of one optimizer."""
         super().take()
-        for oracle in {id(oracle): oracle for oracle, _ in self._phases}.values():
+        for oracle in dict.fromkeys(self.members):
             oracle.take()
 
     def use_exact_noise(self) -> None:
         """Draws the noise of all phases in integers."""
-        for oracle, _ in self._phases:
+        for oracle in self.members:
             oracle.use_exact_noise()
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
@@ -109,7 +104,7 @@ class Phased(MeanOracle):
     def _locate(self, step: int) -> tuple[MeanOracle, int]:
         """Returns the oracle of a step, and the first step of its phase."""
         first = 0
-        for oracle, steps in self._phases:
+        for oracle, steps in self.phases:
             if step < first + steps:
                 return oracle, first
             first += steps
@@ -117,7 +112,7 @@ class Phased(MeanOracle):
 
     def prepare(self, generator: Source) -> None:
         """Draws what the releases of each phase share."""
-        for oracle, _ in self._phases:
+        for oracle in self.members:
             oracle.prepare(generator)
 
     def lose(self, step: int, *, halted: bool) -> bool:
@@ -151,7 +146,7 @@ class Phased(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers of all phases."""
-        return {"oracle": "Phased", "phases": [[steps, oracle.settings()] for oracle, steps in self._phases]}
+        return self._named(phases=[[steps, oracle.settings()] for oracle, steps in self.phases])
 
     def metrics(self) -> dict[str, float]:
         """Returns public numbers about the last release."""
@@ -159,12 +154,12 @@ class Phased(MeanOracle):
 
     def state(self) -> dict[str, Any]:
         """Returns the states of the oracles, secret if one of them is."""
-        states = {str(k): oracle.state() for k, (oracle, _) in enumerate(self._phases)}
+        states = {str(k): oracle.state() for k, oracle in enumerate(self.members)}
         return SecretState(states) if any(isinstance(state, SecretState) for state in states.values()) else states
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores them."""
-        for k, (oracle, _) in enumerate(self._phases):
+        for k, oracle in enumerate(self.members):
             oracle.restore(state[str(k)])
 
 
@@ -197,13 +192,7 @@ class QuantilePilot(MeanOracle):
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        epsilon: float,
-        *,
-        quantile: float = 0.9,
-        c_min: float = C_MIN,
-        c_max: float = C_MAX,
+        self, batch_size: int, epsilon: float, *, quantile: float = 0.9, c_min: float = C_MIN, c_max: float = C_MAX
     ) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self.epsilon = check.positive(epsilon=epsilon)
@@ -298,13 +287,7 @@ class QuantilePilot(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "QuantilePilot",
-            "epsilon": self.epsilon,
-            "quantile": self.quantile,
-            "c_min": self.c_min,
-            "c_max": self.c_max,
-        }
+        return self._named("epsilon", "quantile", "c_min", "c_max")
 
     def metrics(self) -> dict[str, float]:
         """Returns the threshold once it is released."""
@@ -332,4 +315,4 @@ class PilotClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {"oracle": "PilotClipped", "pilot": self.pilot.settings(), "noise_multiplier": self.noise_multiplier}
+        return self._named("noise_multiplier", pilot=self.pilot.settings())

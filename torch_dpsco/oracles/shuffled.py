@@ -20,18 +20,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost
-from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import ApproxZCDP
-from torch_dpsco.errors import AdjacencyError, SequenceError
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms.shuffle import (
     FAILURE,
     BinomialNoise,
@@ -47,15 +47,13 @@ from torch_dpsco.mechanisms.shuffle import (
     vector_cost,
     vector_parameters,
 )
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, require_places, split_like
-from torch_dpsco.oracles.coordinatewise import check_clip, clipped_rows, flat_rows, medians
+from torch_dpsco.oracles.base import Release, clip_weights, split_like
+from torch_dpsco.oracles.coordinatewise import GroupedMean, clipped_rows, flat_rows, medians
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
 
-_MOVES = {ZERO_OUT: 0.5, REPLACE_ONE: 1.0}  # of the grid, by a record
 
-
-class _Shuffled(MeanOracle):
+class _Shuffled(GroupedMean):
     """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
 
     _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
@@ -71,20 +69,15 @@ class _Shuffled(MeanOracle):
         failure: float = FAILURE,
         honest_fraction: float = 1.0,
     ) -> None:
-        super().__init__(check.positive_count(batch_size=batch_size))
-        self.clip, self.dim = check_clip(clip), check.positive_count(dim=dim)
-        self.parameters, self.groups = parameters, check.positive_count(groups=groups)
+        super().__init__(clip, batch_size, groups)
+        self.parameters, self.dim = parameters, check.positive_count(dim=dim)
         self.failure = check.open_interval(0.0, 1.0, failure=failure)
         self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
-        if self.groups > self.batch_size:
-            raise ValueError(f"groups must be <= batch_size={self.batch_size} (got {self.groups})")
-        self.group_size = self.batch_size // self.groups
         largest_count(self.group_size, parameters)
         bits = parameters.noise_bits
         self._event: ApproxZCDP | NonPrivate = shuffle_event(self.cost()) if bits else NonPrivate()
         self._noise: BinomialNoise | None = None
-        self._shapes: list[torch.Size] = []
-        self._places: list[Tensor] | None = None
+        self._places: list[Tensor] = []
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -118,22 +111,15 @@ class _Shuffled(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; raises ValueError if the query has another dimension than `dim`."""
-        shapes = [p.shape for p in query]
-        size = sum(shape.numel() for shape in shapes)
+        size = sum(p.numel() for p in query)
         if size != self.dim:
             # PRIVACY: the cost is that of dim coordinates (test_a_query_of_another_dimension_is_refused)
             raise ValueError(f"dim must be {size}, the number of trained parameters (got {self.dim})")
-        self._shapes = shapes
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-        self.discard()
+        super().open(query, step)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and puts them on the grid."""
-        if self._places is None:
-            raise SequenceError("no logical batch was opened: call open(query) first")
-        dense = rows.dense()
-        if [part.shape[1:] for part in dense] != self._shapes:
-            raise ValueError(f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})")
+        dense = self._dense(rows)
         if sum(map(len, self._places)) + len(rows) > self.batch_size:
             raise SequenceError(f"a logical batch must have exactly {self.batch_size} rows, its fixed size")
         # PRIVACY: every row passes the clip (test_no_neighbor_moves_a_count_past_the_budget)
@@ -142,7 +128,7 @@ class _Shuffled(MeanOracle):
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
-        self._places = [] if self._shapes else None
+        self._places = []
 
     def event(self) -> ApproxZCDP | NonPrivate:
         """Returns the event of a release: `ApproxZCDP` for replace_one and zero_out, or `NonPrivate` without bits."""
@@ -150,7 +136,7 @@ class _Shuffled(MeanOracle):
 
     def counts(self, generator: Source) -> Tensor:
         """Returns the numbers of ones that a shuffler would deliver, (groups, dim) int64, and ends the batch."""
-        places, self._places = self._places or [], [] if self._shapes else None
+        places, self._places = self._places, []
         n_rows = sum(map(len, places))
         if n_rows != self.batch_size:
             # PRIVACY: absent users add no noise (test_a_batch_of_another_size_is_refused)
@@ -163,11 +149,6 @@ class _Shuffled(MeanOracle):
         noise = self._noise.draw((self.groups, self.dim), generator)
         return ones.view(self.groups, self.group_size, self.dim).sum(dim=1) + noise
 
-    def charge(self, design: Design, draw: Draw) -> Charge:
-        """Returns what a release is charged, under designs that keep the places of rows."""
-        require_places(self, design)
-        return super().charge(design, draw)
-
     def release(self, generator: Source) -> Release:
         """Draws the counts, and returns the median over groups of the means that they estimate."""
         counts = self.counts(generator)
@@ -176,28 +157,14 @@ class _Shuffled(MeanOracle):
 
     def _moves(self, adjacency: Adjacency, spread: float) -> float:
         """Returns a bound of the L2 move of the released mean, for values that move by `spread` grids in L2 norm."""
-        if adjacency not in _MOVES:
-            raise AdjacencyError(
-                f"the number of users is public: no bound under {adjacency}, use replace_one or zero_out"
-            )
         grid, root = self.parameters.grid, math.sqrt(self.dim)
-        steps = min(_MOVES[adjacency] * grid * spread + root, grid * root)
+        steps = min(self._clips(adjacency) / 2.0 * grid * spread + root, grid * root)  # the grid is of 2 clips
         return steps * 2.0 * self.clip / (grid * self.group_size) * (1.0 + 2.0**-40)
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers, and what is simulated."""
-        return {
-            "oracle": type(self).__name__,
-            "clip": self.clip,
-            "grid": self.parameters.grid,
-            "noise_bits": self.parameters.noise_bits,
-            "noise_probability": self.parameters.noise_probability,
-            "dim": self.dim,
-            "groups": self.groups,
-            "failure": self.failure,
-            "honest_fraction": self.honest_fraction,
-            "model": "shuffle model, simulated centrally; honest users assumed",
-        }
+        simulated = {"model": "shuffle model, simulated centrally; honest users assumed"}
+        return self._named("clip", "dim", "groups", "failure", "honest_fraction") | asdict(self.parameters) | simulated
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std."""

@@ -26,7 +26,7 @@ from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
-from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks
+from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks, forget_uses
 from torch_dpsco.rows.ghost import GhostHooks
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import PassCounter, batch_sizes
@@ -69,7 +69,7 @@ class _Attachment:
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
         ]
         self.buffers: list[tuple[int, int]] = []
-        self.values: list[str] | None = None  # during the first forward
+        self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks is GhostHooks)
         self.compared = False
         self.used = 0  # number of the newest forward when rows were last used or dropped
@@ -129,12 +129,7 @@ class _Attachment:
         """Forgets forwards that no backward followed."""
         self.retire()
         self.passes.close()
-        for p in self.dense:
-            p._forward_counter = 0  # type: ignore[attr-defined]
-            p.__dict__.pop("_current_grad_sample", None)
-        for layer in self.layers:
-            layer.__dict__.pop("activations", None)
-            layer.__dict__.pop("max_batch_len", None)
+        forget_uses(self.dense, self.layers)
 
     def _drop_dense(self, p: Tensor) -> None:
         p.dpsco_passes.append(self.passes.number)  # type: ignore[attr-defined]
@@ -160,11 +155,6 @@ def _drop_factored(p: Tensor) -> None:
         )
 
 
-def _unreleased(layers: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
-    """Returns what no optimizer privatizes: buffers and frozen parameters, with their names."""
-    return [(f"{type(m).__name__}.{name}", t) for m, name, t in _everything(layers) if not t.requires_grad]
-
-
 def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for m in layers:
         for tensors in (m._buffers, m._parameters):
@@ -175,19 +165,18 @@ def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, T
 
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    return [
-        (id(t), t._version)
-        for m in layers
-        for tensors in (m._buffers, m._parameters)
-        for t in tensors.values()
-        if t is not None
-    ]
+    return [(id(t), t._version) for _, _, t in _everything(layers)]
 
 
-def _values(layers: Iterable[nn.Module]) -> list[str]:
-    """Returns a fingerprint per tensor: sum and sum of squares (text, so that NaN equals NaN)."""
-    doubles = (t.detach().abs().double() for _, t in _unreleased(layers))
-    return [f"{float(t.sum())!r} {float(t.square().sum())!r}" for t in doubles]
+def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
+    """Returns what no optimizer privatizes, buffers and frozen parameters: the name of each, and a fingerprint."""
+    found = []
+    for m, name, t in _everything(layers):
+        if not t.requires_grad:
+            sizes = t.detach().abs().double()
+            # text, so that NaN equals NaN
+            found.append((f"{type(m).__name__}.{name}", f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"))
+    return found
 
 
 def _changed_values(attachment: _Attachment) -> set[str]:
@@ -195,19 +184,15 @@ def _changed_values(attachment: _Attachment) -> set[str]:
     before, attachment.values = attachment.values, None
     if before is None:
         return set()
-    names = [name for name, _ in _unreleased(attachment.layers)]
-    return {name for name, old, new in zip(names, before, _values(attachment.layers), strict=False) if old != new}
-
-
-def _training(model: nn.Module) -> bool:
-    return model.training and torch.is_grad_enabled()
+    pairs = zip(before, _values(attachment.layers), strict=False)
+    return {name for (_, old), (name, new) in pairs if old != new}
 
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
-    if not _training(model):
+    if not (model.training and torch.is_grad_enabled()):
         return None
     require_unwrapped(attachment.dense + attachment.factored)
     # Opacus sums two forwards into one row per position, which would clip two records as one.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -55,17 +55,39 @@ def row_norms(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     if width == 1:  # exact, unless subnormal numbers are read as 0
         return rows[:, 0].abs().double().add_(torch.finfo(rows.dtype).tiny)
-    if width <= PIECE:
-        norms = torch.linalg.vector_norm(rows, dim=1).double()
-    else:
-        whole = width - width % PIECE
-        pieces = [torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, PIECE)), dim=2)]
-        if whole < width:
-            pieces.append(torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True))
-        norms = torch.linalg.vector_norm(torch.cat(pieces, dim=1).double(), dim=1)
+    pieces = piece_norms(rows).double()
+    norms = pieces[:, 0] if width <= PIECE else torch.linalg.vector_norm(pieces, dim=1)
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
     bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(UNDERFLOW[rows.dtype] * width**0.5)
     return bounds
+
+
+def piece_norms(rows: Tensor) -> Tensor:
+    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
+
+    Args:
+        rows: (B, k) floating; half precisions are read as float32.
+    """
+    rows = rows.to(work_dtype(rows.dtype))
+    width = rows.shape[1]
+    whole = width - width % PIECE
+    if not whole:
+        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return pieces
+    pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
+    if whole == width:
+        return pieces
+    return torch.cat([pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1)
+
+
+def joint_norms(parts: Iterable[Tensor]) -> Tensor:
+    """Returns certified upper bounds of the joint norms of rows from those of their parts: (B,) float64 each."""
+    first, *others = parts
+    squares = first.square()
+    for norms in others:
+        squares.addcmul_(norms, norms)
+    # what underflows in a square is less than the number added
+    return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
 
 
 def row_norm(row: Tensor) -> float:
@@ -250,10 +272,7 @@ def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
 class Block(ABC):
     """Per-sample gradients of one or more parameters for the same rows."""
 
-    @property
-    @abstractmethod
-    def shapes(self) -> list[torch.Size]:
-        """Shapes of the parameters, in order."""
+    shapes: list[torch.Size]  # of the parameters, in order
 
     @abstractmethod
     def __len__(self) -> int:

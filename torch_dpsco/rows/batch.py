@@ -7,21 +7,23 @@ Rows that were computed without a backward (`leave_rows`) wait on the parameters
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import FLOAT64, NORM_ERROR, Block, Summation
+from torch_dpsco.rows.base import FLOAT64, Block, Summation, joint_norms
 from torch_dpsco.rows.dense import DenseBlock, DenseBlocks, joined
 from torch_dpsco.rows.factored import FactoredBlock, LinearBlock
 from torch_dpsco.rows.ghost import MARK, waiting_block
 from torch_dpsco.rows.layers.recorded import Tape
-from torch_dpsco.rows.precision import inexact_mean, slack
+from torch_dpsco.rows.precision import Gap, inexact_mean, require_sums
 from torch_dpsco.rows.supported import require_unprocessed
 
+_T = TypeVar("_T")
 _LEAST_NORMAL = 2.0**-126  # of float32
 _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 
@@ -33,11 +35,7 @@ def _tape(p: Tensor) -> Tape | None:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    for p in params:
-        kept = p.__dict__
-        if kept.get("grad_sample") is not None or MARK in kept or _tape(p) is not None:
-            return True
-    return False
+    return any(p.__dict__.get("grad_sample") is not None or MARK in p.__dict__ or _tape(p) is not None for p in params)
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -66,7 +64,7 @@ def retire_forwards(params: Sequence[nn.Parameter]) -> None:
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
     # PRIVACY: a loss term on the weights is in p.grad but in no row; it would be dropped, or worse, applied without
     # noise (test_regularizer_in_the_loss_is_refused). `attach` keeps the first backward's p.grad for this comparison.
-    gaps: dict[int, tuple[float, float, float]] = {}
+    gaps: dict[int, Gap] = {}
     for place, p in enumerate(params):
         grad, mean = p.__dict__.pop("dpsco_first_backward", (None, True))
         rows = getattr(p, "grad_sample", None)
@@ -76,15 +74,8 @@ def _check_backwards(params: Sequence[nn.Parameter]) -> None:
         scale = len(rows) if mean else 1
         error = float(torch.linalg.vector_norm(grad.double() - rows.double().sum(0) / scale))
         size = float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum()) / scale
-        gaps[place] = error, size, slack(rows.dtype)
-    # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
-    joint = math.hypot(*(size for _, size, _ in gaps.values()))
-    for place, (error, size, share) in gaps.items():
-        if math.isfinite(error) and error > share * (size + 1e-3 * joint) + 1e-12:
-            raise SequenceError(
-                f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on "
-                f"the weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"
-            )
+        gaps[place] = Gap(error, size, rows.dtype)
+    require_sums(gaps)
 
 
 def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
@@ -111,7 +102,7 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
     for p in params:
         tape, rows = _tape(p), getattr(p, "grad_sample", None)
         if tape is not None:
-            tags = tape.tags
+            tags = {tag for tag, _ in tape.uses}
             if tags != {None}:  # parts of the model that were called on their own have no number, and one pass
                 attached.add(tuple(sorted(tag or 0 for tag in tags)))
         elif hasattr(p, "dpsco_passes"):
@@ -167,9 +158,13 @@ class GradBatch:
         """
         place = {id(p): i for i, p in enumerate(params)}
         try:
-            ghost = waiting_block(params)
-            if ghost is not None:
-                return cls([ghost], ghost.order(params))
+            waiting = waiting_block(params)
+            if waiting is not None:
+                if place.keys() != {id(p) for p in waiting.params}:
+                    # PRIVACY: else a parameter would move by rows that are not its own, or by none
+                    # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
+                    raise SequenceError(waiting.wrong)
+                return cls([waiting], [place[id(p)] for p in waiting.params])
             blocks: list[Block] = []
             order: list[int] = []
             taken: set[int] = set()
@@ -200,21 +195,16 @@ class GradBatch:
     def __len__(self) -> int:
         return len(self.blocks[0])
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return len(self.blocks[0])
-
     def unscaled(self, scale: float) -> GradBatch:
         """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
-        rows = GradBatch(self.blocks, self.order, self.passes, self.averaged)
+        rows = copy.copy(self)
         rows._scale = self._scale / scale
         return rows
 
     def among(self, index: Tensor) -> GradBatch:
         """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them."""
-        rows = GradBatch([OccupiedBlock(block, index) for block in self.blocks], self.order, self.passes, self.averaged)
-        rows._scale = self._scale
+        rows = copy.copy(self)
+        rows.blocks = [OccupiedBlock(block, index) for block in self.blocks]
         return rows
 
     def linear(self) -> LinearBlock | None:
@@ -233,20 +223,11 @@ class GradBatch:
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
-        norms = self._stored_norms()
+        parts = [block.norms() for block in self.blocks]
+        norms = parts[0] if len(parts) == 1 else joint_norms(parts)
         # the factor's own rounding cancels in weight * norm (weighted_sum has the same), and the clip has room for that
         # of the products (8 eps, see `clip_weights`)
         return norms if self._scale == 1.0 else norms.mul_(self._scale)
-
-    def _stored_norms(self) -> Tensor:
-        if len(self.blocks) == 1:
-            return self.blocks[0].norms()
-        squares = self.blocks[0].norms().square_()
-        for block in self.blocks[1:]:
-            norms = block.norms()
-            squares.addcmul_(norms, norms)
-        # what underflows in a square is less than the number added
-        return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
 
     def finite(self) -> Tensor:
         """Returns which rows have a finite norm: (B,) bool."""
@@ -277,9 +258,7 @@ class GradBatch:
     @property
     def shapes(self) -> list[torch.Size]:
         """Shapes of the parameters, in their order."""
-        found = [shape for block in self.blocks for shape in block.shapes]
-        placed = dict(zip(self.order, found, strict=True))
-        return [placed[place] for place in range(len(found))]
+        return self._in_order([shape for block in self.blocks for shape in block.shapes])
 
     def add_by(self, users: Tensor, sums: Tensor) -> None:
         """Adds each row to the sum of its user, one row after the other, so that no user's sum depends on others.
@@ -307,10 +286,10 @@ class GradBatch:
         rows = [rows for block in self.blocks for rows in block.dense()]
         return self._in_order(rows if self._scale == 1.0 else [r * self._scale for r in rows])
 
-    def _in_order(self, tensors: list[Tensor]) -> list[Tensor]:
-        out = list(tensors)
-        for place, tensor in zip(self.order, tensors, strict=True):
-            out[place] = tensor
+    def _in_order(self, parts: list[_T]) -> list[_T]:
+        out = list(parts)
+        for place, part in zip(self.order, parts, strict=True):
+            out[place] = part
         return out
 
 
@@ -325,13 +304,8 @@ class OccupiedBlock(Block):
     """
 
     def __init__(self, block: Block, index: Tensor) -> None:
-        self._block, self._index = block, index
+        self._block, self._index, self.shapes = block, index, block.shapes
         self._dense: list[list[Tensor]] = []  # of all rows, once they were asked for; parts share it
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shapes of the parameters."""
-        return self._block.shapes
 
     def __len__(self) -> int:
         return len(self._index)
@@ -390,18 +364,11 @@ class LeftRows(DenseBlocks):
         rows: (B, *p.shape) for each of them.
     """
 
+    wrong = "the optimizer must train exactly the parameters whose rows were left"
+
     def __init__(self, params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
         super().__init__([DenseBlock(part) for part in rows])
-        self._params = list(params)
-
-    def order(self, params: Sequence[nn.Parameter]) -> list[int]:
-        """Returns the places of the block's parameters among others; raises SequenceError unless they are the same."""
-        place = {id(p): i for i, p in enumerate(params)}
-        if place.keys() != {id(p) for p in self._params}:
-            # PRIVACY: else a parameter would move by rows that are not its own, or by none
-            # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
-            raise SequenceError("the optimizer must train exactly the parameters whose rows were left")
-        return [place[id(p)] for p in self._params]
+        self.params = list(params)
 
 
 def leave_rows(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:

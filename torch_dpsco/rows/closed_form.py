@@ -53,24 +53,23 @@ class ClosedForm:
         self._slope = slope
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
-        weight, bias = self._trained = "weight" in trained, "bias" in trained
+        weight, bias = "weight" in trained, "bias" in trained
+        self._trained = {"weight": weight, "bias": bias}
         self._columns = [features, targets]
         self._rows: Callable[..., GradBatch] = self._factored
+        self._extended = False  # whether features have a 1 more
         if weight and bias and layer.out_features == 1:
             self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
             self._rows = self._linear
             # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
             # (test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records)
-            if size * features.shape[1] <= _FEW:
-                self._extend()
+            self._extended = size * features.shape[1] <= _FEW
+            if self._extended:
+                x, *others = (column.double() for column in self._columns)
+                self._columns = [torch.cat([x, x.new_ones(len(x), 1)], dim=1), *others]
         elif weight:
             factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
             self._columns.append(torch.cat(factors))
-
-    def _extend(self) -> None:
-        features, targets, factors = (column.double() for column in self._columns)
-        self._columns = [torch.cat([features, features.new_ones(len(features), 1)], dim=1), targets, factors]
-        self._rows = self._extended
 
     def batches(self, loader: PrivateLoader) -> Iterator[GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
@@ -81,14 +80,11 @@ class ClosedForm:
         weight, bias = self._params
         assert bias is not None
         # a product with a vector is several times faster than one with a matrix of one row
-        scores = torch.mv(features, weight.squeeze(0)).add_(bias)
-        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors)])
-
-    def _extended(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
-        weight, bias = self._params
-        assert bias is not None
-        scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
-        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors, extended=True)])
+        if self._extended:
+            scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
+        else:
+            scores = torch.mv(features, weight.squeeze(0)).add_(bias)
+        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors, self._extended)])
 
     def _factored(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GradBatch:
         weight, bias = self._params
@@ -96,8 +92,7 @@ class ClosedForm:
         if len(weight) == 1:
             scores = scores.squeeze(1)
         slopes = self._slope(scores, targets).reshape(len(features), len(weight))
-        trained_weight, trained_bias = self._trained
-        return GradBatch([FactoredBlock(features, slopes, weight=trained_weight, bias=trained_bias, factors=factors)])
+        return GradBatch([FactoredBlock(features, slopes, factors=factors, **self._trained)])
 
 
 def closed_form(

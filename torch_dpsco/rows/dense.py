@@ -32,9 +32,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import NORM_ERROR, PIECE, UNDERFLOW, Block, Summation, row_norms, weighted_rows, work_dtype
+from torch_dpsco.rows.base import (
+    NORM_ERROR,
+    UNDERFLOW,
+    Block,
+    Summation,
+    piece_norms,
+    row_norms,
+    weighted_rows,
+    work_dtype,
+)
 from torch_dpsco.rows.passes import PassCounter
 from torch_dpsco.rows.precision import require_full_precision
+from torch_dpsco.rows.supported import require_known
 
 
 class DenseBlock(Block):
@@ -48,12 +58,7 @@ class DenseBlock(Block):
     def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
         if rows.dim() < 1 or not rows.is_floating_point():
             raise ValueError(f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype}, {rows.shape})")
-        self.rows, self.pieces = rows, pieces
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shape of the parameter."""
-        return [self.rows.shape[1:]]
+        self.rows, self.pieces, self.shapes = rows, pieces, [rows.shape[1:]]
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -103,11 +108,7 @@ class DenseBlocks(Block):
 
     def __init__(self, blocks: Sequence[DenseBlock]) -> None:
         self.blocks = list(blocks)
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shapes of the parameters."""
-        return [shape for block in self.blocks for shape in block.shapes]
+        self.shapes = [shape for block in blocks for shape in block.shapes]
 
     def __len__(self) -> int:
         return len(self.blocks[0])
@@ -138,24 +139,6 @@ class DenseBlocks(Block):
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter."""
         return [rows for block in self.blocks for rows in block.dense()]
-
-
-def piece_norms(rows: Tensor) -> Tensor:
-    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
-
-    Args:
-        rows: (B, k) floating; half precisions are read as float32.
-    """
-    rows = rows.to(work_dtype(rows.dtype))
-    width = rows.shape[1]
-    whole = width - width % PIECE
-    if not whole:
-        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return pieces
-    pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
-    if whole == width:
-        return pieces
-    return torch.cat([pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1)
 
 
 def joined(blocks: list[Block]) -> list[Block]:
@@ -266,25 +249,17 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
 
     def _check_use(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = type(module).__name__
-        if any(p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()):
-            raise SequenceError(
-                f"layer {name} has trained parameters that it did not have at dp.attach (functional_call, "
-                f"load_state_dict(assign=True), requires_grad_): attach the model after such changes, or use a copy of "
-                f"it that is detached"
-            )
+        require_known(module, module.parameters())
         tensors = [t for t in inputs if isinstance(t, Tensor)]
         whole = type(module) not in self.GRAD_SAMPLERS
-        if (
-            len(tensors) != len(inputs)
-            or not inputs
-            or (whole and (len(inputs) != 1 or not isinstance(output, Tensor)))
-        ):
+        wrong = whole and (len(inputs) != 1 or not isinstance(output, Tensor))
+        if wrong or not inputs or len(tensors) != len(inputs):
             raise SequenceError(
                 f"layer {name} must take one tensor by position and return one (got {len(inputs)} inputs and "
                 f"{type(output).__name__}), because only that is seen when its rows are computed: move its parameters "
                 f"into a module of their own"
             )
-        if type(module) in self.GRAD_SAMPLERS and (unknown := _unknown_option(module, tensors)):
+        if not whole and (unknown := _unknown_option(module, tensors)):
             raise SequenceError(f"rows of {name} with {unknown} are not known where its rows are dense")
         if not isinstance(module, _OWN_LAYOUT):
             self._passes.require_batch(module, tensors[-1].shape, 0 if self.batch_first else 1)
@@ -299,6 +274,16 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
             # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
             require_full_precision(forward_output[0])
         super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
+
+
+def forget_uses(params: Iterable[nn.Parameter], layers: Iterable[nn.Module]) -> None:
+    """Forgets what Opacus' hooks have noted of forwards that no backward followed."""
+    for p in params:
+        p._forward_counter = 0  # type: ignore[attr-defined]
+        p.__dict__.pop("_current_grad_sample", None)
+    for layer in layers:
+        layer.__dict__.pop("activations", None)
+        layer.__dict__.pop("max_batch_len", None)
 
 
 def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:

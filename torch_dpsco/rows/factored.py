@@ -30,6 +30,7 @@ Source: docs/proofs/rounding.md#gram-norms, docs/proofs/rounding.md#sums-of-fact
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -104,12 +105,8 @@ class FactoredBlock(Block):
             raise ValueError(f"acts and backprops must be (B, in) and (B, out) (got {acts.shape}, {backprops.shape})")
         self.acts, self.backprops, self.weight, self.bias, self.factors = acts, backprops, weight, bias, factors
         self.scale = scale
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shapes of the trained ones of weight and bias."""
-        out, width = self.backprops.shape[1], self.acts.shape[1]
-        return [torch.Size([out, width])] * self.weight + [torch.Size([out])] * self.bias
+        out, width = backprops.shape[1], acts.shape[1]
+        self.shapes = [torch.Size([out, width])] * weight + [torch.Size([out])] * bias
 
     def __len__(self) -> int:
         return self.acts.shape[0]
@@ -166,15 +163,10 @@ class FactoredBlock(Block):
 
     def select(self, index: Tensor) -> FactoredBlock:
         """Returns the block of some rows."""
-        factors = None if self.factors is None else self.factors[index]
-        return FactoredBlock(
-            self.acts[index],
-            self.backprops[index],
-            weight=self.weight,
-            bias=self.bias,
-            factors=factors,
-            scale=self.scale,
-        )
+        part = copy.copy(self)
+        part.acts, part.backprops = self.acts[index], self.backprops[index]
+        part.factors = None if self.factors is None else self.factors[index]
+        return part
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per trained parameter."""
@@ -218,11 +210,7 @@ class LinearBlock(Block):
 
     def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor, extended: bool = False) -> None:
         self.features, self.slopes, self.factors, self.extended = features, slopes, factors, extended
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shapes of weight and bias."""
-        return self._factored().shapes
+        self.shapes = [torch.Size([1, features.shape[1] - extended]), torch.Size([1])]
 
     def __len__(self) -> int:
         return self.slopes.shape[0]
@@ -266,12 +254,7 @@ class SequenceBlock(Block):
             raise ValueError(f"acts, backprops must be (B, T, in), (B, T, out) (got {acts.shape}, {backprops.shape})")
         if acts.shape[1] > MAX_TIMES or torch.float64 in (acts.dtype, backprops.dtype):
             raise ValueError(f"sequences must be of at most {MAX_TIMES} pairs of at most float32")
-        self.acts, self.backprops, self._shape = acts, backprops, shape
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shape of the weight."""
-        return [self._shape]
+        self.acts, self.backprops, self.shapes = acts, backprops, [shape]
 
     def __len__(self) -> int:
         return self.acts.shape[0]
@@ -307,12 +290,12 @@ class SequenceBlock(Block):
             scaled = backprops.mul_(weights[index, None, None])
             # not addmm_: it adds the product in pieces, and a piece of a record may be larger than the record
             total.add_(torch.mm(scaled.flatten(0, 1).t(), acts.flatten(0, 1), out=part))
-        return [total.view(self._shape)]
+        return [total.view(self.shapes[0])]
 
     def select(self, index: Tensor) -> SequenceBlock:
         """Returns the block of some rows."""
-        return SequenceBlock(self.acts[index], self.backprops[index], self._shape)
+        return SequenceBlock(self.acts[index], self.backprops[index], self.shapes[0])
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]."""
-        return [outer_sums(self.acts, self.backprops).view(len(self), *self._shape)]
+        return [outer_sums(self.acts, self.backprops).view(len(self), *self.shapes[0])]

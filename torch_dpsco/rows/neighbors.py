@@ -73,13 +73,8 @@ class Points:
 
     def tiles(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (index, whole rows) for parts of an index."""
-        for part in index.split(self.tile_rows):
+        for part in index.split(max(1, min(_TILE, _ROW_ELEMENTS // max(self.dim, 1)))):
             yield part, self.read(part)
-
-    @property
-    def tile_rows(self) -> int:
-        """Number of whole rows that are read at once."""
-        return max(1, min(_TILE, _ROW_ELEMENTS // max(self.dim, 1)))
 
     @cached_property
     def norms(self) -> Tensor:
@@ -173,26 +168,22 @@ class _Counter:
                 self._pair(rows, others, kept)
         return self.counts
 
-    def _tile(self, which: int, span: slice, k: int) -> Tensor:
-        """Returns rows of the index in the k-th range of columns; the first one has room for two columns more."""
+    def _tile(self, which: int, span: slice, k: int, *more: Tensor | float) -> Tensor:
+        """Returns rows of the index in the k-th range of columns; the first one has the two columns more."""
         columns, rows = self._columns[k], span.stop - span.start
         index = span if self._whole else self._index[span]  # no gather where all points are in it
-        width, more = columns.stop - columns.start, 2 if k == 0 else 0
-        tile = self._tiles[which, : rows * (width + more)].view(rows, width + more)
+        width, room = columns.stop - columns.start, 2 if k == 0 else 0
+        tile = self._tiles[which, : rows * (width + room)].view(rows, width + room)
         self._points.read_into(tile[:, :width], index, columns)
+        if k == 0:
+            tile[:, -2], tile[:, -1] = more
         return tile
 
     def _left(self, span: slice, k: int) -> Tensor:
-        tile = self._tile(0, span, k)
-        if k == 0:
-            tile[:, -2], tile[:, -1] = -self._half[span], -1.0
-        return tile.neg_()
+        return self._tile(0, span, k, -self._half[span], -1.0).neg_()
 
     def _right(self, span: slice, k: int) -> Tensor:
-        tile = self._tile(1, span, k)
-        if k == 0:
-            tile[:, -2], tile[:, -1] = 1.0, self._half[span] - self._squares[-1] / 2
-        return tile
+        return self._tile(1, span, k, 1.0, self._half[span] - self._squares[-1] / 2)
 
     def _pair(self, rows: slice, others: slice, kept: Tensor | None) -> None:
         m, n = rows.stop - rows.start, others.stop - others.start

@@ -36,17 +36,17 @@ class PassCounter:
 
     def __init__(self) -> None:
         self.number = 0
-        self.active = False
+        self.tag: int | None = None  # number of the running pass, None outside of one
         self._sizes: frozenset[int] | None = None
 
     def open(self, sizes: frozenset[int] | None = None) -> None:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""
         self.number += 1
-        self.active, self._sizes = True, sizes
+        self.tag, self._sizes = self.number, sizes
 
     def close(self) -> None:
         """Ends the pass."""
-        self.active, self._sizes = False, None
+        self.tag = self._sizes = None
 
     def require_batch(self, layer: nn.Module, shape: torch.Size, dim: int) -> None:
         """Raises SequenceError if the input of a layer cannot have the batch in its dimension `dim`."""
@@ -58,8 +58,3 @@ class PassCounter:
                 f"constants to one per record, leave time out of it, do not cut the batch up, and say where it is by "
                 f"dp.attach(model, batch_first=...)"
             )
-
-    @property
-    def tag(self) -> int | None:
-        """Number of the running pass, None outside of one."""
-        return self.number if self.active else None

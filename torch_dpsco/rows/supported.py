@@ -102,6 +102,18 @@ def _require_samplable(name: str, module: nn.Module) -> None:
         )
 
 
+def require_known(layer: nn.Module, params: Iterable[Tensor]) -> None:
+    """Raises SequenceError if a layer runs with trained parameters that `attach` has not seen."""
+    if any(p.requires_grad and not hasattr(p, "dpsco_reset") for p in params):
+        # PRIVACY: rows at one point would be taken for rows at another
+        # (test_weights_that_attach_has_not_seen_are_refused)
+        raise SequenceError(
+            f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach (functional_call, "
+            f"load_state_dict(assign=True), requires_grad_, a copy of a part): attach the model after such changes, or "
+            f"use a copy of it that is detached"
+        )
+
+
 _ON_PARAMETERS, _ON_ROWS = "summed_grad", "_processed"
 _WRAPPED = (
     "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by "

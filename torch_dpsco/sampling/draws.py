@@ -182,8 +182,8 @@ class DrawLog:
         """Notes a delivered batch.
 
         Raises:
-            SequenceError: the batch before it was not used up by a step, or its draw was given up; another loader has
-                taken the place of this one.
+            SequenceError: the batch before it was not used up by a step, or its draw was given up; it is a part of
+                another draw than the one in progress; another loader has taken the place of this one.
         """
         self._require_newest()
         if self._given_up and (chunk.start or chunk.source is not self.again):
@@ -196,6 +196,16 @@ class DrawLog:
             raise SequenceError(
                 "the previous draw is not complete: signal_skip_step(True) was called for its last part; leave the "
                 "calls to BatchMemoryManager, or use optimizer.loader(dataset, physical_batch_size=...)"
+            )
+        begins = chunk.start == 0 and (self.held is None or self._given_up)
+        continues = self.held is not None and not self._given_up and chunk.draw is self.held.draw
+        if not begins and not continues:
+            # PRIVACY: the rest of a draw that a newer iteration has delivered, and a step used up, would be given up
+            # and delivered once more; or another draw would take the place of one of which parts were seen
+            # (test_parts_of_two_iterations_are_never_joined, test_the_rest_of_a_draw_that_was_used_up_is_refused)
+            raise SequenceError(
+                "an older iteration of the loader was continued inside of a newer one: finish one loop over a loader "
+                "before starting the next, or call optimizer.discard() and start a new one"
             )
         self.waiting.append(chunk)
         self.held, self._given_up = chunk, False

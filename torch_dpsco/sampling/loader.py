@@ -259,7 +259,7 @@ class PhysicalBatches:
         >>> with PhysicalBatches(loader, 2) as batches:
         ...     for (x,) in batches:  # step() takes each
         ...         chunks.append((x.tolist(), loader.batch_sampler.log.take().last))
-        ...         loader.batch_sampler.log.use_up()
+        ...         loader.batch_sampler.log.taken = None
         >>> chunks
         [([0, 1], False), ([2, 3], False), ([4], True)]
     """

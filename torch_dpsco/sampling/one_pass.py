@@ -7,12 +7,13 @@ breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -104,11 +105,6 @@ class OnePassSampler(DesignSampler):
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
 
-    @staticmethod
-    @abstractmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition: the cut's digest, and what else fixes the parts."""
-
     @abstractmethod
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         """Yields (part, positions) of all draws."""
@@ -123,34 +119,19 @@ _EXHAUSTED = (
 class DisjointSampler(OnePassSampler):
     """One pass over one random permutation cut into batches."""
 
-    kind = Disjoint
-
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
+    kind: ClassVar[type[Design]] = Disjoint
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
-        for k in range(self.design.steps_per_epoch):
+        for draw in range(self.design.steps_per_epoch):
+            k = draw % math.ceil(len(cut) / size)
             yield str(k), cut[k * size : (k + 1) * size]
 
 
-class CyclicSampler(OnePassSampler):
+class CyclicSampler(DisjointSampler):
     """Passes over one random permutation cut into batches, which come in the same order."""
 
     kind = Cyclic
-    design: Cyclic
-
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return DisjointSampler.cut_name(design, digest)
-
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        size = self.design.batch_size
-        for _ in range(self.design.passes):
-            yield from ((str(k), cut[k * size : (k + 1) * size]) for k in range(self.design.batches))
 
 
 class AssignedSampler(OnePassSampler):
@@ -164,11 +145,6 @@ class AssignedSampler(OnePassSampler):
 
     def _new_cut(self) -> _Indices:
         return np.frombuffer(self.rng.read(_KEY), dtype=np.uint8).copy()
-
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return f"assigned/{digest}/{design.steps_per_epoch}"
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         if cut.dtype != np.uint8 or len(cut) != _KEY:
@@ -186,11 +162,6 @@ class PartsSampler(OnePassSampler):
 
     kind = Parts
     design: Parts
-
-    @staticmethod
-    def cut_name(design: Any, digest: str) -> str:
-        """Returns the name of a partition."""
-        return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         first = 0
@@ -213,10 +184,14 @@ _KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, CyclicSampler, Assi
 
 def partition_name(design: Design, partition: Partition) -> str:
     """Returns the name by which a ledger knows a partition of a one-pass design."""
-    (kind,) = (sampler for sampler in _KINDS if isinstance(design, sampler.kind))
     # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how records were cut
     # (test_partitions_of_different_cuts_have_different_names)
-    return kind.cut_name(design, sha256(partition.cut.tobytes()).hexdigest()[:32])
+    digest = sha256(partition.cut.tobytes()).hexdigest()[:32]
+    if isinstance(design, Assigned):
+        return f"assigned/{digest}/{design.steps_per_epoch}"
+    if isinstance(design, Parts):
+        return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
+    return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
 
 
 def make_sampler(

@@ -180,19 +180,18 @@ def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:
     for wide in np.unique(width)[::-1]:
         mine = np.flatnonzero(width == wide)
         # narrower widths divide this one: all columns of a piece are used equally far
-        block[mine] = used[column[mine]] + _before(column[mine], np.ones_like(mine))
+        block[mine] = used[column[mine]] + _before(column[mine])
         cells = used[: columns // wide * wide].reshape(-1, wide)  # a view
         cells += np.bincount(column[mine] // wide, minlength=len(cells))[:, None]
     return block
 
 
-def _before(group: _Indices, sizes: _Indices) -> _Indices:
-    """Returns the sum of the sizes of earlier entries of the same group."""
+def _before(group: _Indices) -> _Indices:
+    """Returns the number of earlier entries of the same group."""
     order = np.argsort(group, kind="stable")
-    sums = np.cumsum(sizes[order]) - sizes[order]
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
-    out = np.empty_like(sizes)
-    out[order] = sums - np.repeat(sums[starts], np.diff(starts, append=len(group)))
+    out = np.empty_like(order)
+    out[order] = np.arange(len(group)) - np.repeat(starts, np.diff(starts, append=len(group)))
     return out
 
 

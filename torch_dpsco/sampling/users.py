@@ -7,7 +7,7 @@ optimizers stand for (docs/proofs/user_level.md#clipped-means-of-users; docs/use
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch_dpsco.errors import UnitError
 from torch_dpsco.sampling.draws import Chunk
 from torch_dpsco.sampling.loader import PrivateLoader
 from torch_dpsco.sampling.samplers import DesignSampler
-from torch_dpsco.sampling.slots import Slots
 
 _Indices = npt.NDArray[np.int64]
 
@@ -80,37 +79,14 @@ class UserLoader(PrivateLoader):
         dataset: map-style data set of records.
         sampler: draws positions of users.
         users: (n_records,) int64 ids in [0, sampler.size); users need not have records.
-        physical_batch_size: most rows of a chunk.
-        collate_fn: as in DataLoader.
-        num_workers: as in DataLoader.
-        pin_memory: as in DataLoader.
-        slots: see `PrivateLoader`.
+        options: the keywords of `PrivateLoader`.
 
     Raises:
         UnitError: an id is not below the number of users.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: DesignSampler,
-        users: Tensor,
-        *,
-        physical_batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        slots: Slots | None = None,
-    ) -> None:
-        super().__init__(
-            dataset,
-            sampler,
-            physical_batch_size=physical_batch_size,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            slots=slots,
-        )
+    def __init__(self, dataset: Dataset[Any], sampler: DesignSampler, users: Tensor, **options: Any) -> None:
+        super().__init__(dataset, sampler, **options)
         ids = users.numpy()
         if len(ids) and int(ids.max()) >= sampler.size:
             # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)

@@ -24,12 +24,11 @@ from collections.abc import Mapping
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import InfeasibleError
+from torch_dpsco.theory.rounding import scaled_up
 
 # PRIVACY: l2 sensitivity of a sum of rows clipped at 1 (test_one_record_moves_a_clipped_mean_by_no_more_than_declared).
 SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
 
-# Upper bound on the effect of the at most 8 roundings of a noise formula.
-_ROUND_UP = 1.0 + 2.0**-49
 _SMALLEST, _LARGEST = 2.0**-960, 2.0**960  # no result is subnormal in between
 
 
@@ -318,4 +317,4 @@ def _rounded_up(sensitivity: float, ratio: float) -> float:
             f"clip and rho must give a noise std within floating point (got sensitivity {sensitivity:g}, std over "
             f"sensitivity {ratio:g})"
         )
-    return std * _ROUND_UP
+    return scaled_up(std, 6)

@@ -40,7 +40,7 @@ def test_the_fast_integral_is_the_sum_of_its_kernel_over_the_nodes(two_sided, st
         return taken["ratio"], taken["base"]
 
     found = quad.log_excess(order, EDGES, pair, two_sided)
-    weight = taken["base"] + quad._nodes(EDGES)[1]
+    weight = taken["base"] + np.log(quad.nodes(EDGES)[1])
     for a, value in zip(order, found, strict=True):
         truth = exact(float(a), taken["ratio"], weight, two_sided)
         # logarithms of this size are rounded to within `rounding`; 1e-13 is what the sums may add
@@ -49,9 +49,9 @@ def test_the_fast_integral_is_the_sum_of_its_kernel_over_the_nodes(two_sided, st
 
 
 def test_the_weights_of_the_nodes_sum_to_the_length():
-    x, log_width = quad._nodes(EDGES)
+    x, width = quad.nodes(EDGES)
     assert x.size == 32
-    assert np.exp(log_width) @ x**2 == pytest.approx(1 / 3, rel=1e-14)
+    assert width @ x**2 == pytest.approx(1 / 3, rel=1e-14)
 
 
 def test_a_ratio_of_one_everywhere_leaves_nothing():

@@ -21,7 +21,6 @@ from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     PoissonMixture,
     default_orders,
-    extended_orders,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
@@ -388,25 +387,6 @@ def test_the_default_grid_is_ascending_with_integers_from_eleven_on():
     assert np.all(grid[grid >= 11] == np.round(grid[grid >= 11]))
     assert grid[0] == 1.001
     assert grid[-1] == 2**14
-
-
-def test_the_grid_grows_by_doubling_until_two_to_the_twenty():
-    grid, rounds = default_orders(), 0
-    while (new := extended_orders(grid, grid[-1])).size:
-        assert new[-1] == 2 * grid[-1]
-        assert np.all(new == np.round(new))
-        grid, rounds = np.union1d(grid, new), rounds + 1
-    assert (grid[-1], rounds) == (2**20, 6)
-
-
-def test_the_grid_grows_toward_one_once_and_not_when_the_best_order_is_inside():
-    grid = default_orders()
-    first = grid[grid > 1.01][0]
-    new = extended_orders(grid, first)
-    assert np.all((new > 1.01) & (new < first))
-    grid = np.union1d(grid, new)
-    assert extended_orders(grid, grid[grid > 1.01][0]).size == 0
-    assert extended_orders(default_orders(), 32.0).size == 0
 
 
 @pytest.mark.parametrize(

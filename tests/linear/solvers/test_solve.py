@@ -106,7 +106,7 @@ def test_hinge_and_pinball_end_certified_and_both_ways_agree(kind, loss):
 
 
 @pytest.mark.parametrize("broken", ["nan", "stuck", "wrong"])
-@pytest.mark.parametrize("kind", ["smooth", "hinge", "kinked", "ball"])
+@pytest.mark.parametrize("kind", ["smooth", "hinge", "attacked", "ball"])
 def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind, broken):
     X, y = rows(3, 40, 3)
 
@@ -121,7 +121,7 @@ def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind
     objective = {
         "smooth": mean(Logistic(), X, y, 1e-2),
         "hinge": mean(Hinge(), X, y, 1e-1),
-        "kinked": Adversarial(Logistic(), X, y, attack_radius=0.1, reg=0.1, normalizer=40),
+        "attacked": Adversarial(Logistic(), X, y, attack_radius=0.1, reg=0.1, normalizer=40, smoothing=1e-3),
         "ball": mean(Logistic(), X, y, 1e-2),
     }[kind]
     tolerance = 0.05 / (objective.strong_convexity * 40)
@@ -221,20 +221,19 @@ def test_stochastic_solvers_come_close_alone():
     assert float((lbfgs(objective, zero, 1e-8) - exact).norm()) <= 1e-8
 
 
-def test_the_adversarial_minimizer_at_zero_is_recognized():
+def test_a_kink_without_a_dual_is_refused():
     X, y = rows(9, 50, 3)
-    for attack_norm in (2, math.inf):
-        strong = Adversarial(Logistic(), X, y, attack_radius=5.0, reg=0.1, normalizer=50, attack_norm=attack_norm)
-        solution = solve(strong, 1e-9)
-        assert torch.equal(solution.w, torch.zeros(3).double())
-        assert solution.certificate.proves(1e-9)
+    kinked = Adversarial(Logistic(), X, y, attack_radius=5.0, reg=0.1, normalizer=50)
+    with pytest.raises(ConditionError, match="Adversarial must be smooth to be solved"):
+        solve(kinked, 1e-3)
 
 
 @pytest.mark.parametrize("attack_norm", [2, math.inf])
 @pytest.mark.parametrize("radius", [1e-3, 0.05, 0.3])
-def test_adversarial_solutions_without_smoothing_are_certified_and_beat_their_neighbors(attack_norm, radius):
+def test_adversarial_solutions_are_certified_and_beat_their_neighbors(attack_norm, radius):
     X, y = rows(10, 60, 3)
-    objective = Adversarial(Logistic(), X, y, attack_radius=radius, reg=0.05, normalizer=60, attack_norm=attack_norm)
+    numbers = {"attack_radius": radius, "attack_norm": attack_norm, "smoothing": 1e-3}
+    objective = Adversarial(Logistic(), X, y, reg=0.05, normalizer=60, **numbers)
     solution = solve(objective, 1e-3)
     assert solution.certificate.proves(1e-3)
     generator, best = torch.Generator().manual_seed(0), objective.value(solution.w)
@@ -372,7 +371,7 @@ def test_minimizers_of_adjacent_data_sets_are_within_the_sensitivity(name):
 def test_the_closed_form_of_a_linear_attack_is_a_saddle_value_for_one_record():
     """One record: the solution of the closed form is the best w against its own worst attack."""
     X, y = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    objective = Adversarial(Logistic(), X, y, attack_radius=0.3, reg=0.2, normalizer=1)
+    objective = Adversarial(Logistic(), X, y, attack_radius=0.3, reg=0.2, normalizer=1, smoothing=1e-6)
     w = solve(objective, 1e-9).w
     attacked = X[0] - 0.3 * w / w.norm()
     slope = -torch.sigmoid(-(attacked @ w)) * attacked + 0.2 * w

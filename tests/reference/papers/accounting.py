@@ -15,12 +15,12 @@ from scipy.special import gammaincinv, log_ndtr
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.convert import _checked, rdp_epsilon_at_order
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_laws import GridLaw, LossLaw, atom, connected, cuts, lifted
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.pure import _LEAST, _LEAST_EPSILON, _log_integral, _log_total, _profile, pure_delta
-from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders, _nodes
+from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders, nodes
 from torch_dpsco.accounting.analysis.rdp import MAX_NOISE, PoissonMixture, gaussian_divergence, sampled_divergence
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
@@ -53,8 +53,8 @@ def rdp_epsilon_classic(value: float, order: float, delta: float) -> float:
         >>> round(rdp_epsilon_classic(value=0.1, order=10, delta=1e-5), 4)
         1.3792
     """
-    value, order, log_delta = _checked(value, order, delta)
-    return value - log_delta / (order - 1)
+    value, order = check.nonnegative(value=value, allow_inf=True), check.order(order=order)
+    return value - math.log(check.open_interval(0.0, 1.0, delta=delta)) / (order - 1)
 
 
 def poisson_group_delta(
@@ -180,8 +180,8 @@ def log_integral(
         (K,) logarithms; -inf where the integral underflows to 0.
     """
     with np.errstate(divide="ignore", under="ignore"):
-        x, log_width = _nodes(edges)
-        weight = log_width + log_base(x)
+        x, width = nodes(edges)
+        weight = np.log(width) + log_base(x)
         ratio = log_ratio(x)
         step = max(1, CHUNK // x.size)
         parts = [order[i : i + step, None] for i in range(0, order.size, step)]

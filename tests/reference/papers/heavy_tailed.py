@@ -31,7 +31,7 @@ from torch_dpsco.theory.clipping import (
     safe_exp,
     sensitivity_factor,
 )
-from torch_dpsco.theory.heavy_tailed.averaged import _clip, strongly_convex_coefficients
+from torch_dpsco.theory.heavy_tailed.averaged import strongly_convex_coefficients
 from torch_dpsco.theory.heavy_tailed.boosted import _gap
 from torch_dpsco.theory.heavy_tailed.inputs import OnePass
 from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, halved_sizes
@@ -187,7 +187,8 @@ def strongly_convex_clip(
         adjacency=adjacency,
         allow_infinite_variance=True,
     )
-    return _clip(data, steps, u)
+    weight = u.noise * data.noise_variance(data.batch_size(steps), 1.0)
+    return clip_threshold_square(moment, moment_order, u.bias, weight)
 
 
 def boosted_copies(failure: float, phases: int, smallest_group: int) -> int:

@@ -42,18 +42,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
-_KINDS: tuple[FailureKind, ...] = ("coupling", "transcript", "per_side")
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
 
 def delta_with_failure(delta: float, failure: float, epsilon: float, kind: FailureKind) -> float:
@@ -77,14 +78,11 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: Failu
         >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
         1.371828e-06
     """
-    delta = check.between(0.0, 1.0, delta=delta)
-    failure = check.between(0.0, 1.0, failure=failure)
-    epsilon = check.nonnegative(epsilon=epsilon)
-    kind = check.choice(_KINDS, kind=kind)
+    delta, failure, weight = _checked(delta, failure, epsilon, kind)
     if failure == 0:
         return delta
     kept = 1 - failure if kind == "coupling" else 1.0
-    total = kept * delta + _weight(epsilon, kind) * failure
+    total = kept * delta + weight * failure
     # PRIVACY: rounded up (test_a_failure_is_never_undercharged)
     return min(1.0, total * (1 + _ROUNDING))
 
@@ -110,14 +108,11 @@ def delta_before_failure(delta: float, failure: float, epsilon: float, kind: Fai
         >>> round(delta_before_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="transcript"), 12)
         9e-07
     """
-    delta = check.between(0.0, 1.0, delta=delta)
-    failure = check.between(0.0, 1.0, failure=failure)
-    epsilon = check.nonnegative(epsilon=epsilon)
-    kind = check.choice(_KINDS, kind=kind)
+    delta, failure, weight = _checked(delta, failure, epsilon, kind)
     if failure == 0:
         return delta
     # PRIVACY: what is taken away is rounded up (test_the_inverse_never_exceeds_the_delta_of_the_statement)
-    left = delta * (1 - _ROUNDING) - failure * _weight(epsilon, kind) * (1 + 4 * _ROUNDING)
+    left = delta * (1 - _ROUNDING) - failure * weight * (1 + 4 * _ROUNDING)
     if left <= 0:
         return 0.0
     return left / (1 - failure) * (1 - _ROUNDING) if kind == "coupling" else left
@@ -243,14 +238,14 @@ def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
     return high
 
 
-def _weight(epsilon: float, kind: FailureKind) -> float:
-    """Returns the factor of a failure that is added to delta."""
-    if kind != "per_side":
-        return 1.0
-    return 1 + math.exp(epsilon) if epsilon < 700 else math.inf
+def _checked(delta: float, failure: float, epsilon: float, kind: FailureKind) -> tuple[float, float, float]:
+    """Returns delta, the failure, and the factor with which it is added to delta."""
+    delta, failure = check.between(0.0, 1.0, delta=delta), check.between(0.0, 1.0, failure=failure)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    if check.choice(FAILURE_KINDS, kind=kind) != "per_side":
+        return delta, failure, 1.0
+    return delta, failure, 1 + math.exp(epsilon) if epsilon < 700 else math.inf
 
-
-FloatArray = NDArray[np.float64]
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
 _ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding
@@ -283,7 +278,8 @@ def rdp_epsilon_at_order(value: float, order: float, delta: float) -> float:
         >>> round(rdp_epsilon_at_order(value=0.1, order=10, delta=1e-5), 4)
         1.018
     """
-    value, order, log_delta = _checked(value, order, delta)
+    value, order = check.nonnegative(value=value, allow_inf=True), check.order(order=order)
+    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
     return value + math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
 
 
@@ -313,7 +309,7 @@ def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilo
         >>> rdp_epsilon(orders=[2.0, 8.0], values=[0.5, 2.0], delta=1e-5).order
         8.0
     """
-    order, value = _curve(orders, values)
+    order, value = curve_of(orders, values)
     log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
     total_variation = np.sqrt(-np.expm1(-value))
     if total_variation.min() <= delta * (1 - _ROUNDING):
@@ -353,7 +349,7 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
         >>> round(rdp_delta(orders=[2.0, 8.0], values=[0.5, 2.0], epsilon=4.0), 9)
         4.1e-08
     """
-    order, value = _curve(orders, values)
+    order, value = curve_of(orders, values)
     epsilon = check.nonnegative(epsilon=epsilon)
     excess = order - 1
     shape = excess * np.log1p(-1 / order) - np.log(order)
@@ -365,19 +361,15 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
     return min(1.0, total_variation, math.exp(min(0.0, log_delta.min())))
 
 
-def _checked(value: float, order: float, delta: float) -> tuple[float, float, float]:
-    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
-    return check.nonnegative(value=value, allow_inf=True), check.order(order=order), log_delta
-
-
-def _curve(orders: ArrayLike, values: ArrayLike) -> tuple[FloatArray, FloatArray]:
+def curve_of(orders: ArrayLike, values: ArrayLike, name: str = "values") -> tuple[FloatArray, FloatArray]:
+    """Returns orders and values of a Renyi curve as arrays; raises ValueError for what is none, by the values' name."""
     order, value = np.asarray(orders, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if order.ndim != 1 or order.shape != value.shape or order.size == 0:
-        raise ValueError(f"orders and values must be 1-d, of one length >= 1 (got {order.shape} and {value.shape})")
+        raise ValueError(f"orders and {name} must be 1-d, of one length >= 1 (got {order.shape} and {value.shape})")
     for bad in order[~((order > 1) & (order < math.inf))]:
         check.order(orders=bad)
     for bad in value[~(value >= 0)]:
-        check.nonnegative(values=bad, allow_inf=True)
+        check.nonnegative(**{name: bad}, allow_inf=True)
     return order, value
 
 

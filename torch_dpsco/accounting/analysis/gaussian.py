@@ -37,14 +37,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.errors import ConditionError
-
-FloatArray = NDArray[np.float64]
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
@@ -121,12 +119,13 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
         4.3772
     """
-    target = _target(delta)  # checks delta
-    return _epsilon(check.nonnegative(mu=mu, allow_inf=True), float(delta), target)
+    return _epsilon(check.nonnegative(mu=mu, allow_inf=True), check.open_interval(0.0, 1.0, delta=delta))
 
 
 @functools.lru_cache(maxsize=256)  # the batches of one pass all ask for the same figure
-def _epsilon(mu: float, delta: float, target: float) -> float:
+def _epsilon(mu: float, delta: float) -> float:
+    target = _target(delta)
+
     def excess(epsilon: float) -> float:
         return gaussian_log_delta(epsilon, mu) - target
 

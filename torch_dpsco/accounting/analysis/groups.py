@@ -10,9 +10,9 @@ Source: docs/proofs/accounting.md#groups.
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.exact import upper
 
 
 def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> float:
@@ -64,9 +64,5 @@ def group_gdp_mu(mu: float, group_size: int) -> float:
         >>> group_gdp_mu(mu=0.5, group_size=4)
         2.0
     """
-    mu, size = check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size)
-    product = mu * size
-    if math.isinf(product):
-        return product
-    # PRIVACY: the product rounds to nearest (test_products_are_not_below_their_exact_values)
-    return math.nextafter(product, math.inf) if Fraction(product) < Fraction(mu) * size else product
+    # PRIVACY: a product of floats rounds to nearest (test_products_are_not_below_their_exact_values)
+    return upper(check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size))

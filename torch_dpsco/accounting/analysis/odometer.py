@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.convert import zcdp_rho
+from torch_dpsco.accounting.analysis.convert import curve_of, zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
@@ -220,16 +220,10 @@ def gdp_filter_budget(epsilon: float, delta: float) -> float:
 
 def _state(orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Returns a - 1, S_a and log w_a of the orders with a finite cost, all checked."""
-    order, cost = np.asarray(orders, dtype=np.float64), np.asarray(spent, dtype=np.float64)
-    if order.ndim != 1 or order.size == 0 or cost.shape != order.shape:
-        raise ValueError(f"orders and spent must be 1-d, of one length >= 1 (got {order.shape} and {cost.shape})")
+    order, cost = curve_of(orders, spent, "spent")
     weight = np.full(order.size, 1 / order.size) if weights is None else np.asarray(weights, dtype=np.float64)
     if weight.shape != order.shape:
         raise ValueError(f"weights must have the length of orders (got {weight.shape} and {order.shape})")
-    for bad in order[~((order > 1) & (order < math.inf))]:
-        check.order(orders=bad)
-    for bad in cost[~(cost >= 0)]:
-        check.nonnegative(spent=bad, allow_inf=True)
     for bad in weight[~((weight > 0) & (weight <= 1))]:
         raise ValueError(f"weights must be in (0, 1] (got {bad})")
     if abs(float(weight.sum()) - 1) > 1e-12:

@@ -30,14 +30,12 @@ docs/proofs/accounting.md#a-mu-that-covers-a-curve.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
@@ -56,6 +54,7 @@ from torch_dpsco.accounting.analysis.pld_compose import (
     window,
 )
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, LossLaw
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 Ledger = tuple[tuple[LossLaw, int], ...]
 
@@ -153,22 +152,6 @@ def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: fl
     return _both_ways(ledger, _AtEpsilon(epsilon), step)
 
 
-class _Query(ABC):
-    """A question about a composition."""
-
-    @abstractmethod
-    def plan(self, cumulant: Cumulant) -> _Plan:
-        """Returns the tilt and what is known in advance from the cumulant."""
-
-    @abstractmethod
-    def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
-        """Reads the answer off a curve, the losses of which may be short of the true ones by `shift`."""
-
-    @abstractmethod
-    def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
-        """Returns the answer with what the grid's `cost`, an increase of K(tilt), means for it."""
-
-
 class _Plan(NamedTuple):
     """A tilt, the epsilon aimed at, an upper bound on its log delta, and the increase of K that may be neglected."""
 
@@ -179,11 +162,15 @@ class _Plan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _AtDelta(_Query):
+class _AtDelta:
+    """What is epsilon at a delta?"""
+
     delta: float
     finite: float  # delta less what infinite losses take
 
     def plan(self, cumulant: Cumulant) -> _Plan:
+        """Returns the tilt and what is known in advance from the cumulant."""
+
         def epsilon(t: float) -> float:
             return (cumulant(t) - math.log(self.finite) + conversion(t)) / t
 
@@ -193,6 +180,7 @@ class _AtDelta(_Query):
         return _Plan(tilt, epsilon(tilt), math.log(self.finite), _LOOSE * tilt * epsilon(tilt))
 
     def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
+        """Reads the answer off a curve, the losses of which may be short of the true ones by `shift`."""
         # PRIVACY: what rounding took from the losses is added (test_what_rounding_took_from_the_losses_is_added)
         found = curve.epsilon(math.log(self.delta))
         if found is None:
@@ -201,11 +189,14 @@ class _AtDelta(_Query):
         return PLDResult(epsilon, self.delta, 0.0, curve.grid, curve.rounding_at(found))
 
     def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
+        """Returns the answer with what the grid's `cost`, an increase of K(tilt), means for it."""
         return answer._replace(error=(cost + answer.rounding) / tilt)
 
 
 @dataclass(frozen=True)
-class _AtEpsilon(_Query):
+class _AtEpsilon:
+    """What is delta at an epsilon?"""
+
     epsilon: float
 
     def plan(self, cumulant: Cumulant) -> _Plan:
@@ -223,6 +214,9 @@ class _AtEpsilon(_Query):
 
     def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
         return answer._replace(error=-answer.delta * math.expm1(-cost - answer.rounding))
+
+
+_Query: TypeAlias = _AtDelta | _AtEpsilon  # about a composition
 
 
 def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
@@ -362,8 +356,6 @@ def _reach(laws: Counted, log_delta: float) -> float:
             return reach
     return _REACHES[-1]
 
-
-FloatArray = NDArray[np.float64]
 
 _LOOSE_MU = 1.007  # what the result may exceed the largest mu of the computed points by
 _INTERVALS = 8  # to begin with

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -196,9 +196,7 @@ class PoissonLoss(LossLaw):
     reverse: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", _rate(self.rate))
-        object.__setattr__(self, "noise", _noise(self.noise))
-        object.__setattr__(self, "size", check.positive_count(size=self.size))
+        check.fields(self, rate=_rate, noise=_noise, size=check.positive_count)
 
     @property
     def mu(self) -> float | None:
@@ -240,7 +238,7 @@ class GaussianLoss(LossLaw):
     ratio: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check.positive(ratio=self.ratio))
+        check.fields(self, ratio=check.positive)
 
     @property
     def mu(self) -> float | None:
@@ -268,8 +266,7 @@ class ReplaceOneLoss(LossLaw):
     noise: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", check.open_interval(0.0, 1.0, rate=self.rate))
-        object.__setattr__(self, "noise", _noise(self.noise))
+        check.fields(self, rate=partial(check.open_interval, 0.0, 1.0), noise=_noise)
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
@@ -299,8 +296,7 @@ class FixedSizeLoss(LossLaw):
     noise: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", _rate(self.rate))
-        object.__setattr__(self, "noise", _noise(self.noise))
+        check.fields(self, rate=_rate, noise=_noise)
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
@@ -342,8 +338,7 @@ class ApproxLoss(LossLaw):
     delta: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", check.nonnegative(epsilon=self.epsilon))
-        object.__setattr__(self, "delta", check.between(0.0, 1.0, delta=self.delta))
+        check.fields(self, epsilon=check.nonnegative, delta=partial(check.between, 0.0, 1.0))
         if self.delta == 1:
             raise ValueError("delta must be < 1 (got 1.0)")
 
@@ -374,10 +369,10 @@ def _span(pair: LossPair, low: float, high: float) -> tuple[float, float]:
     return pair.loss(low), pair.loss(high)
 
 
-def _rate(value: float) -> float:
-    return check.between(0.0, 1.0, rate=check.positive(rate=value))
+def _rate(rate: float) -> float:
+    return check.between(0.0, 1.0, rate=check.positive(rate=rate))
 
 
-def _noise(value: float) -> float:
+def _noise(noise: float) -> float:
     """Keeps squares finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway."""
-    return min(max(check.positive(noise=value), 1e-100), 1e100)
+    return min(max(check.positive(noise=noise), 1e-100), 1e100)

@@ -48,11 +48,7 @@ class LossPair(ABC):
     rate: float
     noise: float
     size: int = 1
-
-    @property
-    @abstractmethod
-    def reverse_shift(self) -> float:
-        """Distance from 0 of the outermost component of Q, to the left."""
+    reverse_shift = 0.0  # distance from 0 of the outermost component of Q, to the left
 
     @abstractmethod
     def loss(self, x: float) -> float:
@@ -144,11 +140,6 @@ class LossPair(ABC):
 class MixturePair(LossPair):
     """A Poisson-sampled unit of k records present, or absent; at rate 1 a plain Gaussian release."""
 
-    @property
-    def reverse_shift(self) -> float:
-        """Q has one component, at 0."""
-        return 0.0
-
     def loss(self, x: float) -> float:
         """Returns log r(x), exactly linear at rate 1."""
         if self.rate == 1:
@@ -191,10 +182,7 @@ class MixturePair(LossPair):
 class OppositePair(LossPair):
     """A Poisson-sampled record replaced by its opposite: the pair of REPLACE_ONE, with a loss odd in x."""
 
-    @property
-    def reverse_shift(self) -> float:
-        """Q has a component at -1."""
-        return 1.0
+    reverse_shift = 1.0  # Q has a component at -1
 
     def loss(self, x: float) -> float:
         """Returns log r(x) - log r(-x)."""

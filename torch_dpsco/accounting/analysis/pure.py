@@ -317,11 +317,7 @@ def _log_total(epsilon: float, dim: int) -> float:
 
 
 def _log_integral(
-    epsilon: float,
-    dim: int,
-    slopes: FloatArray,
-    kernel: Callable[[FloatArray], FloatArray],
-    start: float = 0.0,
+    epsilon: float, dim: int, slopes: FloatArray, kernel: Callable[[FloatArray], FloatArray], start: float = 0.0
 ) -> FloatArray:
     """Returns log of the integral over theta in (start, pi/2) of w(theta) exp(slope sin(theta) + kernel(loss)).
 

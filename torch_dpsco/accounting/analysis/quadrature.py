@@ -112,9 +112,9 @@ def log_excess(order: FloatArray, edges: FloatArray, pair: Pair, two_sided: bool
     Returns:
         (K,) logarithms; -inf where the integral underflows to 0.
     """
-    x, log_width = _nodes(edges)
+    x, width = nodes(edges)
     log_ratio, log_base = pair(x)
-    weight = log_width + log_base
+    weight = np.log(width) + log_base
     near = np.abs(log_ratio) * order[-1] <= 1
     rising, falling = ~near & (log_ratio > 0), ~near & (log_ratio < 0)
     step = max(1, CHUNK // x.size)
@@ -157,10 +157,10 @@ def log_difference(log_large: FloatArray, log_small: FloatArray) -> FloatArray:
     return difference
 
 
-def _nodes(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Returns the Gauss-Legendre nodes of the panels, and the logs of their weights."""
+def nodes(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Returns the Gauss-Legendre nodes of the panels, and their weights."""
     half = np.diff(edges)[:, None] / 2
-    return (edges[:-1, None] + half * (1 + _POINTS)).ravel(), np.log(half * _WEIGHTS).ravel()
+    return (edges[:-1, None] + half * (1 + _POINTS)).ravel(), (half * _WEIGHTS).ravel()
 
 
 def _log_near(order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool) -> FloatArray:

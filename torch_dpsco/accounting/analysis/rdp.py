@@ -270,33 +270,6 @@ def default_orders() -> FloatArray:
     return np.unique(np.concatenate([near_one, np.arange(2, 11, 0.25), np.arange(11, 65), large]))
 
 
-def extended_orders(orders: FloatArray, best: float) -> FloatArray:
-    """Returns the orders to add when the best one lies at an edge of the grid; empty when nothing is to be gained.
-
-    At the upper edge the maximum doubles, in eight steps, up to 2^20. At the lower edge, the first order that the
-    conversion uses (above 1.01), eight orders between 1.01 and that one are added once.
-
-    Args:
-        orders: ascending grid.
-        best: the order at which the conversion found its minimum.
-
-    Returns:
-        New orders, ascending, none of them in the grid.
-
-    Example:
-        >>> extended_orders(np.array([2.0, 64.0]), best=64.0)
-        array([ 70.,  76.,  83.,  91.,  99., 108., 117., 128.])
-    """
-    usable = orders[orders > 1.01]
-    new = np.empty(0)
-    if best >= orders[-1]:
-        new = np.round(best * 2 ** (np.arange(1, 9) / 8))
-    elif best <= usable[0] and usable[0] > 1.011:
-        new = np.linspace(1.0101, usable[0], 9)[:-1]
-    new = new[new <= quad.MAX_ORDER]
-    return np.setdiff1d(new, orders)
-
-
 def rdp_poisson_gaussian(
     sample_rate: float, noise_multiplier: float, order: Orders, direction: Direction = "remove"
 ) -> Orders:

@@ -30,14 +30,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import binom
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.binomial import lower_tail, upper_tail
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.errors import ConditionError, InfeasibleError
-
-FloatArray = NDArray[np.float64]
 
 _POINTS = 1 << 22  # of a window, about 200 MB
 _MANY_POINTS = 1 << 18  # of a window for which all shifts and orders are wanted

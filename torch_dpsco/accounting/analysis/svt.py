@@ -24,13 +24,13 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.pure import pure_delta
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.quadrature import FloatArray, nodes
 from torch_dpsco.errors import InfeasibleError
 
 _REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 
 
 class AboveThresholdScales(NamedTuple):
@@ -125,8 +125,7 @@ def concentration_score_sensitivity(n_users: int) -> float:
         1.5
     """
     n = check.positive_count(n_users=n_users)
-    value = 2 * (n - 1) / n
-    return math.nextafter(value, math.inf) if Fraction(value) < Fraction(2 * (n - 1), n) else value
+    return upper(Fraction(2 * (n - 1), n))
 
 
 def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: float) -> float:
@@ -338,8 +337,7 @@ def _mean_over_laplace(
     around = np.concatenate([-offsets, [0.0], offsets])
     edges = np.concatenate([[low, high], *(at + around for at in breaks)])
     edges = np.unique(edges[(edges >= low) & (edges <= high)])
-    half = np.diff(edges)[:, None] / 2
-    r = edges[:-1, None] + half * (1 + _NODES)
+    r, weight = nodes(edges)
     with np.errstate(under="ignore"):
         density = np.exp(-np.abs(r) / scale) / (2 * scale)
-        return float(np.sum(half * _WEIGHTS * density * function(r)))
+        return float(np.sum(weight * density * function(r)))

@@ -20,11 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one, check_adjacency
+from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS
 from torch_dpsco.accounting.events import Event
@@ -88,29 +87,20 @@ class Budget:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._set(epsilon=check.positive(epsilon=self.epsilon))
-        self._set(delta=below_one(delta=self.delta))
-        check_adjacency(self.adjacency)
+        check.fields(self, epsilon=check.positive, delta=below_one)
         check.choice(("example", "user"), unit=self.unit)
         check.choice(MODES, mode=self.mode)
         self._check_delta()
         self._check_use()
-        if self.mode == "rdp-mixture" and self.orders is None:
-            self._set(orders=ODOMETER_ORDERS)
-        failure = check.nonnegative(failure=self.failure)
-        if failure and failure >= self.delta:
-            raise ValueError(f"failure must be < delta={self.delta:g}, of which it is a part (got {failure})")
-        self._set(failure=failure)
+        check.fields(self, failure=check.nonnegative)
+        if self.failure and self.failure >= self.delta:
+            raise ValueError(f"failure must be < delta={self.delta:g}, of which it is a part (got {self.failure})")
         if self.schedule is not None:
-            self._set(schedule=tuple((event, check.count(steps=steps)) for event, steps in self.schedule))
-        if self.orders is not None:
-            self._set_orders()
+            check.fields(self, schedule=_steps)
+        if self.orders is not None or self.mode == "rdp-mixture":
+            check.fields(self, orders=self._checked_orders)
         if self.weights is not None:
-            self._set_weights()
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+            check.fields(self, weights=self._checked_weights)
 
     def _check_delta(self) -> None:
         """Raises ValueError if the mode does not take this delta."""
@@ -137,26 +127,25 @@ class Budget:
                 "orders must be given in mode 'rdp' (got None), or a schedule of (event, steps) to choose one order for"
             )
 
-    def _set_orders(self) -> None:
-        given = self.orders if isinstance(self.orders, Iterable) else (self.orders,)
-        orders = tuple(check.order(orders=order) for order in given)
-        if not orders or len(set(orders)) < len(orders):
-            raise ValueError(f"orders must be different from each other, >= 1 of them (got {orders})")
-        for order in orders:
+    def _checked_orders(self, orders: float | Iterable[float] | None) -> tuple[float, ...]:
+        given = ODOMETER_ORDERS if orders is None else orders if isinstance(orders, Iterable) else (orders,)
+        found = tuple(check.order(orders=order) for order in given)
+        if not found or len(set(found)) < len(found):
+            raise ValueError(f"orders must be different from each other, >= 1 of them (got {found})")
+        for order in found:
             if not _LEAST_ORDER < order <= _LARGEST_ORDER:
                 raise ValueError(f"orders must be in ({_LEAST_ORDER}, 2^20] (got {order})")
             if self.mode == "rdp":
                 renyi_budget(order, self.epsilon, self.noise_delta)
-        self._set(orders=orders)
+        return found
 
-    def _set_weights(self) -> None:
-        assert self.weights is not None
-        weights = tuple(check.positive(weights=weight) for weight in self.weights)
-        if self.orders is None or len(weights) != len(tuple(self.orders)):  # type: ignore[arg-type]
-            raise ValueError(f"weights must be as many as orders, which must be given (got {len(weights)})")
-        if abs(math.fsum(weights) - 1.0) > 1e-12:
-            raise ValueError(f"weights must sum to 1 (got {math.fsum(weights)})")
-        self._set(weights=weights)
+    def _checked_weights(self, weights: Iterable[float]) -> tuple[float, ...]:
+        found = tuple(check.positive(weights=weight) for weight in weights)
+        if self.orders is None or len(found) != len(tuple(self.orders)):  # type: ignore[arg-type]
+            raise ValueError(f"weights must be as many as orders, which must be given (got {len(found)})")
+        if abs(math.fsum(found) - 1.0) > 1e-12:
+            raise ValueError(f"weights must sum to 1 (got {math.fsum(found)})")
+        return found
 
     @property
     def adaptive(self) -> bool:
@@ -190,6 +179,10 @@ class Budget:
         extra = ("orders", "weights", "schedule")
         hidden = {name for name in extra if shown[name] is None} | ({"failure"} if self.failure == 0 else set())
         return f"Budget({', '.join(f'{name}={value!r}' for name, value in shown.items() if name not in hidden)})"
+
+
+def _steps(schedule: Iterable[tuple[Event, int]]) -> tuple[tuple[Event, int], ...]:
+    return tuple((event, check.count(steps=steps)) for event, steps in schedule)
 
 
 def within(spent: float, limit: float) -> bool:

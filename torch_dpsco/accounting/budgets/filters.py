@@ -38,7 +38,6 @@ from functools import lru_cache
 from typing import NoReturn, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
@@ -49,6 +48,7 @@ from torch_dpsco.accounting.analysis.odometer import (
     odometer_epsilon,
     zcdp_filter_budget,
 )
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.budgets.budget import Budget, renyi_budget, within
 from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.curves import Cost, cost_of, orders_at
@@ -100,17 +100,14 @@ class Filter(ABC):
             AdjacencyError: an event has no guarantee under the budget's adjacency.
         """
 
-    def admits(self, ledger: Ledger, event: Event, count: int = 1) -> bool:
-        """Returns whether `count` such events fit after those of the ledger; raises as `usages` does."""
-        return self._fits(ledger, event, count)
-
-    def _fits(self, ledger: Ledger, event: Event | None, count: int) -> bool:
+    def admits(self, ledger: Ledger, event: Event | None, count: int = 1) -> bool:
+        """Returns whether `count` such events, if any, fit after those of the ledger; raises as `usages` does."""
         # PRIVACY: all, not any (test_an_order_that_still_fits_does_not_save_one_that_does_not)
         return all(usage.fits for usage in self.usages(ledger, event, count))
 
     def holds(self, ledger: Ledger) -> bool:
         """Returns whether the ledger is within the budget, so that the target is its guarantee."""
-        return self._fits(ledger, None, 0)
+        return self.admits(ledger, None, 0)
 
     def usage(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> Usage:
         """Returns the use of the resource that is closest to its limit."""
@@ -119,12 +116,6 @@ class Filter(ABC):
     def max_steps(self, ledger: Ledger, event: Event) -> int:
         """Returns how many such events fit, 0 to 2^40: that many are admitted and one more is not."""
         return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, _MAX_STEPS)
-
-    def remaining(self, ledger: Ledger) -> str:
-        """Returns in words what is left of the resource that is closest to its limit."""
-        usage = self.usage(ledger)
-        left = max(0.0, usage.limit - usage.spent)
-        return f"{left:.6g} of {usage.limit:.6g} left ({usage.resource})"
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
@@ -147,7 +138,8 @@ class PlannedFilter(Filter):
         """Returns epsilon."""
         return (Usage("epsilon", self._epsilon(ledger, event, count), self.budget.epsilon),)
 
-    def _fits(self, ledger: Ledger, event: Event | None, count: int) -> bool:
+    def admits(self, ledger: Ledger, event: Event | None, count: int = 1) -> bool:
+        """Returns whether `count` such events, if any, fit after those of the ledger."""
         # any bound decides, the cheap ones first: loss distributions only near the end of the budget
         return self._epsilon(ledger, event, count, enough=self.budget.epsilon) <= self.budget.epsilon
 
@@ -182,7 +174,7 @@ class PureFilter(Filter):
     """delta = 0: the sum of pure epsilons stays within the target. Parameters may depend on what was released before.
 
     Whatever rule chose the events, the density ratio of the run is at most e to the sum along its path (see
-    `pure_sums`). The sum is exact, and may pass the target by 4 units in the last place: what parts of a target that
+    `Ledger.pure`). The sum is exact, and may pass the target by 4 units in the last place: what parts of a target that
     are each rounded can come to.
     """
 
@@ -252,9 +244,6 @@ def _steps(key: _Key, times: int, limit: int) -> Usage:
     return Usage(f"declared steps of {event}{place}", times, limit)
 
 
-FloatArray: TypeAlias = NDArray[np.float64]
-
-
 class AdaptiveFilter(Filter):
     """Parameters chosen from what was released before: sums of costs stay within numbers fixed in advance."""
 
@@ -282,7 +271,7 @@ class AdaptiveFilter(Filter):
     def holds(self, ledger: Ledger) -> bool:
         """Returns whether the ledger is within the budget; not if the mode cannot take one of its events."""
         uses = self._uses(*self._cost(ledger, None, 0))
-        return uses is not None and self._fits(ledger, None, 0)
+        return uses is not None and self.admits(ledger, None, 0)
 
     def _failures(self, cost: Cost) -> Usage:
         # PRIVACY: what fails is taken from delta in advance (test_failures_are_paid_from_the_part_set_aside)
@@ -382,7 +371,8 @@ class RDPMixtureFilter(AdaptiveFilter):
         weights = cast("tuple[float, ...] | None", self.budget.weights)
         return mixture_filter_admits(epsilon, self.budget.noise_delta, self.orders, spent, weights)
 
-    def _fits(self, ledger: Ledger, event: Event | None, count: int) -> bool:
+    def admits(self, ledger: Ledger, event: Event | None, count: int = 1) -> bool:
+        """Returns whether `count` such events, if any, fit after those of the ledger."""
         cost, rounding = self._cost(ledger, event, count)
         return self._failures(cost).fits and self._admits_spent(self.budget.epsilon, self._curve.read(cost) * rounding)
 
@@ -483,8 +473,8 @@ def make_filter(budget: Budget) -> Filter:
         >>> run, ledger = make_filter(Budget(1.0, 1e-5, mode="gdp")), Ledger()
         >>> loud, quiet = Gaussian(4.0, {"replace_one": 1.0}), Gaussian(10.0, {"replace_one": 1.0})
         >>> ledger.add(loud)
-        >>> run.admits(ledger, loud), run.max_steps(ledger, quiet), run.remaining(ledger)
-        (False, 0, '0.0093514 of 0.0718514 left (the sum of mu^2)')
+        >>> run.admits(ledger, loud), run.max_steps(ledger, quiet)
+        (False, 0)
     """
     if budget.mode == "planned" and budget.schedule is not None:
         return ScheduledFilter(budget)

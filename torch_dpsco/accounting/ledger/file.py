@@ -29,7 +29,6 @@ once. A crash leaves the old file or the new one under the name, and both know e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -91,7 +90,7 @@ class HighWater:
             safe: wait until the mark is on the disk too.
         """
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         os.lseek(self._fd, 0, os.SEEK_SET)
         os.write(self._fd, _content(place))
         if safe:
@@ -126,8 +125,7 @@ except ImportError:  # Windows: no lock; a second writer is then found by the si
 
 _NOWHERE: Place = ("", 0, 0)
 _LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
-# not inherited by programs that are started; O_APPEND: no write can hit an earlier line
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND  # O_APPEND: no write can hit an earlier line
 
 
 class LedgerFile:
@@ -252,7 +250,9 @@ class LedgerFile:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self, known: Place | None) -> Book:
-        lines = _contents(self._fd).split(b"\n")
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            lines = file.read().split(b"\n")
         torn, book, last = lines.pop(), Book(), None
         for number, line in enumerate(lines, start=1):
             row = self._verified(line)
@@ -449,20 +449,12 @@ def _line(before: str, row: Row) -> tuple[bytes, str]:
 
 
 def _chained(before: str, row: Row) -> str:
-    return hashlib.sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()[:32]
+    return sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()[:32]
 
 
 def _write(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _contents(fd: int) -> bytes:
-    os.lseek(fd, 0, os.SEEK_SET)
-    blocks = []
-    while block := os.read(fd, 2**20):
-        blocks.append(block)
-    return b"".join(blocks)
 
 
 def sync_folder(path: str) -> None:

@@ -15,21 +15,6 @@ from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 
-class Process:
-    """Tells a forked copy of a process from its parent, without a system call."""
-
-    number = os.getpid()
-
-    @classmethod
-    def renew(cls) -> None:
-        """Notes that this is a new process."""
-        cls.number = os.getpid()
-
-
-if hasattr(os, "register_at_fork"):  # elsewhere processes are not forked
-    os.register_at_fork(after_in_child=Process.renew)
-
-
 class Journal:
     """An append-only book, and the file in which each charge is written first.
 
@@ -42,7 +27,7 @@ class Journal:
         self.book, self.file = book, file
         self._filed = len(book.ledger) if file is not None and not file.is_empty else -1  # events that the file knows
         self._facts = _facts(book)  # and the facts, if it knows any events
-        self._process = Process.number
+        self._process = os.getpid()
         self._charging = False
 
     def charge(
@@ -100,7 +85,7 @@ class Journal:
 
     def introduce(self) -> None:
         """Gives an empty file the name of its ledger, so that a checkpoint made now is known to go with it."""
-        if self.file is not None and self.file.awaits_name and Process.number == self._process:
+        if self.file is not None and self.file.awaits_name and os.getpid() == self._process:
             self.replace(self.book)
 
     @property
@@ -127,7 +112,7 @@ class Journal:
 
     def require_own_process(self) -> None:
         """Raises PrivacyError in a forked copy."""
-        if Process.number != self._process:
+        if os.getpid() != self._process:
             # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
             raise PrivacyError(
                 "an accountant must be charged in the process that made it: a forked copy would spend unseen and "

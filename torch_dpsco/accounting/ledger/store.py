@@ -49,8 +49,6 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.loss_laws import ComposedLaws
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
-_Places = Mapping[tuple[str, str], Mapping[SimpleEvent, int]]
-
 
 def pure_epsilon(event: SimpleEvent, adjacency: Adjacency) -> float:
     """Returns the pure epsilon of an event; inf where there is none.
@@ -59,21 +57,15 @@ def pure_epsilon(event: SimpleEvent, adjacency: Adjacency) -> float:
         AdjacencyError: the event has no guarantee under this adjacency.
 
     Example:
-        >>> from torch_dpsco.accounting.events import ApproxDP, Laplace
+        >>> from torch_dpsco.accounting.events import Laplace
+        >>> from torch_dpsco.accounting.stated import ApproxDP
         >>> noisy = Laplace(4.0, {"replace_one": 2.0})
         >>> pure_epsilon(noisy, "replace_one"), pure_epsilon(ApproxDP(1.0, 1e-9), "replace_one")
         (0.5, inf)
     """
     cost = cost_of(event, adjacency)
     # PRIVACY: what may fail is not pure (test_what_has_no_pure_epsilon_is_named)
-    failing = cost.log_survival or cost.transcript or cost.per_side
-    return math.inf if failing else cost.pure
-
-
-def find_impure(places: _Places, adjacency: Adjacency) -> SimpleEvent | None:
-    """Returns the first event without a finite pure epsilon; None if there is none."""
-    events = (event for counts in places.values() for event in counts)
-    return next((event for event in events if math.isinf(pure_epsilon(event, adjacency))), None)
+    return math.inf if cost.fails else cost.pure
 
 
 def impurity(event: SimpleEvent) -> str:
@@ -82,38 +74,6 @@ def impurity(event: SimpleEvent) -> str:
         f"{event} has no finite pure epsilon (delta = 0 has no Gaussian noise and no failure probability); give "
         f"delta > 0, or release with pure noise (KNorm, Laplace)"
     )
-
-
-def pure_sum(places: _Places, adjacency: Adjacency) -> float:
-    """Returns the pure epsilon of counted events: summed, over each partition the largest part.
-
-    Args:
-        places: counts of events per (partition, part); both names are empty for events that touch all records.
-        adjacency: neighboring relation, under which the partitions have a guarantee.
-
-    Returns:
-        The exact sum of the events' floats, rounded once to the nearest; inf if some event has no pure epsilon.
-
-    Raises:
-        AdjacencyError: an event has no guarantee under this adjacency.
-
-    Example:
-        >>> from torch_dpsco.accounting.events import Pure
-        >>> parts = {("", ""): {Pure(0.1): 10}, ("p", "a"): {Pure(0.5): 1}, ("p", "b"): {Pure(0.25): 4}}
-        >>> pure_sum(parts, "replace_one")
-        2.0
-    """
-    largest: dict[str, Fraction] = {}
-    for (partition, _), counts in places.items():
-        terms = [(times, pure_epsilon(event, adjacency)) for event, times in counts.items()]
-        if any(math.isinf(epsilon) for _, epsilon in terms):
-            return math.inf
-        part = sum((times * Fraction(epsilon) for times, epsilon in terms), Fraction())
-        largest[partition] = max(part, largest.get(partition, part))
-    try:
-        return float(sum(largest.values(), Fraction()))
-    except OverflowError:
-        return math.inf
 
 
 Counts = Mapping[SimpleEvent, int]
@@ -191,19 +151,22 @@ class Totals:
 
     def grow(self, partition: str, part: Cost) -> None:
         """Notes the cost of a part. It only ever grows, so that the running maximum over parts stays exact."""
-        known = self._largest.get(partition)
-        self._largest[partition] = part if known is None else known.maximum(part)
+        _grow(self._largest, partition, part)
 
-    def cost(self, base: Counts | None = None, parts: Totals | None = None) -> Cost:
-        """Returns the composed cost, as if base events had other counts, and some parts the costs of `parts`."""
+    def cost(self, base: Counts | None, parts: Iterable[tuple[str, Cost]]) -> Cost:
+        """Returns the composed cost, as if base events had other counts, and there were these parts of partitions."""
         largest = dict(self._largest)
-        for partition, part in (parts._largest if parts is not None else {}).items():
-            known = largest.get(partition)
-            largest[partition] = part if known is None else known.maximum(part)
+        for partition, part in parts:
+            _grow(largest, partition, part)
         total = self.base.cost(base)
         for partition in sorted(largest):  # in one order, so that the same events always give the same bits
             total = total + largest[partition]
         return total
+
+
+def _grow(largest: dict[str, Cost], partition: str, part: Cost) -> None:
+    known = largest.get(partition)
+    largest[partition] = part if known is None else known.maximum(part)
 
 
 _P = ParamSpec("_P")
@@ -428,9 +391,9 @@ class Ledger:
         """
         _require_defined(self._kinds_with(extra), adjacency)
         totals, changed = self._totals_at(adjacency, level), self._changed(extra, count)
-        base, parts = changed.pop(_BASE, None), Totals(adjacency, level)
-        for place, counts in changed.items():
-            parts.grow(place[0], total_of(self._counts.get(place, {}) | counts, adjacency, level))
+        base = changed.pop(_BASE, None)
+        after = {place: self._counts.get(place, {}) | counts for place, counts in changed.items()}
+        parts = ((place[0], total_of(counts, adjacency, level)) for place, counts in after.items())
         return totals.cost(base, parts)
 
     @locked
@@ -457,12 +420,9 @@ class Ledger:
         Raises:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
-        if below_one(delta=delta) == 0:
-            return self._evaluate_pure(adjacency, method, extra, count)
-        laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
-        return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
-
-    def _evaluate_pure(self, adjacency: Adjacency, method: str, extra: Event | None, count: int) -> Evaluation:
+        if below_one(delta=delta) > 0:
+            laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
+            return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
         if method not in ("best", "pure"):
             raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
         epsilon, culprit = self.pure(adjacency, extra, count), self.find_impure(adjacency, extra, count)
@@ -472,15 +432,35 @@ class Ledger:
 
     @locked
     def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
-        """Returns the sum of pure epsilons (see `pure_sums`), inf if some event has none; raises as `cost` does."""
+        """Returns the sum of pure epsilons, over each partition the largest part; raises as `cost` does.
+
+        Returns:
+            The exact sum of the events' floats, rounded once to the nearest; inf if some event has no pure epsilon.
+
+        Example:
+            >>> from torch_dpsco.accounting.stated import Pure
+            >>> parts = [Parallel({"a": (Pure(0.5),), "b": (Repeat(Pure(0.25), 4),)}, "p")]
+            >>> Ledger([Repeat(Pure(0.1), 10), *parts]).pure("replace_one")
+            2.0
+        """
         # PRIVACY: parts without a guarantee have no maximum either (test_at_delta_0_the_largest_part_counts)
         _require_defined(self._kinds_with(extra), adjacency)
-        return pure_sum(self.counts(extra, count), adjacency)
+        if self.find_impure(adjacency, extra, count) is not None:
+            return math.inf
+        largest: dict[str, Fraction] = {}
+        for (partition, _), counts in self.counts(extra, count).items():
+            part = sum(times * Fraction(pure_epsilon(event, adjacency)) for event, times in counts.items())
+            largest[partition] = max(Fraction(part), largest.get(partition, Fraction()))
+        try:
+            return float(sum(largest.values()))
+        except OverflowError:
+            return math.inf
 
     @locked
     def find_impure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> SimpleEvent | None:
         """Returns the first event that has no finite pure epsilon; None if there is none."""
-        return find_impure(self.counts(extra, count), adjacency)
+        events = (event for counts in self.counts(extra, count).values() for event in counts)
+        return next((event for event in events if math.isinf(pure_epsilon(event, adjacency))), None)
 
     def epsilon(self, delta: float, adjacency: Adjacency, method: str = "best") -> float:
         """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""
@@ -500,7 +480,7 @@ class Ledger:
         return ComposedLaws(self.counts, adjacency).mu(delta_min)
 
     @locked
-    def counts(self, extra: Event | None = None, count: int = 1) -> dict[tuple[str, str], dict[SimpleEvent, int]]:
+    def counts(self, extra: Event | None = None, count: int = 1) -> dict[_Place, _Counts]:
         """Returns the counts per (partition, part), with `extra` as if it had been recorded `count` more times."""
         changed = self._changed(extra, count)
         places = dict.fromkeys((*self._counts, *changed))

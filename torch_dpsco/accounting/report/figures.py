@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Context
-from fractions import Fraction
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent, Design
@@ -127,19 +127,12 @@ def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, flo
     epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
     k = check.positive_count(size=size)
     if delta == 0:
-        return _multiple(k, epsilon), 0.0
+        return upper(k, epsilon), 0.0  # 2 x 1 is printed as 2
     exponent = math.log(k) + (k - 1) * epsilon if k > 1 else 0.0
     log_delta = exponent + math.log(delta)
     # the rounding of log_delta is relative to its terms, and that of exp(log_delta) is absolute in log_delta
     rounding = 1e-15 * (exponent + abs(math.log(delta)))
     return k * epsilon * _SLACK, 1.0 if log_delta >= 0 else min(1.0, math.exp(log_delta + rounding) * _SLACK)
-
-
-def _multiple(k: int, epsilon: float) -> float:
-    """Returns k epsilon, rounded up only where it is not a float: 2 x 1 is printed as 2."""
-    product = k * epsilon
-    short = math.isfinite(product) and Fraction(product) < k * Fraction(epsilon)
-    return math.nextafter(product, math.inf) if short else product
 
 
 @dataclass(frozen=True)
@@ -354,12 +347,7 @@ def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
 
 
 def make_report(
-    ledger: Ledger,
-    delta: float,
-    adjacency: Adjacency,
-    unit: str,
-    budget: Budget | None,
-    ahead: Event | None = None,
+    ledger: Ledger, delta: float, adjacency: Adjacency, unit: str, budget: Budget | None, ahead: Event | None = None
 ) -> PrivacyReport:
     """Builds the report of a ledger.
 

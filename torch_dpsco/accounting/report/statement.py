@@ -177,11 +177,7 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "library": {"name": "torch_dpsco", "version": statement.version},
         "guarantee": {
             "holds": math.isfinite(report.epsilon),
-            "epsilon": report.epsilon,
-            "delta": report.delta,
-            "adjacency": report.adjacency,
-            "unit": report.unit,
-            "method": report.method,
+            **{name: getattr(report, name) for name in ("epsilon", "delta", "adjacency", "unit", "method")},
         },
         "epsilons": dict(report.epsilons),
         "odds_factor": odds_factor(report.epsilon),

@@ -3,7 +3,7 @@
 Records are in memory and read in blocks: float64 arithmetic without a float64 copy of the data. Every sum is taken in
 blocks of at most 1024 rows, and the block sums are added pairwise. A term then
 passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error of a sum
-is at most gamma(depth) times the sum of the absolute terms (`gamma`).
+is at most gamma(depth) times the sum of the absolute terms (`theory.rounding.gamma`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-
-from torch_dpsco.errors import ConditionError
 
 
 def require_double(point: Tensor, dim: int) -> None:
@@ -57,49 +55,14 @@ class Objective(ABC):
         """F(w)."""
         return self.value_and_gradient(point)[0]
 
+    @abstractmethod
     def hessian(self, point: Tensor) -> Tensor:
-        """Second derivative, shape (dim, dim), one-sided at kinks of the gradient.
-
-        Raises:
-            ConditionError: if there is none.
-        """
-        raise ConditionError(f"{type(self).__name__} has no Hessian")
-
-    def least_subgradient(self, point: Tensor) -> Tensor:
-        """The subgradient at w to certify with: that of least norm where it is known."""
-        return self.value_and_gradient(point)[1]
-
-    def smoothed(self, gap: float) -> tuple[Objective, float]:
-        """A smooth objective with the same mu and a number v <= gap: max - min of the difference is at most v.
-
-        The minimizers are then within sqrt(v/mu) of each other: add the two inequalities of strong convexity,
-        mu ||w - w'||^2 <= F(w') - F(w) + G(w) - G(w').
-
-        Raises:
-            ConditionError: if the objective knows of none.
-        """
-        if self.smoothness is None or not math.isfinite(self.smoothness):
-            raise ConditionError(f"{type(self).__name__} has no smooth neighbor")
-        return self, 0.0
+        """Second derivative, shape (dim, dim), one-sided at kinks of the gradient."""
 
 
-UNIT_ROUNDOFF = 2.0**-53
 _BLOCK_ROWS = 1024
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = 2**24  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
-
-
-def gamma(operations: float) -> float:
-    """Returns k u/(1 - k u), the relative error of k roundings of float64, one after another.
-
-    Example:
-        >>> gamma(0), gamma(1) > 2.0**-53
-        (0.0, True)
-    """
-    share = operations * UNIT_ROUNDOFF
-    if share >= 0.5:
-        raise ValueError(f"operations must stay far below 2^53 (got {operations})")
-    return share / (1 - share) * (1 + 4 * UNIT_ROUNDOFF)
 
 
 class PairwiseSum:
@@ -295,11 +258,7 @@ class Records:
 
 
 def as_records(
-    features: Tensor | Records,
-    targets: Tensor | None,
-    weights: Tensor | None = None,
-    *,
-    num_classes: int | None = None,
+    features: Tensor | Records, targets: Tensor | None, weights: Tensor | None = None, *, num_classes: int | None = None
 ) -> Records:
     """Records as they are, or made of tensors.
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import nonnegative, positive
-from torch_dpsco.linear.objectives.base import Objective, Records, as_records, gamma
+from torch_dpsco.linear.objectives.base import Objective, Records, as_records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import Logistic, MarginLoss, SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
+from torch_dpsco.theory.rounding import gamma
 
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
 # ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.
@@ -76,8 +77,50 @@ class RowConstants:
         return float(self.records.total(self.records.weights * terms)) * (1 + gamma(self.records.depth + 8))
 
 
+class SumObjective(Objective):
+    """(1/N) sum_i c_i l_i(w) + (reg/2) ||w||^2 + <q, w>: what all sums over records share.
+
+    Args:
+        records: c_i, and what the losses l_i are of.
+        dim: of w.
+        reg: weight of (1/2)||w||^2, >= 0; strong convexity of the objective.
+        normalizer: N > 0; public.
+        linear_term: q, (dim,) float64, or None.
+    """
+
+    def __init__(
+        self, records: Records, dim: int, reg: float, normalizer: float, linear_term: Tensor | None = None
+    ) -> None:
+        self.records, self.dim, self.device = records, dim, records.device
+        self.reg = self.strong_convexity = nonnegative(reg=reg)
+        self.normalizer = positive(normalizer=normalizer)
+        if linear_term is not None and (linear_term.shape != (dim,) or linear_term.dtype != torch.float64):
+            raise ValueError(f"linear_term must be float64 of shape ({dim},) (got {tuple(linear_term.shape)})")
+        self.linear_term = linear_term
+
+    def completed(self, losses: Tensor, slopes: Tensor, point: Tensor) -> tuple[float, Tensor]:
+        """F(w) and its gradient, of the sums of losses and gradients over the records."""
+        value = losses / self.normalizer + self.reg / 2 * (point @ point)
+        gradient = slopes / self.normalizer + self.reg * point
+        if self.linear_term is not None:
+            value, gradient = value + self.linear_term @ point, gradient + self.linear_term
+        return float(value), gradient
+
+    def linear_size(self) -> float:
+        """||q||, rounded up."""
+        return 0.0 if self.linear_term is None else norm_up(self.linear_term)
+
+    def _smoothness(self, curvature: float) -> float:
+        return (curvature / self.normalizer + self.reg) * (1 + gamma(8))
+
+    def _rounding(self, scores: float, operations: int, mass: float, size: float) -> float:
+        """Bound on the error of the gradient: of scores, of sums of this mass, of the regularizer and of q."""
+        common = gamma(8) * (mass / self.normalizer + self.reg * size + self.linear_size())
+        return ((scores + gamma(self.records.depth + operations) * mass) / self.normalizer + common) * (1 + 1e-9)
+
+
 @typed
-class LinearObjective(Objective):
+class LinearObjective(SumObjective):
     """(1/N) sum_i c_i l(<w, x_i>; y_i) + (reg/2) ||w||^2 + <q, w>, over in-memory data.
 
     N = n gives the mean of replace_one; a public n0 the form of add_remove; N = 1 with q = b the sum form of
@@ -119,27 +162,14 @@ class LinearObjective(Objective):
         linear_term: Tensor | None = None,
     ) -> None:
         self.loss = scalar_loss(loss)
-        self.records = as_records(features, targets, weights)
-        self.reg = nonnegative(reg=reg)
-        self.normalizer = positive(normalizer=normalizer)
-        self.dim, self.device = self.records.dim, self.records.device
-        if linear_term is not None and (linear_term.shape != (self.dim,) or linear_term.dtype != torch.float64):
-            raise ValueError(f"linear_term must be float64 of shape ({self.dim},) (got {tuple(linear_term.shape)})")
-        self.linear_term = linear_term
-        self.strong_convexity = self.reg
-        self.constants = RowConstants(self.loss, self.records)
-        self.smoothness = None
-        if self.constants.bend is not None:
-            self.smoothness = (self.constants.curvature / self.normalizer + self.reg) * (1 + gamma(8))
+        records = as_records(features, targets, weights)
+        super().__init__(records, records.dim, reg, normalizer, linear_term)
+        self.constants = RowConstants(self.loss, records)
+        self.smoothness = None if self.constants.bend is None else self._smoothness(self.constants.curvature)
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass over the data."""
-        losses, gradient = self.records.fold(point, self._terms)
-        value = losses / self.normalizer + self.reg / 2 * (point @ point)
-        gradient = gradient / self.normalizer + self.reg * point
-        if self.linear_term is not None:
-            value, gradient = value + self.linear_term @ point, gradient + self.linear_term
-        return float(value), gradient
+        return self.completed(*self.records.fold(point, self._terms), point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c phi'')X/N + reg I, by blocks; O(n d^2)."""
@@ -159,10 +189,8 @@ class LinearObjective(Objective):
         if self.constants.bend is None:
             return math.inf
         size = norm_up(point)
-        mass = self.constants.slope_mass(size)
         scores = gamma(self.dim + 4) * self.constants.score_mass(size)
-        common = gamma(8) * (mass / self.normalizer + self.reg * size + self.linear_size())
-        return (((scores + gamma(self.records.depth + EVALUATION) * mass) / self.normalizer) + common) * (1 + 1e-9)
+        return self._rounding(scores, EVALUATION, self.constants.slope_mass(size), size)
 
     def thinned(self, step: int) -> LinearObjective:
         """The same with every step-th record: near enough for a first guess."""
@@ -177,10 +205,6 @@ class LinearObjective(Objective):
         slopes = self._terms(features @ point, slice(row, row + 1))[1]
         return slopes @ features
 
-    def row_difference(self, row: int, point: Tensor, other: Tensor) -> Tensor:
-        """`row_gradient` at a point minus that at another."""
-        return self.row_gradient(row, point) - self.row_gradient(row, other)
-
     def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         loss, targets, weights = self._loss_of(rows), self.records.targets[rows], self.records.weights[rows]
         return weights * loss.value(scores, targets), weights * loss.derivative(scores, targets)
@@ -190,10 +214,6 @@ class LinearObjective(Objective):
             return self.loss.of_norms(self.records.norms[rows])
         return self.loss
 
-    def linear_size(self) -> float:
-        """||q||, rounded up."""
-        return 0.0 if self.linear_term is None else norm_up(self.linear_term)
-
 
 def norm_up(point: Tensor) -> float:
     """||w||, rounded up; the summand covers squares that underflow."""
@@ -201,7 +221,7 @@ def norm_up(point: Tensor) -> float:
 
 
 @typed
-class SoftmaxObjective(Objective):
+class SoftmaxObjective(SumObjective):
     """Cross-entropy of a linear model with K classes; w is W, shape (K, d), flattened row by row.
 
     Args:
@@ -237,28 +257,18 @@ class SoftmaxObjective(Objective):
         linear_term: Tensor | None = None,
     ) -> None:
         self.loss = SoftmaxCrossEntropy(num_classes)
-        self.records = records = as_records(features, targets, weights, num_classes=self.loss.num_classes)
-        self.reg = nonnegative(reg=reg)
-        self.normalizer = positive(normalizer=normalizer)
+        records = as_records(features, targets, weights, num_classes=self.loss.num_classes)
         self.shape = (self.loss.num_classes, records.dim)
-        self.dim, self.device = math.prod(self.shape), records.device
-        if linear_term is not None and (linear_term.shape != (self.dim,) or linear_term.dtype != torch.float64):
-            raise ValueError(f"linear_term must be float64 of shape ({self.dim},) (got {tuple(linear_term.shape)})")
-        self.linear_term = linear_term
+        super().__init__(records, math.prod(self.shape), reg, normalizer, linear_term)
         norms, up = records.norms * (1 + gamma(records.dim + 8)), 1 + gamma(records.depth + 8)
         self._slope_mass = float(records.total(records.weights * norms)) * math.sqrt(2.0) * up
         self._curvature = float(records.total(records.weights * norms * norms)) / 2 * up
-        self.strong_convexity = self.reg
-        self.smoothness = (self._curvature / self.normalizer + self.reg) * (1 + gamma(8))
+        self.smoothness = self._smoothness(self._curvature)
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(W) and its gradient, flattened, in one pass over the data."""
         losses, slopes = self.records.fold(point.view(self.shape), self._terms)
-        value = losses / self.normalizer + self.reg / 2 * (point @ point)
-        gradient = slopes.flatten() / self.normalizer + self.reg * point
-        if self.linear_term is not None:
-            value, gradient = value + self.linear_term @ point, gradient + self.linear_term
-        return float(value), gradient
+        return self.completed(losses, slopes.flatten(), point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c p_k (1[k = l] - p_l)) X/N in block (k, l), plus reg I; O(n K^2 d^2) and K^2 d^2 memory."""
@@ -279,9 +289,7 @@ class SoftmaxObjective(Objective):
         """Bound on ||computed - exact gradient||: softmax is 1/2-Lipschitz in the scores, ||p - e_y|| <= sqrt 2."""
         size = norm_up(point)
         scores = gamma(self.shape[1] + 4) * self._curvature * size
-        summed = gamma(self.records.depth + EVALUATION + 2 * self.shape[0]) * self._slope_mass
-        added = gamma(8) * (self._slope_mass / self.normalizer + self.reg * size + self._linear_size())
-        return ((scores + summed) / self.normalizer + added) * (1 + 1e-9)
+        return self._rounding(scores, EVALUATION + 2 * self.shape[0], self._slope_mass, size)
 
     def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         targets, weights = self.records.targets[rows], self.records.weights[rows]
@@ -292,6 +300,3 @@ class SoftmaxObjective(Objective):
         weight = point.view(self.shape)
         parts = [(block @ weight.T).softmax(1) for _, block in self.records.blocks()]
         return torch.cat(parts) if parts else torch.zeros(0, self.shape[0], dtype=torch.float64, device=self.device)
-
-    def _linear_size(self) -> float:
-        return 0.0 if self.linear_term is None else norm_up(self.linear_term)

@@ -13,8 +13,8 @@ For a nonincreasing phi of the margin the maximum is phi(y <w, x> - rho ||w||_*)
 ||w||_1 for p = inf. No saddle point is needed.
 
 Differs from the paper in: the norm has kinks, so that a maximum of smooth losses is not smooth; `smoothing` = nu > 0
-replaces |t| by sqrt(t^2 + nu^2) (of ||w||, or of each coordinate for p = inf), publicly. At nu = 0 the least
-subgradient certifies at the kinks.
+replaces |t| by sqrt(t^2 + nu^2) (of ||w||, or of each coordinate for p = inf), publicly. At nu = 0 it can be
+evaluated, but not solved.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch import Tensor
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, finite, nonnegative, positive
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.linear.objectives.base import Objective, PairwiseSum, Records, as_records, gamma
-from torch_dpsco.linear.objectives.linear import EVALUATION, norm_up
+from torch_dpsco.linear.objectives.base import Objective, PairwiseSum, Records, as_records
+from torch_dpsco.linear.objectives.linear import EVALUATION, SumObjective, norm_up
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import Logistic, MarginLoss, SmoothedHinge
 from torch_dpsco.losses.clipped import ResidualClipped, scalar_loss
+from torch_dpsco.theory.rounding import gamma
 
 
 @typed
@@ -176,7 +177,7 @@ class Tilted(Objective):
 
 
 @typed
-class Adversarial(Objective):
+class Adversarial(SumObjective):
     """(1/N) sum_i c_i phi(y_i <w, x_i> - rho ||w||_*) + (reg/2) ||w||^2.
 
     Args:
@@ -187,7 +188,7 @@ class Adversarial(Objective):
         reg: >= 0.
         normalizer: N > 0, public.
         attack_norm: p, 2 or inf.
-        smoothing: nu >= 0, public.
+        smoothing: nu >= 0, public; > 0 for an objective that can be solved.
         weights: (n,) c_i >= 0, or None.
 
     Raises:
@@ -200,8 +201,8 @@ class Adversarial(Objective):
     Example:
         >>> from torch_dpsco.losses import Logistic
         >>> F = Adversarial(Logistic(), torch.eye(2), torch.ones(2), attack_radius=0.5, reg=0.1, normalizer=2)
-        >>> F.smoothness is None, F.least_subgradient(torch.zeros(2, dtype=torch.float64)).norm().item() > 0
-        (True, True)
+        >>> F.smoothness is None, round(F.value(torch.zeros(2, dtype=torch.float64)), 4)
+        (True, 0.6931)
     """
 
     def __init__(
@@ -220,35 +221,43 @@ class Adversarial(Objective):
         if not isinstance(loss, (Logistic, SmoothedHinge)):
             raise ConditionError(f"loss must be Logistic or SmoothedHinge, smooth and Lipschitz (got {loss!r})")
         self.loss = loss
-        self.records = as_records(features, targets, weights)
-        self.attack_radius, self.reg = nonnegative(attack_radius=attack_radius), nonnegative(reg=reg)
-        self.normalizer = positive(normalizer=normalizer)
+        records = as_records(features, targets, weights)
+        super().__init__(records, records.dim, reg, normalizer)
+        self.attack_radius = nonnegative(attack_radius=attack_radius)
         self.attack_norm = choice((2, math.inf), attack_norm=attack_norm)
-        self.dim, self.device = self.records.dim, self.records.device
-        self.strong_convexity = self.reg
-        up = 1 + gamma(self.records.depth + 16)
-        self._weight = float(self.records.total(self.records.weights)) * up  # |phi'| <= 1 for both losses
-        self._smooth_by(nonnegative(smoothing=smoothing))
+        self.smoothing = nonnegative(smoothing=smoothing)
+        self._copies = 1 if self.attack_norm == 2 else self.dim
+        # of record i: ||x_i|| + rho sqrt(copies) bounds the gradient of its margin
+        steep = records.norms * records.targets.abs().clamp(min=1.0)
+        reach = (steep + self.attack_radius * math.sqrt(self._copies)) * (1 + gamma(self.dim + 8))
+        up = 1 + gamma(records.depth + 16)
+        self._widest = float(reach.max()) if records.count else 0.0
+        bends = records.weights * (0.25 if isinstance(loss, Logistic) else 1 / loss.width)
+        self._reach_bend = float(records.total(bends * reach)) * up
+        self._reach_mass = float(records.total(records.weights * reach)) * up  # |phi'| <= 1 for both losses
+        self.smoothness = None
+        if self.smoothing > 0 or self.attack_radius == 0:
+            curvature = float(records.total(bends * reach * reach)) * up
+            weight = float(records.total(records.weights)) * up
+            kink = weight * self.attack_radius / self.smoothing if self.attack_radius else 0.0
+            self.smoothness = ((curvature + kink) / self.normalizer + self.reg) * up
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and the gradient; where the norm has a kink its subgradient is taken as 0."""
-        value, loss_part, pull = self._parts(point)
-        gradient = loss_part + pull * self._slope_of_norm(point) + self.reg * point
-        return value, gradient
+        shift = self.attack_radius * self._norm(point)
+        pulls = PairwiseSum(torch.zeros((), dtype=torch.float64, device=self.device))
 
-    def least_subgradient(self, point: Tensor) -> Tensor:
-        """The element of least norm of the subdifferential at w."""
-        _, loss_part, pull = self._parts(point)
-        rest = loss_part + self.reg * point
-        if self.smoothing > 0 or self.attack_radius == 0:
-            return rest + pull * self._slope_of_norm(point)
-        if self.attack_norm == 2:
-            length = torch.linalg.vector_norm(rest)
-            if bool((point == 0).all()):
-                return rest * (1 - pull / length).clamp(min=0) if float(length) > 0 else rest
-            return rest + pull * self._slope_of_norm(point)
-        kink = point == 0
-        return torch.where(kink, rest - rest.clamp(-pull, pull), rest + pull * point.sign())
+        def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            targets, weights = self.records.targets[rows], self.records.weights[rows]
+            margins = targets * scores - shift
+            slopes = weights * self.loss.slope(margins)
+            pulls.add(slopes.sum())
+            return weights * self.loss.curve(margins), targets * slopes
+
+        losses, gradient = self.records.fold(point, terms)
+        value = losses / self.normalizer + self.reg / 2 * (point @ point)
+        pull = -self.attack_radius * pulls.result() / self.normalizer  # of the norm, to 0
+        return float(value), gradient / self.normalizer + pull * self._slope_of_norm(point) + self.reg * point
 
     def hessian(self, point: Tensor) -> Tensor:
         """sum_i c_i phi''_i u_i u_i^T/N + pull * (second derivative of the norm) + reg I, u_i = y_i x_i - rho s(w)."""
@@ -265,7 +274,7 @@ class Adversarial(Objective):
         return total
 
     def gradient_error(self, point: Tensor) -> float:
-        """Bound on ||computed - exact (least sub)gradient||."""
+        """Bound on ||computed - exact gradient||."""
         size = norm_up(point)
         margin = gamma(self.dim + 8) * (self._widest * size + self.attack_radius * self._offset())
         mass = self._reach_mass
@@ -274,51 +283,6 @@ class Adversarial(Objective):
         return ((slopes + summed) / self.normalizer + gamma(16) * (mass / self.normalizer + self.reg * size)) * (
             1 + 1e-9
         )
-
-    def smoothed(self, gap: float) -> tuple[Adversarial, float]:
-        """The same with nu such that the values differ by at most `gap`: 0 <= phi(. - rho N_nu) - phi(. - rho N)."""
-        share = self._weight / self.normalizer * self.attack_radius * self._copies
-        if self.smoothness is not None:
-            return self, 0.0
-        other = object.__new__(Adversarial)
-        other.__dict__.update(self.__dict__)
-        other._smooth_by(positive(gap=gap) / share * (1 - gamma(8)))
-        return other, share * other.smoothing * (1 + gamma(8))
-
-    def _smooth_by(self, smoothing: float) -> None:
-        self.smoothing = smoothing
-        self._copies = 1 if self.attack_norm == 2 else self.dim
-        records = self.records
-        # of record i: ||x_i|| + rho sqrt(copies) bounds the gradient of its margin
-        steep = records.norms * records.targets.abs().clamp(min=1.0)
-        reach = (steep + self.attack_radius * math.sqrt(self._copies)) * (1 + gamma(self.dim + 8))
-        up = 1 + gamma(records.depth + 16)
-        self._widest = float(reach.max()) if records.count else 0.0
-        bends = records.weights * (0.25 if isinstance(self.loss, Logistic) else 1 / self.loss.width)
-        self._reach_bend = float(records.total(bends * reach)) * up
-        self._reach_mass = float(records.total(records.weights * reach)) * up  # |phi'| <= 1
-        self.smoothness = None
-        if smoothing > 0 or self.attack_radius == 0:
-            curvature = float(records.total(bends * reach * reach)) * up
-            kink = self._weight * self.attack_radius / smoothing if self.attack_radius else 0.0
-            self.smoothness = ((curvature + kink) / self.normalizer + self.reg) * up
-
-    def _parts(self, point: Tensor) -> tuple[float, Tensor, Tensor]:
-        """F(w), the part of the gradient through <w, x>, and rho |sum c phi'|/N, the pull of the norm to 0."""
-        shift = self.attack_radius * self._norm(point)
-        pulls = PairwiseSum(torch.zeros((), dtype=torch.float64, device=self.device))
-
-        def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            targets, weights = self.records.targets[rows], self.records.weights[rows]
-            margins = targets * scores - shift
-            slopes = weights * self.loss.slope(margins)
-            pulls.add(slopes.sum())
-            return weights * self.loss.curve(margins), targets * slopes
-
-        losses, gradient = self.records.fold(point, terms)
-        value = losses / self.normalizer + self.reg / 2 * (point @ point)
-        pull = -self.attack_radius * pulls.result() / self.normalizer
-        return float(value), gradient / self.normalizer, pull
 
     def _norm(self, point: Tensor) -> Tensor:
         if self.attack_norm == 2:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, positive
-from torch_dpsco.errors import ConditionError, NotCertifiedError
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Objective, require_double
 from torch_dpsco.linear.objectives.linear import LinearObjective
 from torch_dpsco.linear.solvers.certificates import BoxDual, Certificate, gradient_certificate, projected_certificate
@@ -94,53 +94,22 @@ def solve(
     point = torch.where(torch.isfinite(point).all(), point, 0.0)
     with torch.no_grad():
         if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
-            return _solve_box(objective, distance, radius, point)
-        if objective.smoothness is None:
-            return _solve_kinked(objective, distance, radius, point, first)
-        return _solve_smooth(objective, distance, radius, point, first)
-
-
-def _solve_smooth(objective: Objective, distance: float, radius: float, start: Tensor, solver: str) -> Solution:
-    point = _fast(objective, start, distance, solver)
-    if not bool(torch.isfinite(point).all()):
-        point = start
-    found, certificate = projected_certificate(objective, point, radius)
-    if not certificate.proves(distance):
-        # PRIVACY: a solver that fails must not raise, which would show that it failed
-        # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
-        found, certificate = certified_descent(objective, torch.zeros_like(start), distance, radius)
+            if math.isfinite(radius):
+                raise ConditionError("a ball needs a smooth objective; take SmoothedHinge or Huber")
+            found, certificate = continuation(objective, point, distance)
+            if not certificate.proves(distance):
+                found, certificate = dual_ascent(objective, distance)
+        elif objective.smoothness is None:
+            raise ConditionError(f"{type(objective).__name__} must be smooth to be solved: give it a public smoothing")
+        else:
+            fast = _fast(objective, point, distance, first)
+            fast = fast if bool(torch.isfinite(fast).all()) else point
+            found, certificate = projected_certificate(objective, fast, radius)
+            if not certificate.proves(distance):
+                # PRIVACY: a solver that fails must not raise, which would show that it failed
+                # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
+                found, certificate = certified_descent(objective, torch.zeros_like(point), distance, radius)
     return Solution(found, certificate)
-
-
-def _solve_box(objective: LinearObjective, distance: float, radius: float, start: Tensor) -> Solution:
-    if math.isfinite(radius):
-        raise ConditionError("a ball needs a smooth objective; take SmoothedHinge or Huber")
-    point, certificate = continuation(objective, start, distance)
-    if not certificate.proves(distance):
-        point, certificate = dual_ascent(objective, distance)
-    return Solution(point, certificate)
-
-
-def _solve_kinked(objective: Objective, distance: float, radius: float, start: Tensor, solver: str) -> Solution:
-    """Least subgradients at 0 and at the point of the fast solver; else a smooth neighbor of the objective."""
-    if math.isfinite(radius):
-        raise ConditionError("a ball needs a smooth objective; give it a public smoothing")
-    zero = torch.zeros_like(start)
-    certificate = gradient_certificate(objective, zero)
-    if certificate.proves(distance):
-        return Solution(zero, certificate)
-    smooth, gap = objective.smoothed(objective.strong_convexity * distance**2 / 16)
-    shift = math.sqrt(gap / objective.strong_convexity) * (1 + 1e-12)
-    for point in (_fast(objective, start, distance, solver), _fast(smooth, start, distance / 2, solver)):
-        if bool(torch.isfinite(point).all()):
-            certificate = gradient_certificate(objective, point)
-            if certificate.proves(distance):
-                return Solution(point, certificate)
-    found = _solve_smooth(smooth, distance / 2, radius, start, solver)
-    certificate = Certificate((found.certificate.distance + shift) * (1 + 1e-12))
-    if not certificate.proves(distance):
-        raise NotCertifiedError("no certificate: float64 is too coarse for the distance asked for")
-    return Solution(found.w, certificate)
 
 
 def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> Tensor:
@@ -156,14 +125,10 @@ def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> 
             start = stochastic_subgradient(objective, start, 2 * objective.records.count, generator=draws)
     if solver == "agd":
         return start
-    if not _dense(objective, solver):
+    if solver == "lbfgs" or (solver != "newton" and objective.dim > _NEWTON_DIM):
         return lbfgs(objective, start, distance)
     if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
         # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
         guess = newton(objective.thinned(_THIN), start, distance, _THIN_STEPS)
         start = guess if bool(torch.isfinite(guess).all()) else start
     return newton(objective, start, distance)
-
-
-def _dense(objective: Objective, solver: str) -> bool:
-    return solver == "newton" or (solver != "lbfgs" and objective.dim <= _NEWTON_DIM)

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear.objectives.base import Objective, gamma, require_double
+from torch_dpsco.linear.objectives.base import Objective, require_double
 from torch_dpsco.linear.objectives.linear import LinearObjective, norm_up
 from torch_dpsco.losses.classification import Hinge
 from torch_dpsco.losses.regression import Absolute, Pinball
+from torch_dpsco.theory.rounding import gamma
 
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
@@ -73,7 +74,8 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
         True
     """
     require_double(point, objective.dim)
-    return _of_gradient(objective, objective.least_subgradient(point), point)
+    size = norm_up(objective.value_and_gradient(point)[1])
+    return Certificate((size + objective.gradient_error(point)) / _strong(objective) * _UP)
 
 
 def projected_certificate(objective: Objective, point: Tensor, radius: float) -> tuple[Tensor, Certificate]:
@@ -175,7 +177,7 @@ class BoxDual:
 
 def primal_point(objective: LinearObjective, dual: Tensor) -> Tensor:
     """v(a) = ((1/N) sum_i c_i a_i sign_i x_i - q)/reg, the minimizer of the Lagrangian."""
-    box, records = _box(objective), objective.records
+    box, records = box_of(objective), objective.records
     total = records.combine(records.weights * dual * box.signs(records.targets)) / objective.normalizer
     return (total if objective.linear_term is None else total - objective.linear_term) / _strong(objective)
 
@@ -200,7 +202,7 @@ def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> 
     """
     require_double(point, objective.dim)
     require_double(dual, objective.records.count)
-    box, records, mu = _box(objective), objective.records, _strong(objective)
+    box, records, mu = box_of(objective), objective.records, _strong(objective)
     dual = dual.clamp(box.low, box.high)
     center = primal_point(objective, dual)
     residuals = box.residuals(records.scores(point), records.targets)
@@ -220,13 +222,8 @@ def gap_error(objective: LinearObjective, size: float) -> float:
     A residual is within gamma(d + 6)(||x|| ||w|| + |offset|), and a share moves by at most the width of the box times
     that.
     """
-    return (
-        gamma(objective.dim + 6) * _box(objective).width * objective.constants.reach_mass(size) / objective.normalizer
-    )
-
-
-def _of_gradient(objective: Objective, gradient: Tensor, point: Tensor) -> Certificate:
-    return Certificate((norm_up(gradient) + objective.gradient_error(point)) / _strong(objective) * _UP)
+    width, reach = box_of(objective).width, objective.constants.reach_mass(size)
+    return gamma(objective.dim + 6) * width * reach / objective.normalizer
 
 
 def _strong(objective: Objective) -> float:
@@ -235,7 +232,8 @@ def _strong(objective: Objective) -> float:
     return objective.strong_convexity
 
 
-def _box(objective: LinearObjective) -> BoxDual:
+def box_of(objective: LinearObjective) -> BoxDual:
+    """The dual of an objective's loss; raises ConditionError if it has none."""
     box = BoxDual.of(objective.loss)
     if box is None:
         raise ConditionError(f"{objective.loss!r} has no box-constrained dual; take Hinge, Pinball or Absolute")

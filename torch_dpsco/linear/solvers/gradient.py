@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives.base import Objective
 from torch_dpsco.linear.objectives.linear import LinearObjective, norm_up
-from torch_dpsco.linear.solvers.certificates import Certificate, gradient_certificate, project, projected_certificate
+from torch_dpsco.linear.solvers.certificates import Certificate, project, projected_certificate
 from torch_dpsco.linear.solvers.newton import Iterate, certified
 from torch_dpsco.theory.linear.solvers import agd_certified_steps, katyusha_parameters
 
@@ -102,10 +102,7 @@ def certified_descent(
         point = accelerated_steps(objective, point if steps > 32 else start, steps, radius)
         if not bool(torch.isfinite(point).all()):
             raise _refusal()
-        if math.isinf(radius):
-            certificate = gradient_certificate(objective, point)
-        else:
-            point, certificate = projected_certificate(objective, point, radius)
+        point, certificate = projected_certificate(objective, point, radius)
         if certificate.proves(distance):
             return point, certificate
         if steps > 4 * worst:
@@ -160,7 +157,8 @@ def katyusha(
         for draw in draws:
             query = parameters.tau1 * ahead + parameters.tau2 * snapshot
             query = query + (1 - parameters.tau1 - parameters.tau2) * behind
-            slope = full + share * objective.row_difference(draw, query, snapshot)
+            change = objective.row_gradient(draw, query) - objective.row_gradient(draw, snapshot)
+            slope = full + share * change
             ahead = (ahead - parameters.gamma * slope) / growth
             behind = (3 * beta * query - slope) / (3 * beta + mu)
             total, weight = total / growth + behind, weight / growth + 1

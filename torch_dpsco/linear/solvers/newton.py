@@ -27,8 +27,8 @@ from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.linear.objectives.base import Objective
 from torch_dpsco.linear.objectives.linear import LinearObjective
 from torch_dpsco.linear.solvers.certificates import (
-    BoxDual,
     Certificate,
+    box_of,
     distance_of_gap,
     gap_certificate,
     gap_error,
@@ -210,9 +210,7 @@ class SmoothedBox(Objective):
     """
 
     def __init__(self, objective: LinearObjective, width: float) -> None:
-        box = BoxDual.of(objective.loss)
-        assert box is not None  # the callers have asked
-        self.base, self.box, self.width = objective, box, width
+        self.base, self.box, self.width = objective, box_of(objective), width
         self.dim, self.device = objective.dim, objective.device
         self.strong_convexity = objective.strong_convexity
         self.smoothness = None
@@ -224,7 +222,7 @@ class SmoothedBox(Objective):
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """Smoothed value and its gradient."""
-        base, records, box = self.base, self.base.records, self.box
+        records, box = self.base.records, self.box
 
         def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             targets, weights = records.targets[rows], records.weights[rows]
@@ -233,12 +231,7 @@ class SmoothedBox(Objective):
             losses = slopes * (residuals - self.width / 2 * slopes)
             return weights * losses, -weights * slopes * box.signs(targets)
 
-        losses, gradient = records.fold(point, terms)
-        value = losses / base.normalizer + base.reg / 2 * (point @ point)
-        gradient = gradient / base.normalizer + base.reg * point
-        if base.linear_term is not None:
-            value, gradient = value + base.linear_term @ point, gradient + base.linear_term
-        return float(value), gradient
+        return self.base.completed(*records.fold(point, terms), point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """Curvature 1/h of the records between the two corners."""
@@ -302,8 +295,7 @@ def onto_kinks(objective: LinearObjective, dual: Tensor) -> tuple[Tensor, Tensor
     Returns:
         (v(a), a).
     """
-    box, records = BoxDual.of(objective.loss), objective.records
-    assert box is not None  # the callers have asked
+    box, records = box_of(objective), objective.records
     free = ((dual > box.low) & (dual < box.high) & (records.weights > 0)).nonzero().squeeze(1)
     point = primal_point(objective, dual)
     if not 0 < len(free) * objective.dim <= _LARGEST:
@@ -335,8 +327,7 @@ def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Ce
     Source:
         docs/proofs/output.md#solvers-that-cannot-fail
     """
-    box, records, mu = BoxDual.of(objective.loss), objective.records, objective.strong_convexity
-    assert box is not None  # the callers have asked
+    box, records, mu = box_of(objective), objective.records, objective.strong_convexity
     signs, scale = box.signs(records.targets), records.weights / objective.normalizer
     steepness = float(records.total((scale * signs * records.norms) ** 2)) / mu * (1 + 1e-9)
     half = (box.high - box.low) / 2

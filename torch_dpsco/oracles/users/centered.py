@@ -35,14 +35,14 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, split_like
+from torch_dpsco.oracles.base import Charge, Release, split_like
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.oracles.users.rows import UserRows, flat_center
+from torch_dpsco.oracles.users.rows import UserMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 
-class Centered(MeanOracle):
+class Centered(UserMean):
     """Noisy mean of users' means, clipped around a public center.
 
     Args:
@@ -68,8 +68,6 @@ class Centered(MeanOracle):
         0.69
     """
 
-    unit = "user"
-
     def __init__(
         self,
         clipping: ClippedMean,
@@ -79,15 +77,13 @@ class Centered(MeanOracle):
         decay: float | None = None,
         min_items: int = 1,
     ) -> None:
-        super().__init__(clipping.batch_size)
+        super().__init__(clipping.batch_size, n_users, center, min_items)
         clipping.take()
         self._clipping = clipping
-        self.min_items = check.positive_count(min_items=min_items)
-        self._users = UserRows(n_users, self.batch_size)
         self.decay = None if decay is None else check.nonnegative(decay=decay)
         if self.decay is not None and self.decay >= 1:
             raise ValueError(f"decay must be in [0, 1) (got {decay})")
-        self._start = self._center = flat_center(center)
+        self._start = self._center
 
     def charge(self, design: Design, draw: Draw) -> Charge:
         """Returns what the clipped mean is charged."""
@@ -104,16 +100,12 @@ class Centered(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query, self._center)
+        super().open(query, step)
         self._clipping.open(query, step)
-
-    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
-        """Adds the rows of one physical batch to the sums of their users."""
-        self._users.add(rows, users)
 
     def discard(self) -> None:
         """Forgets the logical batch."""
-        self._users.discard()
+        super().discard()
         self._clipping.discard()
 
     def sensitivity(self, adjacency: Adjacency) -> float:

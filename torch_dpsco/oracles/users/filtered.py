@@ -44,8 +44,8 @@ from torch_dpsco.accounting.stated import Failure
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
 from torch_dpsco.noise import add_normal_, uniform
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, split_like
-from torch_dpsco.oracles.users.rows import UserRows, flat_center
+from torch_dpsco.oracles.base import Charge, Release, split_like
+from torch_dpsco.oracles.users.rows import UserMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.secret import SecretState
@@ -141,7 +141,66 @@ class Filter:
         return (uniform((len(weights),), generator).to(weights.device) < weights).double()
 
 
-class UserFiltered(MeanOracle):
+class FilteredMean(UserMean):
+    """Weighted mean of users that are near others, with Gaussian noise; subclasses test, and choose the weights.
+
+    Set by subclasses at construction: the adjacency of their proof, tau (None as long as it is not known), the reach
+    from the center in units of tau, and the std of the noise over the move of the mean.
+    """
+
+    _adjacency: Adjacency
+    _tau: float | None
+    reach: float
+    noise_multiplier: float
+
+    @property
+    def pair_radius(self) -> float:
+        """Tau: public. Raises SequenceError as long as a search for it has not ended."""
+        if self._tau is None:
+            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
+        return self._tau
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean: that asked for, and as much more as rounding needs."""
+        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_the_filtered_mean_is_caught)
+        return self.noise_multiplier * self.sensitivity(self._adjacency)
+
+    def _rounded(self, coefficient: float, users: int, diameter: float) -> float:
+        """Returns how far one user moves the mean, rounding included; coefficient and diameter are in units of tau."""
+        tau = self.pair_radius
+        nominal = coefficient * tau * (1.0 + 8 * (self._users.dim + 16) * _UNIT)
+        return nominal + mean_rounding(users, diameter * tau * 1.01, self.reach * tau * 1.01)
+
+    def _joined(self, points: Points, items: Tensor) -> Tensor:
+        """Returns which users can have neighbors."""
+        # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
+        return (items >= self.min_items) & points.within(self.reach * self.pair_radius)
+
+    def _answer(self, points: Points, joined: Tensor, weights: Tensor, generator: Source) -> Release:
+        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
+        mean = weighted_mean(points, torch.where(joined, weights, 0.0))
+        if self.noise_multiplier:
+            add_normal_(mean, self.noise_std, generator)
+        if self._center is not None:
+            mean += self._center
+        return Release(split_like(mean.to(self._users.dtype), self._users.shapes))
+
+    def _nothing(self, *, halted: bool = False) -> Release:
+        return Release(self._users.zeros(), halted=halted, still=True)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        center = None if self._center is None else self._center.tolist()
+        return self._named("noise_multiplier", "reach", "min_items", center=center)
+
+    def _metrics(self, answered: int) -> dict[str, float]:
+        if not self._users.shapes:
+            return {}
+        return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(answered)}
+
+
+class UserFiltered(FilteredMean):
     """Tested and filtered mean of all users in each of at most `steps` steps.
 
     Args:
@@ -177,7 +236,7 @@ class UserFiltered(MeanOracle):
         0.4375
     """
 
-    unit = "user"
+    _adjacency = REPLACE_ONE
 
     def __init__(
         self,
@@ -194,13 +253,13 @@ class UserFiltered(MeanOracle):
         min_items: int = 1,
         ids: int | None = None,
     ) -> None:
-        super().__init__(filter.n_users)
+        n = filter.n_users
+        super().__init__(n, n if ids is None else check.positive_count(ids=ids), center, min_items, exact=True)
         self.filter = filter
-        self._tau: float | None = check.between(1e-40, 1e40, pair_radius=pair_radius)
+        self._tau = check.between(1e-40, 1e40, pair_radius=pair_radius)
         self.reach = check.between(1.0, 1e6, reach=reach)
         # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
-        self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (filter.coefficient * self.pair_radius)
-        n = filter.n_users
+        self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (filter.coefficient * self._tau)
         # PRIVACY: 2 (n - 1)/n, not 1 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
         self._test = AboveThreshold(
             threshold,
@@ -211,16 +270,6 @@ class UserFiltered(MeanOracle):
         )
         if not self._test.threshold > Fraction(filter.score_floor):
             raise ConditionError(f"threshold must be > score_floor={filter.score_floor:g} (got {threshold:g})")
-        self.min_items = check.positive_count(min_items=min_items)
-        self._users = UserRows(n if ids is None else check.positive_count(ids=ids), n, exact=True)
-        self._center = flat_center(center)
-
-    @property
-    def pair_radius(self) -> float:
-        """Tau: public. Raises SequenceError as long as a search for it has not ended."""
-        if self._tau is None:
-            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
-        return self._tau
 
     # -- what it costs ------------------------------------------------------------------------------------------------
 
@@ -229,15 +278,7 @@ class UserFiltered(MeanOracle):
         if adjacency != REPLACE_ONE:
             # PRIVACY: n is public, and only replacements keep it (test_the_filter_is_charged_under_replace_one_only)
             raise AdjacencyError(f"the filtered mean has no bound under {adjacency}: use replace_one (n_users public)")
-        users, dim, tau = self.filter.n_users, self._users.dim, self.pair_radius
-        nominal = self.filter.coefficient * tau * (1.0 + 8 * (dim + 16) * _UNIT)
-        return nominal + mean_rounding(users, 2 * self.filter.radii[-1] * tau * 1.01, self.reach * tau * 1.01)
-
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of the noise on the released mean: that asked for, and as much more as rounding needs."""
-        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_the_filtered_mean_is_caught)
-        return self.noise_multiplier * self.sensitivity(REPLACE_ONE)
+        return self._rounded(self.filter.coefficient, self.filter.n_users, 2 * self.filter.radii[-1])
 
     @property
     def bad_pass(self) -> float:
@@ -251,11 +292,7 @@ class UserFiltered(MeanOracle):
         mean = Gaussian(self.noise_multiplier, {REPLACE_ONE: 1.0}, self.filter.failure)
         # PRIVACY: all planned steps, since a halt depends on the data (test_a_halt_earns_no_refund)
         return Sequential(
-            (
-                self._test.event(REPLACE_ONE),
-                Repeat(mean, self._test.steps),
-                Failure(self.bad_pass, "transcript"),
-            )
+            (self._test.event(REPLACE_ONE), Repeat(mean, self._test.steps), Failure(self.bad_pass, "transcript"))
         )
 
     def event(self) -> Sequential:
@@ -273,41 +310,25 @@ class UserFiltered(MeanOracle):
         """Whether the test has failed, so that nothing more is released: public."""
         return self._test.halted
 
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query, self._center)
-
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds the rows of one physical batch to the sums of their users."""
         if not self.halted:
-            self._users.add(rows, users)
-
-    def discard(self) -> None:
-        """Forgets the logical batch."""
-        self._users.discard()
+            super().observe(rows, users)
 
     def release(self, generator: Source) -> Release:
         """Tests the score; returns the noisy filtered mean, or halts."""
         means, items = self._users.take()
         if self.halted:
-            return self._nothing()
+            return self._nothing(halted=True)
         points = Points(means, self._center)
-        # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
-        joined = (items >= self.min_items) & points.within(self.reach * self.pair_radius)
+        joined = self._joined(points, items)
         counts = neighbor_counts(points, self._radii(), joined)
         absent = self.filter.n_users - len(means)  # each its own only neighbor
         if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
             raise SequenceError(f"users must be at most {self.filter.n_users} in a step (got {len(means)})")
         if not self._test.passes(Fraction(int(counts[0].sum()) + absent, self.filter.n_users), generator):
-            return self._nothing()
-        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
-        weights = torch.where(joined, self.filter.weights(counts[-1], generator), 0.0)
-        answer = weighted_mean(points, weights)
-        if self.noise_multiplier:
-            add_normal_(answer, self.noise_std, generator)
-        if self._center is not None:
-            answer += self._center
-        return Release(split_like(answer.to(self._users.dtype), self._users.shapes))
+            return self._nothing(halted=True)
+        return self._answer(points, joined, self.filter.weights(counts[-1], generator), generator)
 
     def _radii(self) -> list[float]:
         tau, *wider = self.filter.radii
@@ -315,9 +336,6 @@ class UserFiltered(MeanOracle):
         # (test_neighbors_of_one_user_are_neighbors_at_twice_the_radius)
         more = 1.0 + 4 * (self._users.dim + 16) * _UNIT
         return [tau * self.pair_radius, *(radius * self.pair_radius * more for radius in wider)]
-
-    def _nothing(self) -> Release:
-        return Release(self._users.zeros(), halted=True, still=True)
 
     def prepare(self, generator: Source) -> None:
         """Draws the noisy threshold."""
@@ -331,18 +349,13 @@ class UserFiltered(MeanOracle):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "UserFiltered",
+        return super().settings() | {
             "filter": repr(self.filter),
             "pair_radius": self._tau,
-            "noise_multiplier": self.noise_multiplier,
             "steps": self._test.steps,
             "threshold": float(self._test.threshold),
             "threshold_scale": self._test.threshold_scale,
             "query_scale": self._test.query_scale,
-            "reach": self.reach,
-            "min_items": self.min_items,
-            "center": None if self._center is None else self._center.tolist(),
         }
 
     def state(self) -> SecretState:
@@ -356,6 +369,4 @@ class UserFiltered(MeanOracle):
 
     def metrics(self) -> dict[str, float]:
         """Returns tau, noise_std and the number of steps answered: public."""
-        if not self._users.shapes:
-            return {}
-        return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(self._test.asked)}
+        return self._metrics(self._test.asked)

@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from scipy.special import ndtr
 from torch import Tensor
 
@@ -44,15 +43,13 @@ from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import NonPrivate, PoissonGaussian, Sequential
 from torch_dpsco.accounting.stated import Failure, Pure
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
-from torch_dpsco.noise import add_normal_, normal
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, split_like
-from torch_dpsco.oracles.users.filtered import ramp_weights, weighted_mean
-from torch_dpsco.oracles.users.rows import UserRows, flat_center
+from torch_dpsco.noise import normal
+from torch_dpsco.oracles.base import Charge, Release
+from torch_dpsco.oracles.users.filtered import FilteredMean, ramp_weights
 from torch_dpsco.rng import Source
-from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
+from torch_dpsco.rows import Points, neighbor_counts
 from torch_dpsco.theory.user_level.sensitivity import poisson_filter_coefficient
 
-_UNIT = 2.0**-53
 _UP = 1 + 1e-9  # more than the error of a normal tail
 
 
@@ -141,7 +138,7 @@ class AdaptiveRadius:
         return min(max(pair_radius * math.exp(off), self.low), self.high)
 
 
-class UserPoissonFiltered(MeanOracle):
+class UserPoissonFiltered(FilteredMean):
     """Filtered mean of each Poisson sample of users that passes a test.
 
     Args:
@@ -165,7 +162,7 @@ class UserPoissonFiltered(MeanOracle):
         0.1
     """
 
-    unit = "user"
+    _adjacency = ADD_REMOVE
 
     def __init__(
         self,
@@ -179,38 +176,23 @@ class UserPoissonFiltered(MeanOracle):
         min_items: int = 1,
         adapt: AdaptiveRadius | None = None,
     ) -> None:
-        super().__init__(test.batch_size)
+        ids = test.n_users if ids is None else check.positive_count(ids=ids)
+        super().__init__(test.batch_size, ids, center, min_items, exact=True)
         self.test, self.adapt = test, adapt
         self._tau = check.between(1e-40, 1e40, pair_radius=pair_radius)
         if adapt is not None and not adapt.low <= self._tau <= adapt.high:
             raise ValueError(f"pair_radius must be in [{adapt.low:g}, {adapt.high:g}] (got {pair_radius:g})")
         self.reach = check.between(1.0, 1e6, reach=reach)
         self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (test.coefficient * self._tau)
-        self.min_items = check.positive_count(min_items=min_items)
-        self.ids = check.positive_count(ids=test.n_users if ids is None else ids)
         self._most = 2 * test.batch_size + 65536  # passed with probability below exp(-20000)
-        self._users = UserRows(self.ids, test.batch_size, exact=True)
-        self._center = flat_center(center)
         self._answered = 0
-
-    @property
-    def pair_radius(self) -> float:
-        """Tau of the next step: public."""
-        return self._tau
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns how far one user moves the mean of a good step, rounding included."""
         if adjacency != ADD_REMOVE:
             # PRIVACY: (test_the_poisson_filter_is_charged_under_add_remove_only)
             raise AdjacencyError(f"the filtered mean of a sample has no bound under {adjacency}: use add_remove")
-        dim, tau = self._users.dim, self._tau
-        nominal = self.test.coefficient * tau * (1.0 + 8 * (dim + 16) * _UNIT)
-        return nominal + mean_rounding(self._most, 2.02 * tau, self.reach * tau * 1.01)
-
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of the noise on the released mean, rounding included."""
-        return self.noise_multiplier * self.sensitivity(ADD_REMOVE)
+        return self._rounded(self.test.coefficient, self._most, 2)
 
     def event(self) -> Sequential:
         """Returns the event of one step: a sampled Gaussian for test and mean together, and the failure."""
@@ -235,67 +217,36 @@ class UserPoissonFiltered(MeanOracle):
             )
         return Charge(self.event())
 
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query, self._center)
-
-    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
-        """Adds the rows of one physical batch to the sums of their users."""
-        self._users.add(rows, users)
-
-    def discard(self) -> None:
-        """Forgets the logical batch."""
-        self._users.discard()
-
     def release(self, generator: Source) -> Release:
         """Tests the batch; returns its noisy filtered mean, or a release that moves nothing."""
-        means, counts = self._users.take()
+        means, items = self._users.take()
         size = len(means)
         if size > self._most:
             raise SequenceError(f"a logical batch must have at most {self._most} users")
         if size < self.test.least:
             return self._nothing()
         points = Points(means, self._center)
-        joined = (counts >= self.min_items) & points.within(self.reach * self._tau)
-        missing = size - neighbor_counts(points, [self._tau], joined)[0]
+        joined = self._joined(points, items)
+        missing = size - neighbor_counts(points, [self.pair_radius], joined)[0]
         # |v - v'| < 2 by more than the rounding of v, for fewer than 2^25 users
         noisy = int(missing.sum()) / size + normal(self.test.noise_std, generator)
-        answer = self._mean(points, joined, missing, generator) if noisy <= self.test.threshold else None
+        answer = self._nothing()
+        if noisy <= self.test.threshold:
+            weights = ramp_weights(missing, self.test.ramp_start, self.test.ramp_end)
+            answer = self._answer(points, joined, weights, generator)
+            self._answered += 1
         if self.adapt is not None:
             # PRIVACY: by the noisy number (test_the_radius_follows_the_noisy_deficiency)
-            self._tau = self.adapt.moved(self._tau, noisy / self.batch_size)
-        if answer is None:
-            return self._nothing()
-        self._answered += 1
-        return Release(split_like(answer.to(self._users.dtype), self._users.shapes))
-
-    def _mean(self, points: Points, joined: Tensor, missing: Tensor, generator: Source) -> Tensor:
-        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
-        weights = torch.where(joined, ramp_weights(missing, self.test.ramp_start, self.test.ramp_end), 0.0)
-        mean = weighted_mean(points, weights)
-        if self.noise_multiplier:
-            add_normal_(mean, self.noise_std, generator)
-        return mean if self._center is None else mean.add_(self._center)
-
-    def _nothing(self) -> Release:
-        return Release(self._users.zeros(), still=True)
+            self._tau = self.adapt.moved(self.pair_radius, noisy / self.batch_size)
+        return answer
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return {
-            "oracle": "UserPoissonFiltered",
-            "test": repr(self.test),
-            "adapt": repr(self.adapt),
-            "noise_multiplier": self.noise_multiplier,
-            "ids": self.ids,
-            "reach": self.reach,
-            "min_items": self.min_items,
-            "center": None if self._center is None else self._center.tolist(),
-        }
+        return super().settings() | {"test": repr(self.test), "adapt": repr(self.adapt), "ids": self._users.n_users}
 
     def state(self) -> dict[str, float]:
         """Returns tau of the next step: public."""
-        return {"pair_radius": self._tau}
+        return {"pair_radius": self.pair_radius}
 
     def restore(self, state: dict[str, float]) -> None:
         """Goes on with a saved tau; drops an open batch."""
@@ -305,6 +256,4 @@ class UserPoissonFiltered(MeanOracle):
 
     def metrics(self) -> dict[str, float]:
         """Returns tau, noise_std and the number of steps answered: public."""
-        if not self._users.shapes:
-            return {}
-        return {"pair_radius": self._tau, "noise_std": self.noise_std, "answered": float(self._answered)}
+        return self._metrics(self._answered)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.rows import GradBatch
 
 
@@ -55,13 +56,7 @@ class UserRows:
         if center is not None and len(center) != self.dim:
             raise ValueError(f"center must have {self.dim} numbers, as the query (got {len(center)})")
         self._device = query[0].device
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the sums: float64 for float64 parameters, else float32."""
-        self._require_open()
-        return self._dtype
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
 
     @property
     def dim(self) -> int:
@@ -110,16 +105,14 @@ class UserRows:
         """Gives new users a place; returns the sums, with memory for all."""
         if self._sums is None:
             self._places = torch.full((self.n_users,), -1, dtype=torch.int64, device=self._device)
-            capacity = min(self._expected, self.n_users)
-            self._counts = torch.zeros(capacity, dtype=torch.int64, device=self._device)
-            self._sums = torch.zeros(capacity, self.dim, dtype=self._dtype, device=self._device)
-            self._used = 0
+            self._counts = self._places.new_zeros(0)
+            self._sums = torch.zeros(0, self.dim, dtype=self.dtype, device=self._device)
         ids = users.unique()
         new = ids[self._places[ids] < 0]
         self._places[new] = torch.arange(self._used, self._used + len(new), device=self._device)
         self._used += len(new)
         if self._used > len(self._counts):
-            more = min(self.n_users, 2 * self._used) - len(self._counts)
+            more = min(self.n_users, max(self._expected, 2 * self._used)) - len(self._counts)
             self._counts = torch.cat([self._counts, self._counts.new_zeros(more)])
             self._sums = torch.cat([self._sums, self._sums.new_zeros(more, self.dim)])
         return self._sums
@@ -135,10 +128,42 @@ class UserRows:
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns the means (k, D) of the k users with rows, and their numbers of rows (k,) int64; forgets all rows."""
         self._require_open()
-        if self._sums is None:
-            none = torch.zeros(0, self.dim, dtype=self._dtype, device=self._device)
-            return none, none.new_zeros(0, dtype=torch.int64)
-        means, counts = self._sums[: self._used], self._counts[: self._used]
+        sums = self._room(torch.zeros(0, dtype=torch.int64, device=self._device))
+        means, counts = sums[: self._used], self._counts[: self._used]
         means.div_(counts[:, None])
         self.discard()
         return means, counts
+
+
+class UserMean(MeanOracle):
+    """Collects the means of users, measured from a public center.
+
+    Args:
+        batch_size: public divisor of the mean, in users.
+        n_users: ids are in [0, n_users).
+        center: public vector, a tensor per parameter; None for 0.
+        min_items: rows that a user must have, public.
+        exact: see `UserRows`.
+    """
+
+    unit = "user"
+
+    def __init__(
+        self, batch_size: int, n_users: int, center: Sequence[Tensor] | None, min_items: int, *, exact: bool = False
+    ) -> None:
+        super().__init__(batch_size)
+        self.min_items = check.positive_count(min_items=min_items)
+        self._users = UserRows(n_users, batch_size, exact=exact)
+        self._center = flat_center(center)
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch; forgets an unfinished one."""
+        self._users.open(query, self._center)
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Adds the rows of one physical batch to the sums of their users."""
+        self._users.add(rows, users)
+
+    def discard(self) -> None:
+        """Forgets the logical batch."""
+        self._users.discard()

@@ -179,7 +179,7 @@ class UserSearched(UserFiltered):
         choice = draw(search_law(self._totals(means, items), self.search, self.filter.n_users), generator)
         self._tau = self._choices[choice]
         self._warn_at_end(choice)
-        return Release(self._users.zeros(), still=True)
+        return self._nothing()
 
     def _totals(self, means: Tensor, items: Tensor) -> list[int]:
         """Returns T_i of each candidate."""
@@ -209,7 +209,7 @@ class UserSearched(UserFiltered):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers; tau, which is found in the run, is in `state`."""
-        return super().settings() | {"oracle": "UserSearched", "pair_radius": None, "search": repr(self.search)}
+        return super().settings() | {"pair_radius": None, "search": repr(self.search)}
 
     def state(self) -> SecretState:
         """Returns tau, which is public, and the state of the test."""

@@ -51,10 +51,6 @@ def _inner(layer: Any) -> list[int]:
     return [before if own else 0 for before, _ in pads]
 
 
-def _flat(pads: list[tuple[int, int]]) -> list[int]:
-    return [side for pair in reversed(pads) for side in pair]  # last dimension first, as F.pad wants it
-
-
 def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns (B, groups, *spatial, C / groups) with the padding that the convolution does itself.
 
@@ -157,7 +153,8 @@ class ConvolutionKind(Kind):
         require_dims(layer, x, dims + 2, dims + 2)
         if any(_inner(layer)) or not any(map(any, _pads(layer))):
             return x
-        return F.pad(x, _flat(_pads(layer)), mode=_MODES[layer.padding_mode])
+        flat = [side for pair in reversed(_pads(layer)) for side in pair]  # last dimension first
+        return F.pad(x, flat, mode=_MODES[layer.padding_mode])
 
     def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the output."""

@@ -35,11 +35,7 @@ class ItemBlock(Block):
     def __init__(self, records: Tensor, items: Tensor, vectors: Tensor, n_records: int, n_items: int) -> None:
         self.records, self.items, self.vectors = records, items, vectors
         self.n_records, self.n_items = n_records, n_items
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Shape of the weight."""
-        return [torch.Size([self.n_items, self.vectors.shape[1]])]
+        self.shapes = [torch.Size([n_items, vectors.shape[1]])]
 
     def __len__(self) -> int:
         return self.n_records

@@ -13,20 +13,6 @@ from torch_dpsco.rows.base import work_dtype
 from torch_dpsco.rows.layers.recorded import Formed, Kept, Kind, Use, require_dims
 
 
-def _formed(use: Use, normalized: Tensor, places: list[int]) -> Kept:
-    """Returns the rows; `normalized` is overwritten, `places` are the dimensions that share a weight."""
-    grad = use.grad.to(normalized.dtype)
-    rows = {"weight": normalized.mul_(grad) if use.trained["weight"] else None}
-    rows["bias"] = grad if use.trained["bias"] else None
-    if places:
-        rows = {name: None if part is None else part.sum(places) for name, part in rows.items()}
-    elif rows["bias"] is not None:
-        rows["bias"] = rows["bias"].clone()  # the gradient is autograd's
-    if use.scale != 1:
-        rows = {name: None if part is None else part * use.scale for name, part in rows.items()}
-    return Formed(**rows)
-
-
 class LayerNormKind(Kind):
     """x is (B, ..., *normalized_shape)."""
 
@@ -65,7 +51,13 @@ class GroupNormKind(Kind):
     """x is (B, C, ...)."""
 
     def rows(self, use: Use) -> Kept:
-        """Returns the rows."""
+        """Returns the rows, summed over places; vectors have one."""
         x = use.x.to(work_dtype(use.x.dtype))
-        normalized = F.group_norm(x, use.layer.num_groups, eps=use.layer.eps)
-        return _formed(use, normalized, list(range(2, x.dim())))
+        grad, places = use.grad.to(x.dtype), list(range(2, x.dim() + 1))
+        weight = bias = None
+        if use.trained["weight"]:
+            normalized = F.group_norm(x, use.layer.num_groups, eps=use.layer.eps).mul_(grad)
+            weight = normalized[..., None].sum(places).mul_(use.scale)
+        if use.trained["bias"]:
+            bias = grad[..., None].sum(places).mul_(use.scale)
+        return Formed(weight, bias)

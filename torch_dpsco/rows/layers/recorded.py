@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import Block, work_dtype
-from torch_dpsco.rows.dense import DenseBlock, piece_norms
+from torch_dpsco.rows.base import Block, piece_norms, work_dtype
+from torch_dpsco.rows.dense import DenseBlock
 from torch_dpsco.rows.factored import MAX_TIMES, FactoredBlock, SequenceBlock, outer_sums
 from torch_dpsco.rows.precision import require_full_precision
+from torch_dpsco.rows.supported import require_known
 
 
 class Kept(ABC):
@@ -263,11 +264,6 @@ class Tape:
             )
         return self.__dict__
 
-    @property
-    def tags(self) -> set[int | None]:
-        """Numbers of the passes."""
-        return {tag for tag, _ in self.uses}
-
     def clear(self) -> None:
         """Forgets all rows."""
         self.uses = []
@@ -364,15 +360,9 @@ def run(layer: Any, x: Tensor) -> Tensor:
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
     layer.passes.require_batch(layer, x.shape, 0)
-    if any(p is not None and p.requires_grad and not hasattr(p, "dpsco_reset") for p in layer._parameters.values()):
-        # PRIVACY: rows at one point would be taken for rows at another
-        # (test_weights_that_attach_has_not_seen_are_refused)
-        raise SequenceError(
-            f"{type(layer).__name__} has trained parameters that it did not have at dp.attach (functional_call, "
-            f"load_state_dict(assign=True), a copy of a part): attach the model after such changes, or use one that is "
-            f"detached"
-        )
-    for p in (p for p in layer._parameters.values() if p is not None):
+    params = [p for p in layer._parameters.values() if p is not None]
+    require_known(layer, params)
+    for p in params:
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
     if layer.tape.trial is not None:
         # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)

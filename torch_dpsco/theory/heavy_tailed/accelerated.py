@@ -17,11 +17,11 @@ Source: Lowy and Razaviyayn, Theorems 9 and 31.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.errors import warn
 from torch_dpsco.theory.clipping import clip_threshold_linear, exchange_rate_accelerated, safe_exp
 from torch_dpsco.theory.heavy_tailed.inputs import OnePass, OnePassPlan, check_mode, least_steps
 
@@ -32,18 +32,13 @@ class AcceleratedPlan(OnePassPlan):
 
     Args, besides those of `OnePassPlan`:
         noise_weight: a, the exchange rate of `clip`.
-        inverse_lr: eta; step t = 1, 2, ... has size t/(2 eta).
+        inverse_lr: eta; step t = 1, 2, ... has size t/(2 eta), and `lr` is 1/(2 eta).
         diameter: D.
     """
 
     noise_weight: float
     inverse_lr: float
     diameter: float
-
-    @property
-    def lr(self) -> float:
-        """The factor of t in the step size, 1/(2 eta)."""
-        return 1.0 / (2.0 * self.inverse_lr)
 
 
 def accelerated_plan(
@@ -98,36 +93,47 @@ def accelerated_plan(
     """
     data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     check.nonnegative(smoothness=smoothness)
-    check.positive(diameter=diameter)
-    paper_epsilon = math.sqrt(2.0 * rho) if check_mode(mode, adjacency) == "paper" else None
+    D, paper = check.positive(diameter=diameter), check_mode(mode, adjacency) == "paper"
+    published: dict[str, Any] = {"n": n, "dim": dim, "moment": moment, "moment_order": moment_order}
+    published |= {"paper_epsilon": math.sqrt(2.0 * rho)}
 
     def planned(T: int) -> AcceleratedPlan:
-        return _planned(data, T, smoothness, diameter, clip, paper_epsilon)
+        weight, chosen = exchange_rate_accelerated(n, dim, T, rho, adjacency), clip
+        if chosen is None and paper:
+            chosen = accelerated_clip_paper(**published, steps=T)
+        elif chosen is None:
+            chosen = clip_threshold_linear(moment, moment_order, weight)
+        run = data.run(T, chosen)
+        bias, error = run["bias"], run["variance"] + run["bias"] ** 2
+        inverse_lr = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
+        root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
+        return AcceleratedPlan(
+            **run,
+            noise_weight=weight,
+            inverse_lr=inverse_lr,
+            lr=1.0 / (2.0 * inverse_lr),
+            bound=4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D,
+            smoothness=smoothness,
+            diameter=D,
+            mode=mode,
+        )
 
-    if steps is None and paper_epsilon is not None:
-        steps = _paper_steps(data, smoothness, diameter, paper_epsilon)
+    if steps is None and paper:
+        real = accelerated_steps_paper(**published, smoothness=smoothness, diameter=D)
+        steps = max(1, math.ceil(min(real, float(n))))
     elif steps is None:
         steps = 1 if smoothness == 0 else least_steps(lambda T: planned(T).bound, n)
     plan = planned(steps)
     if plan.noise_weight >= 1.0:
-        warnings.warn(
+        warn(
             f"noise dominates: a unit of clip costs {plan.noise_weight:.3g} >= 1 of error; more records, a larger rho "
-            "or fewer parameters are needed",
-            UtilityWarning,
-            stacklevel=2,
+            "or fewer parameters are needed"
         )
     return plan
 
 
 def accelerated_steps_paper(
-    *,
-    n: int,
-    dim: int,
-    paper_epsilon: float,
-    smoothness: float,
-    diameter: float,
-    moment: float,
-    moment_order: float,
+    *, n: int, dim: int, paper_epsilon: float, smoothness: float, diameter: float, moment: float, moment_order: float
 ) -> float:
     """Returns the real number of steps of Theorems 9 and 31, with constants 1.
 
@@ -182,46 +188,6 @@ def accelerated_clip_paper(
     k = check.order(moment_order=moment_order)
     x = _log_signal(n, dim, paper_epsilon) - math.log(check.positive_count(steps=steps)) / 2
     return safe_exp(math.log(check.positive(moment=moment)) + x / k)
-
-
-def _planned(
-    data: OnePass, T: int, smoothness: float, diameter: float, clip: float | None, paper_epsilon: float | None
-) -> AcceleratedPlan:
-    k, r = data.moment_order, data.moment
-    weight = exchange_rate_accelerated(data.n, data.dim, T, data.rho, data.adjacency)
-    if clip is None and paper_epsilon is not None:
-        clip = accelerated_clip_paper(
-            n=data.n, dim=data.dim, steps=T, paper_epsilon=paper_epsilon, moment=r, moment_order=k
-        )
-    elif clip is None:
-        clip = clip_threshold_linear(r, k, weight)
-    run = data.run(T, clip)
-    bias, D = run["bias"], diameter
-    error = run["variance"] + bias**2
-    inverse_lr = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
-    root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
-    return AcceleratedPlan(
-        **run,
-        noise_weight=weight,
-        inverse_lr=inverse_lr,
-        bound=4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D,
-        smoothness=smoothness,
-        diameter=D,
-        mode="tight" if paper_epsilon is None else "paper",
-    )
-
-
-def _paper_steps(data: OnePass, smoothness: float, diameter: float, paper_epsilon: float) -> int:
-    real = accelerated_steps_paper(
-        n=data.n,
-        dim=data.dim,
-        paper_epsilon=paper_epsilon,
-        smoothness=smoothness,
-        diameter=diameter,
-        moment=data.moment,
-        moment_order=data.moment_order,
-    )
-    return max(1, math.ceil(min(real, float(data.n))))
 
 
 def _log_signal(n: int, dim: int, paper_epsilon: float) -> float:

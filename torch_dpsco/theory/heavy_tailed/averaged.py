@@ -193,38 +193,31 @@ def strongly_convex_plan(
     distance = min(check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu)
     paper = check_mode(mode, adjacency) == "paper"
 
-    def planned(T: int, scheduled: bool) -> StronglyConvexPlan:
-        chosen = _paper_clip(data, T) if paper and clip is None else clip
-        return _planned(data, T, mu, beta, distance, chosen, mode, scheduled)
+    def planned(T: int, schedule: AveragingSchedule) -> StronglyConvexPlan:
+        u, chosen = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T), clip
+        if chosen is None and paper:
+            chosen = _paper_clip(data, T)
+        elif chosen is None:
+            weight = u.noise * data.noise_variance(data.batch_size(T), 1.0)
+            chosen = clip_threshold_square(moment, moment_order, u.bias, weight)
+        run = data.run(T, chosen)
+        return StronglyConvexPlan(
+            **run,
+            lr=1.0 / beta,
+            bound=u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"],
+            strong_convexity=mu,
+            smoothness=beta,
+            distance=distance,
+            mode=mode,
+            schedule=schedule,
+            coefficients=u,
+        )
 
-    if steps is None:
-        steps = _paper_steps(data, mu, beta, distance) if paper else least_steps(lambda T: planned(T, False).bound, n)
-    return planned(steps, True)
-
-
-def _planned(
-    data: OnePass, T: int, mu: float, beta: float, distance: float, clip: float | None, mode: str, scheduled: bool
-) -> StronglyConvexPlan:
-    u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
-    run = data.run(T, _clip(data, T, u) if clip is None else clip)
-    schedule = AveragingSchedule((), ())  # while searching for T, where its T numbers are not needed
-    if scheduled:
-        schedule = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
-    return StronglyConvexPlan(
-        **run,
-        bound=u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"],
-        strong_convexity=mu,
-        smoothness=beta,
-        distance=distance,
-        mode=mode,
-        schedule=schedule,
-        coefficients=u,
-    )
-
-
-def _clip(data: OnePass, T: int, u: BoundCoefficients) -> float:
-    weight = u.noise * data.noise_variance(data.batch_size(T), 1.0)
-    return clip_threshold_square(data.moment, data.moment_order, u.bias, weight)
+    if steps is None and paper:
+        steps = _paper_steps(data, mu, beta, distance)
+    elif steps is None:  # its T numbers are not needed to find T
+        steps = least_steps(lambda T: planned(T, AveragingSchedule((), ())).bound, n)
+    return planned(steps, averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=steps))
 
 
 def _paper_clip(data: OnePass, T: int) -> float:

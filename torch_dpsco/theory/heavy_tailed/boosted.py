@@ -25,16 +25,19 @@ from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.clipping import clip_bias, clip_threshold_square, mean_noise_std
+from torch_dpsco.theory.clipping import clip_bias, clip_threshold_square
 from torch_dpsco.theory.heavy_tailed.inputs import check_order
 from torch_dpsco.theory.heavy_tailed.localized import (
-    LocalizedPhase,
     LocalizedSchedule,
+    Tuned,
     ballfree_rate,
     ballfree_steps,
     capped_steps,
+    full_passes,
     noise_level,
+    phases_of,
     scaled_regs,
+    steps_in_ball,
     warn_if_capped,
 )
 
@@ -117,33 +120,32 @@ def boosted_localized_schedule(
     moment, k = check.positive(moment=moment), check_order(moment_order, allow_infinite_variance)
     second = check.positive(second_moment=second_moment)
     check.positive(diameter=diameter)
-    cap = None if max_steps is None else check.positive_count(max_steps=max_steps)
-    groups = _groups(n, copies, phases)
     c = _PROVED if conservative else _PLAIN
-    made = [_made(m, noise_level(m, dim, rho, adjacency), moment, k, second, c, cap, ball) for m in groups]
+    lipschitz = 2.0 * second  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
+
+    def tuned(m: int) -> Tuned:
+        level = noise_level(m, dim, rho, adjacency)
+        if ball:
+            clip = clip_threshold_square(moment, k, c.bias, 4.0 * c.optimization * level)
+            steps, wanted, square = steps_in_ball(level, clip, lipschitz, max_steps)
+        else:
+            wanted = ballfree_steps(level)
+            steps = capped_steps(wanted, max_steps)
+            unit = 3.0 * ballfree_rate(level, steps) ** 2
+            clip = clip_threshold_square(moment, k, c.bias, c.optimization * unit)
+            square = unit * clip**2
+        spread = math.sqrt(c.optimization * square + c.bias * clip_bias(moment, k, clip) ** 2)
+        error = math.sqrt(c.generalization / m) * second + spread
+        return full_passes(m, clip, steps, error, wanted, rho, adjacency, copies)
+
+    made = [tuned(m) for m in _groups(n, copies, phases)]
     root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
     regs = scaled_regs(root / diameter if reg is None else check.positive(reg=reg), len(made))
-    parts = tuple(
-        LocalizedPhase(
-            index=i + 1,
-            n=m,
-            batch_size=m,
-            clip=one.clip,
-            steps=one.steps,
-            reg=lam,
-            radius=min(diameter, 2.0 * second / lam) if ball else math.inf,
-            # PRIVACY: all records of the group enter each of its steps (test_every_phase_costs_rho_and_no_more).
-            noise_std=mean_noise_std(one.clip, m, rho, one.steps, adjacency),
-            error=one.error,
-            uncapped_steps=one.wanted,
-            copies=copies,
-        )
-        for i, (m, one, lam) in enumerate(zip(groups, made, regs, strict=True))
-    )
+    parts = phases_of(made, regs, [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs])
     if ball:
         warn_if_capped(parts)
     first = second if first_moment is None else check.positive(first_moment=first_moment)
-    enough = groups[-1] >= _SMALLEST_GROUP and all(one.steps >= 2 for one in made)
+    enough = made[-1].n >= _SMALLEST_GROUP and all(one.steps >= 2 for one in made)
     return LocalizedSchedule(
         phases=parts,
         rho=rho,
@@ -151,7 +153,7 @@ def boosted_localized_schedule(
         bound=diameter * root if reg is None else None,
         tail=c.reach * first * made[-1].error / regs[-1] if reg is None else None,
         diameter=diameter,
-        proved=conservative and reg is None and enough and boosted_failure(copies, len(made), groups[-1]) < 1.0,
+        proved=conservative and reg is None and enough and boosted_failure(copies, len(made), made[-1].n) < 1.0,
     )
 
 
@@ -170,34 +172,6 @@ def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
     """
     gap = _gap(smallest_group)
     return check.positive_count(phases=phases) * math.exp(-2.0 * check.positive_count(copies=copies) * gap**2)
-
-
-@dataclass(frozen=True)
-class _Made:
-    clip: float
-    steps: int
-    wanted: int
-    error: float
-
-
-def _made(
-    m: int, level: float, moment: float, k: float, second: float, c: _Constants, cap: int | None, ball: bool
-) -> _Made:
-    lipschitz = 2.0 * second  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
-    if ball:
-        C = clip_threshold_square(moment, k, c.bias, 4.0 * c.optimization * level)
-        wanted = max(1, math.ceil((1.0 + lipschitz / C) ** 2 / level))
-        T = capped_steps(wanted, cap)
-        X = (4.0 * level * C**2 * T + 4.0 * (C + lipschitz) ** 2) / (T + 1.0)
-    else:
-        wanted = ballfree_steps(level)
-        T = capped_steps(wanted, cap)
-        unit = 3.0 * ballfree_rate(level, T) ** 2
-        C = clip_threshold_square(moment, k, c.bias, c.optimization * unit)
-        X = unit * C**2
-    bias = clip_bias(moment, k, C)
-    error = math.sqrt(c.generalization / m) * second + math.sqrt(c.optimization * X + c.bias * bias**2)
-    return _Made(C, T, wanted, error)
 
 
 def _groups(n: int, copies: int, phases: int | None) -> list[int]:

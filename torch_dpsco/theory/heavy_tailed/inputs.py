@@ -60,6 +60,7 @@ class OnePassPlan:
         noise_std: sigma, std per coordinate of the noise on a mean.
         bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
         variance: r_2^2/s + d sigma^2, WITHOUT the square of the bias.
+        lr: step size as the optimizer takes it: of the first step, or the factor of t in that of step t.
         bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
         smoothness: beta.
         mode: "tight" or "paper".
@@ -75,6 +76,7 @@ class OnePassPlan:
     noise_std: float
     bias: float
     variance: float
+    lr: float
     bound: float
     smoothness: float
     mode: str = "tight"

@@ -32,12 +32,12 @@ docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Raza
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.errors import warn
 from torch_dpsco.theory.clipping import (
     clip_bias,
     clip_threshold_linear,
@@ -259,25 +259,22 @@ def localized_schedule_ballfree(
         (19, 0.0623, 5000282843)
     """
     k = check_order(moment_order, allow_infinite_variance)
-    cap = None if max_steps is None else check.positive_count(max_steps=max_steps)
-    sizes = halved_sizes(n, min_phase)
-    levels = [noise_level(size, dim, rho, adjacency) for size in sizes]
-    wanted = [ballfree_steps(level) for level in levels]
-    steps = [capped_steps(T, cap) for T in wanted]
-    rates = [ballfree_rate(level, T) for level, T in zip(levels, steps, strict=True)]
-    clips = [clip_threshold_linear(moment_2k, k, min(rate, 1.0)) for rate in rates]
-    errors = [clip_bias(moment_2k, k, C) + rate * C for rate, C in zip(rates, clips, strict=True)]
-    regs, bound = regularization(sizes, errors, second_moment, diameter, reg)
-    radii = [math.inf] * len(sizes)
-    phases = _phases(sizes, clips, steps, wanted, errors, regs, radii, rho, adjacency)
-    return LocalizedSchedule(
-        phases=phases,
+
+    def tuned(size: int) -> Tuned:
+        level = noise_level(size, dim, rho, adjacency)
+        wanted = ballfree_steps(level)
+        steps = capped_steps(wanted, max_steps)
+        clip, error = clip_and_error(moment_2k, k, ballfree_rate(level, steps))
+        return full_passes(size, clip, steps, error, wanted, rho, adjacency)
+
+    return regularized(
+        [tuned(size) for size in halved_sizes(n, min_phase)],
         rho=rho,
         adjacency=adjacency,
-        bound=bound,
-        tail=None if bound is None else _first(first_moment, second_moment) * errors[-1] / regs[-1],
+        second_moment=second_moment,
+        first_moment=first_moment,
         diameter=diameter,
-        proved=bound is not None,
+        reg=reg,
     )
 
 
@@ -332,34 +329,31 @@ def localized_schedule(
         >>> round(schedule.bound, 4)
         0.0642
     """
-    k = check_order(moment_order, allow_infinite_variance)
-    cap = None if max_steps is None else check.positive_count(max_steps=max_steps)
-    check.positive(second_moment=second_moment)
-    sizes = halved_sizes(n, min_phase)
+    k, sizes = check_order(moment_order, allow_infinite_variance), halved_sizes(n, min_phase)
+    diameter = check.positive(diameter=diameter)
     # P(mean of sup-norms > Lb) <= 1/(ell sqrt n) for each phase, by Markov for the power 2k
     lipschitz = check.positive(moment_2k=moment_2k) * (len(sizes) * math.sqrt(n)) ** (1.0 / (2.0 * k))
-    levels = [noise_level(size, dim, rho, adjacency) for size in sizes]
-    clips = [clip_threshold_square(moment_2k, k, 1.0, 4.0 * level) for level in levels]
-    wanted = [max(1, math.ceil((1.0 + lipschitz / C) ** 2 / level)) for C, level in zip(clips, levels, strict=True)]
-    steps = [capped_steps(T, cap) for T in wanted]
-    errors = [
-        math.sqrt(clip_bias(moment_2k, k, C) ** 2 + (4.0 * level * C**2 * T + 4.0 * (C + lipschitz) ** 2) / (T + 1.0))
-        for C, level, T in zip(clips, levels, steps, strict=True)
-    ]
-    regs, bound = regularization(sizes, errors, second_moment, diameter, reg)
-    radii = [min(diameter, lipschitz / lam) for lam in regs]
-    phases = _phases(sizes, clips, steps, wanted, errors, regs, radii, rho, adjacency)
-    warn_if_capped(phases)
-    leaving = (len(sizes) + 1) * diameter / math.sqrt(n)
-    return LocalizedSchedule(
-        phases=phases,
+
+    def tuned(size: int) -> Tuned:
+        level = noise_level(size, dim, rho, adjacency)
+        clip = clip_threshold_square(moment_2k, k, 1.0, 4.0 * level)
+        steps, wanted, square = steps_in_ball(level, clip, lipschitz, max_steps)
+        error = math.sqrt(clip_bias(moment_2k, k, clip) ** 2 + square)
+        return full_passes(size, clip, steps, error, wanted, rho, adjacency)
+
+    schedule = regularized(
+        [tuned(size) for size in sizes],
         rho=rho,
         adjacency=adjacency,
-        bound=bound,
-        tail=None if bound is None else _first(first_moment, second_moment) * (errors[-1] / regs[-1] + leaving),
+        second_moment=second_moment,
+        first_moment=first_moment,
         diameter=diameter,
-        proved=bound is not None,
+        reg=reg,
+        lipschitz=lipschitz,
+        leaving=(len(sizes) + 1) * diameter / math.sqrt(n),
     )
+    warn_if_capped(schedule.phases)
+    return schedule
 
 
 def noise_level(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
@@ -395,65 +389,106 @@ def ballfree_rate(level: float, steps: int) -> float:
 
 def capped_steps(steps: int, max_steps: int | None) -> int:
     """Returns the smaller of the two; None stands for no cap."""
-    return steps if max_steps is None else min(steps, max_steps)
+    return steps if max_steps is None else min(steps, check.positive_count(max_steps=max_steps))
 
 
-def regularization(
-    sizes: Sequence[int], errors: Sequence[float], second_moment: float, diameter: float, reg: float | None
-) -> tuple[list[float], float | None]:
-    """Returns lambda_1, lambda_2, ... and the main term of the bound (None for a given lambda_1)."""
-    check.positive(diameter=diameter)
-    check.positive(second_moment=second_moment)
-    if reg is not None:
-        return scaled_regs(check.positive(reg=reg), len(sizes)), None
-    total = math.fsum(
-        (2.0 * second_moment**2 / size + 4.0 * error**2) / 8.0**i
-        for i, (size, error) in enumerate(zip(sizes, errors, strict=True))
+def steps_in_ball(level: float, clip: float, lipschitz: float, max_steps: int | None) -> tuple[int, int, float]:
+    """Returns (steps, those without a cap, the square of what noise and start leave) of a phase in a ball of Lb/lambda.
+
+    Source:
+        docs/proofs/heavy_tailed.md#phase-in-a-ball.
+    """
+    wanted = max(1, math.ceil((1.0 + lipschitz / clip) ** 2 / level))
+    T = capped_steps(wanted, max_steps)
+    return T, wanted, (4.0 * level * clip**2 * T + 4.0 * (clip + lipschitz) ** 2) / (T + 1.0)
+
+
+def clip_and_error(moment_2k: float, moment_order: float, rate: float) -> tuple[float, float]:
+    """Returns the clip of a phase without a ball and its error over lambda, at a rate of `ballfree_rate`."""
+    clip = clip_threshold_linear(moment_2k, moment_order, min(rate, 1.0))
+    return clip, clip_bias(moment_2k, moment_order, clip) + rate * clip
+
+
+class Tuned(NamedTuple):
+    """What is chosen for a phase before lambda is known, as in `LocalizedPhase`."""
+
+    n: int
+    batch_size: int
+    clip: float
+    steps: int
+    noise_std: float
+    error: float
+    uncapped_steps: int
+    copies: int = 1
+
+
+def full_passes(
+    n: int, clip: float, steps: int, error: float, uncapped_steps: int, rho: float, adjacency: str, copies: int = 1
+) -> Tuned:
+    """Returns a phase whose steps cost rho together."""
+    # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
+    noise_std = mean_noise_std(clip, n, rho, steps, adjacency)
+    return Tuned(n, n, clip, steps, noise_std, error, uncapped_steps, copies)
+
+
+def phases_of(tuned: Sequence[Tuned], regs: Sequence[float], radii: Sequence[float]) -> tuple[LocalizedPhase, ...]:
+    """Returns the phases, in their order."""
+    return tuple(
+        LocalizedPhase(index=index, reg=reg, radius=radius, **one._asdict())
+        for index, (one, reg, radius) in enumerate(zip(tuned, regs, radii, strict=True), start=1)
     )
+
+
+def regularized(
+    tuned: Sequence[Tuned],
+    *,
+    rho: float | None,
+    second_moment: float,
+    first_moment: float | None,
+    diameter: float,
+    reg: float | None,
+    adjacency: str = "replace_one",
+    lipschitz: float | None = None,
+    leaving: float = 0.0,
+) -> LocalizedSchedule:
+    """Returns phases with the lambda_1, lambda_2, ... of the least bound, or of a given lambda_1, without a bound.
+
+    Args:
+        tuned: the phases.
+        rho: zCDP of each; None where an accountant calibrates their noise.
+        second_moment: rt_2.
+        first_moment: rt_1, default rt_2.
+        diameter: D.
+        reg: lambda_1; None for the best.
+        adjacency: of rho.
+        lipschitz: Lb of balls of radius min(D, Lb/lambda_i); None for no balls.
+        leaving: added to the tail over rt_1 for leaving them.
+    """
+    D, second = check.positive(diameter=diameter), check.positive(second_moment=second_moment)
+    first = second if first_moment is None else check.positive(first_moment=first_moment)
+    total = math.fsum((2.0 * second**2 / one.n + 4.0 * one.error**2) / 8.0**i for i, one in enumerate(tuned))
     root = math.sqrt(2.0 * total)
-    return scaled_regs(root / diameter, len(sizes)), diameter * root
+    regs = scaled_regs(root / D if reg is None else check.positive(reg=reg), len(tuned))
+    radii = [math.inf if lipschitz is None else min(D, lipschitz / lam) for lam in regs]
+    error, last = tuned[-1].error, regs[-1]
+    tail = first * error / last if lipschitz is None else first * (error / last + leaving)
+    return LocalizedSchedule(
+        phases=phases_of(tuned, regs, radii),
+        rho=rho,
+        adjacency=adjacency,
+        bound=D * root if reg is None else None,
+        tail=tail if reg is None else None,
+        diameter=D,
+        proved=reg is None,
+    )
 
 
 def warn_if_capped(phases: Sequence[LocalizedPhase]) -> None:
     """Warns that a cap weakens a bound whose threshold is tuned for all steps."""
     cut = [phase for phase in phases if phase.capped]
     if cut:
-        warnings.warn(
+        warn(
             f"max_steps={cut[0].steps} cuts phase {cut[0].index} short of its {cut[0].uncapped_steps} steps "
             f"({len(cut)} phases in all): the bound is weak; use the ball-free schedule, more steps, or reg=",
-            UtilityWarning,
             stacklevel=3,
         )
-
-
-def _phases(
-    sizes: Sequence[int],
-    clips: Sequence[float],
-    steps: Sequence[int],
-    wanted: Sequence[int],
-    errors: Sequence[float],
-    regs: Sequence[float],
-    radii: Sequence[float],
-    rho: float,
-    adjacency: str,
-) -> tuple[LocalizedPhase, ...]:
-    return tuple(
-        LocalizedPhase(
-            index=i + 1,
-            n=size,
-            batch_size=size,
-            clip=clips[i],
-            steps=steps[i],
-            reg=regs[i],
-            radius=radii[i],
-            # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
-            noise_std=mean_noise_std(clips[i], size, rho, steps[i], adjacency),
-            error=errors[i],
-            uncapped_steps=wanted[i],
-        )
-        for i, size in enumerate(sizes)
-    )
-
-
-def _first(first_moment: float | None, second_moment: float) -> float:
-    return second_moment if first_moment is None else check.positive(first_moment=first_moment)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
@@ -28,13 +29,11 @@ from torch_dpsco.theory.heavy_tailed.inputs import OnePass, OnePassPlan, check_m
 class ProximalPlan(OnePassPlan):
     """Public numbers of a planned run of ProximalSGD.
 
-    Args, besides those of `OnePassPlan`:
-        lr: 1/(2 beta).
+    Args, besides those of `OnePassPlan`, where `lr` is 1/(2 beta):
         pl_constant: mu.
         initial_gap: bound on F(w_0) - F*.
     """
 
-    lr: float
     pl_constant: float
     initial_gap: float
 
@@ -125,30 +124,20 @@ def proximal_pl_plan(
     data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
     check.positive(initial_gap=initial_gap)
     paper = check_mode(mode, adjacency) == "paper"
+    goal: dict[str, Any] = {"pl_constant": pl_constant, "smoothness": smoothness, "initial_gap": initial_gap}
 
     def planned(T: int) -> ProximalPlan:
-        chosen = _paper_clip(data, T) if paper and clip is None else clip
-        return _planned(data, T, pl_constant, smoothness, initial_gap, chosen, mode)
+        chosen = clip
+        if chosen is None and paper:
+            chosen = _paper_clip(data, T)
+        elif chosen is None:
+            weight = 2.0 * data.noise_variance(data.batch_size(T), 1.0)
+            chosen = clip_threshold_square(moment, moment_order, 3.0, weight)
+        run = data.run(T, chosen)
+        bound = proximal_pl_bound(**goal, steps=T, bias=run["bias"], variance=run["variance"])
+        return ProximalPlan(**run, **goal, lr=1.0 / (2.0 * smoothness), bound=bound, mode=mode)
 
     return planned(least_steps(lambda T: planned(T).bound, n) if steps is None else steps)
-
-
-def _planned(data: OnePass, T: int, mu: float, beta: float, gap: float, clip: float | None, mode: str) -> ProximalPlan:
-    if clip is None:
-        weight = 2.0 * data.noise_variance(data.batch_size(T), 1.0)
-        clip = clip_threshold_square(data.moment, data.moment_order, 3.0, weight)
-    run = data.run(T, clip)
-    return ProximalPlan(
-        **run,
-        lr=1.0 / (2.0 * beta),
-        bound=proximal_pl_bound(
-            pl_constant=mu, smoothness=beta, steps=T, initial_gap=gap, bias=run["bias"], variance=run["variance"]
-        ),
-        pl_constant=mu,
-        smoothness=beta,
-        initial_gap=gap,
-        mode=mode,
-    )
 
 
 def _paper_clip(data: OnePass, T: int) -> float:

@@ -21,15 +21,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_dpsco import _validate as check
-from torch_dpsco.theory.clipping import clip_bias, clip_threshold_linear
 from torch_dpsco.theory.heavy_tailed.inputs import check_order
 from torch_dpsco.theory.heavy_tailed.localized import (
     LocalizedPhase,
     LocalizedSchedule,
+    Tuned,
     ballfree_rate,
+    clip_and_error,
     halved_sizes,
     localized_schedule_ballfree,
-    regularization,
+    regularized,
 )
 
 _SKIP_BELOW = 16
@@ -205,33 +206,12 @@ def localized_schedule_minibatch(
             f"batch_sizes, steps and noise_multipliers must hold one number for each of {len(sizes)} phases (got "
             f"{len(batch_sizes)}, {len(steps)} and {len(noise_multipliers)})"
         )
-    rates = [_minibatch_rate(m, dim, *one) for m, one in zip(sizes, given, strict=True)]
-    clips = [clip_threshold_linear(moment_2k, k, min(rate, 1.0)) for rate in rates]
-    errors = [clip_bias(moment_2k, k, C) + rate * C for rate, C in zip(rates, clips, strict=True)]
-    regs, bound = regularization(sizes, errors, second_moment, diameter, reg)
-    first = second_moment if first_moment is None else check.positive(first_moment=first_moment)
-    phases = tuple(
-        LocalizedPhase(
-            index=i + 1,
-            n=sizes[i],
-            batch_size=b,
-            clip=clips[i],
-            steps=T,
-            reg=regs[i],
-            radius=math.inf,
-            noise_std=z * clips[i] / b,
-            error=errors[i],
-            uncapped_steps=T,
-        )
-        for i, (b, T, z) in enumerate(given)
-    )
-    return LocalizedSchedule(
-        phases=phases,
-        rho=None,
-        bound=bound,
-        tail=None if bound is None else first * errors[-1] / regs[-1],
-        diameter=diameter,
-        proved=bound is not None,
+    tuned = []
+    for m, (b, T, z) in zip(sizes, given, strict=True):
+        clip, error = clip_and_error(moment_2k, k, _minibatch_rate(m, dim, b, T, z))
+        tuned.append(Tuned(m, b, clip, T, z * clip / b, error, T))
+    return regularized(
+        tuned, rho=None, second_moment=second_moment, first_moment=first_moment, diameter=diameter, reg=reg
     )
 
 

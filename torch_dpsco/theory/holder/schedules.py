@@ -124,29 +124,20 @@ def lr_theorem(
         0.00261268
     """
     theorem = check.choice(_THEOREMS, theorem=theorem)
-    n, dim, steps = (
-        check.positive_count(n=n),
-        check.positive_count(dim=dim),
-        check.positive_count(steps=steps),
-    )
+    n, dim, steps = check.positive_count(n=n), check.positive_count(dim=dim), check.positive_count(steps=steps)
     if n < 2:
         raise ValueError(f"n must be an integer >= 2 (got {n})")
     epsilon = check.positive(epsilon=epsilon)
     log_delta = -math.log(check.open_interval(0.0, 1.0, delta=delta))
-    gamma = check.open_interval(0.0, 1.0, failure=failure)
-    log_gamma = -math.log(gamma)
+    log_gamma = -math.log(check.open_interval(0.0, 1.0, failure=failure))
     if theorem == 9:
         power = 1 / (3 + check.between(0.0, 1.0, holder_exponent=holder_exponent))
         return math.pow(n, power) / (steps * math.pow(log_gamma, power))
     if theorem == 10:
         log_n_delta = math.log(n) + log_delta
         sampling = math.sqrt(log_n_delta * math.log(n) * log_gamma / n)
-        noise = (
-            math.pow(dim * log_delta, 0.25)
-            * math.sqrt(log_n_delta)
-            * math.pow(log_gamma, 0.125)
-            / math.sqrt(n * epsilon)
-        )
+        roots = math.pow(dim * log_delta, 0.25) * math.sqrt(log_n_delta) * math.pow(log_gamma, 0.125)
+        noise = roots / math.sqrt(n * epsilon)
     else:
         sampling = math.sqrt(math.log(n) * (math.log(n) + log_gamma) * log_gamma / n)
         noise = math.sqrt(dim * log_delta) * math.pow(log_gamma, 0.25) / (n * epsilon)

@@ -81,12 +81,7 @@ def objpert_delta_monotone(
 
 
 def objpert_rdp_dominating(
-    order: float,
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    adjacency: str = "add_remove",
+    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
 ) -> float:
     """Returns the Renyi divergence of the pair that dominates the mechanism, the larger one of both directions.
 
@@ -247,12 +242,11 @@ def amp_sigma_monotone(
     left = spare_epsilon(epsilon, reg, smoothness)
     start = check.positive(lipschitz=lipschitz) / gaussian_mu(left, delta)
     why_not = f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon = {epsilon:g}: use a smaller one"
-    return least_noise(
-        lambda sigma: amp_delta_monotone(epsilon, sigma, reg, lipschitz, smoothness, mu_out, adjacency),
-        delta,
-        start,
-        why_not,
-    )
+
+    def spent(sigma: float) -> float:
+        return amp_delta_monotone(epsilon, sigma, reg, lipschitz, smoothness, mu_out, adjacency)
+
+    return least_noise(spent, delta, start, why_not)
 
 
 def _sum(left: float, mu_out: float, level: float, adjacency: str) -> float:

@@ -30,7 +30,7 @@ import sys
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.theory.clipping import SENSITIVITIES, sensitivity_factor
 from torch_dpsco.theory.rounding import scaled_up
 
 
@@ -197,9 +197,10 @@ def minimizer_radius(
     """
     reg, radius = check.positive(reg=reg), check.positive(radius=radius, allow_inf=True)
     excess = 1.0
-    if sensitivity_factor(adjacency) and adjacency == "add_remove":
+    if check.choice(SENSITIVITIES, adjacency=adjacency) == "add_remove":
         # PRIVACY: more records than n push the minimizer further (test_a_sum_of_many_records_leaves_the_replace_radius)
-        excess = math.inf if n is None or n_max is None else _excess(n, n_max)
+        known = n is not None and n_max is not None
+        excess = check.positive_count(n_max=n_max) / check.positive_count(n=n) if known else math.inf
     bounds = [radius]
     if lipschitz is not None:
         bounds.append(safe(excess * check.positive(lipschitz=lipschitz) / reg))
@@ -210,10 +211,6 @@ def minimizer_radius(
             "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and n_max), or radius"
         )
     return min(bounds)
-
-
-def _excess(n: int, n_max: int) -> float:
-    return check.positive_count(n_max=n_max) / check.positive_count(n=n)
 
 
 def logistic_gradient_diameter(bound_x: float, radius: float) -> float:

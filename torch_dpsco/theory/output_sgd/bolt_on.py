@@ -58,6 +58,7 @@ from torch_dpsco.theory.output_sgd.promises import (
     RunRequest,
     distance_bound,
     each_step,
+    stated_lr,
 )
 from torch_dpsco.theory.rounding import (
     DOUBLE,
@@ -168,13 +169,7 @@ class _Computed:
     """
 
     def __init__(
-        self,
-        promises: LossPromises,
-        lr: FloatArray,
-        reg: float,
-        batch_size: int,
-        dim: int,
-        unit_roundoff: float | None,
+        self, promises: LossPromises, lr: FloatArray, reg: float, batch_size: int, dim: int, unit_roundoff: float | None
     ) -> None:
         bounded = math.isfinite(promises.radius)
         self.radius, self.added, self.average_error = promises.radius, np.zeros_like(lr), 0.0
@@ -290,16 +285,9 @@ def plan_bolt_on(
     scale = request.scale(sensitivity)
     if asks_exact(secure):
         exact_grid(scale, sensitivity, dim)  # raises before anything is spent
-    constant = bool(np.all(sizes == sizes[0]))
-    return OutputRun(
-        steps=sizes.size,
-        lr=float(sizes[0]) if constant else tuple(sizes.tolist()),
-        average=request.answer,
-        sensitivity=sensitivity,
-        noise_scale=scale,
-        risk_bound=request.risk(float(sizes[0])) if constant else None,
-        rounding_share=max(0.0, 1 - exact / sensitivity),
-    )
+    step, share = stated_lr(sizes), max(0.0, 1 - exact / sensitivity)
+    risk = request.risk(step) if isinstance(step, float) else None
+    return OutputRun(sizes.size, step, request.answer, sensitivity, scale, risk, share)
 
 
 @dataclass(frozen=True)

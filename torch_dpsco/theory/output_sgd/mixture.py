@@ -99,7 +99,8 @@ def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     largest, lengths = path.hits.max(initial=0.0), np.diff(edges)
     # PRIVACY: at least one unit, so that nothing but the empty set has none
     # (test_a_hit_of_size_zero_still_pays_for_the_drift)
-    levels = _levels(steps * rate)
+    many = steps * rate + 14 * math.sqrt(steps * rate) + 40  # more hits than there will be
+    levels = int(min(_UNITS, max(_LEAST_UNITS, _ATOMS / many)))
     unit = max(float(largest) / levels * (1 + 4 * _U), math.ulp(0.0))
     units = np.maximum(1, np.ceil(np.maximum.reduceat(path.hits, edges[:-1]) / unit)).astype(np.int64)
     start, masses, lost = 0, np.ones(1), 0.0
@@ -118,11 +119,6 @@ def _law(path: RunPath, start: int, masses: FloatArray, lost: float, unit: float
     steps = start + np.arange(masses.size)
     moved = np.minimum(scaled_up(path.drift + unit * steps, 8), path.cap)
     return SensitivityLaw(np.where(steps == 0, 0.0, moved), masses, lost)
-
-
-def _levels(mean_hits: float) -> int:
-    hits = mean_hits + 14 * math.sqrt(mean_hits) + 40
-    return int(min(_UNITS, max(_LEAST_UNITS, _ATOMS / hits)))
 
 
 def _spread(masses: FloatArray, block: FloatArray, size: int) -> FloatArray:

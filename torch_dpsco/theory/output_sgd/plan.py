@@ -38,6 +38,7 @@ from torch_dpsco.theory.output_sgd.promises import (
     distance_bound,
     each_step,
     output_path,
+    stated_lr,
 )
 from torch_dpsco.theory.rounding import DOUBLE, asks_exact, exact_grid, require_gaussian, with_grid
 
@@ -113,16 +114,9 @@ def plan_output(
         require_gaussian(secure, "what one record moves is random here; use sampling='shuffled' and mode='tight'")
     sensitivity, sigma = _noise(request, path, sizes, asks_exact(secure))
     computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
-    constant = bool(np.all(sizes == sizes[0]))
-    return OutputRun(
-        steps=sizes.size,
-        lr=float(sizes[0]) if constant else tuple(sizes.tolist()),
-        average="uniform",
-        sensitivity=sensitivity,
-        noise_scale=sigma,
-        risk_bound=_risk(request, sizes, sensitivity, sigma) if constant else None,
-        rounding_share=1 - exact / computed if computed > 0 else 0.0,
-    )
+    step, share = stated_lr(sizes), 1 - exact / computed if computed > 0 else 0.0
+    risk = _risk(request, sizes, sensitivity, sigma) if isinstance(step, float) else None
+    return OutputRun(sizes.size, step, "uniform", sensitivity, sigma, risk, share)
 
 
 @dataclass(frozen=True)
@@ -231,16 +225,8 @@ def balanced_output_lr(request: _Request, epochs: int) -> float:
 
 
 def _paper_lr(request: _Request, steps: int) -> float:
-    wanted = lr_theorem(
-        10 if request.bounded else 9,
-        request.n,
-        request.dim,
-        request.epsilon,
-        request.delta,
-        _UTILITY_FAILURE,
-        steps,
-        request.promises.holder_exponent,
-    )
+    theorem, alpha = 10 if request.bounded else 9, request.promises.holder_exponent
+    wanted = lr_theorem(theorem, request.n, request.dim, request.epsilon, request.delta, _UTILITY_FAILURE, steps, alpha)
     largest = min(1.0, 1.0 / request.promises.holder_constant) * (1 - 1e-9)
     if wanted > largest:
         warnings.warn(f"lr of the theorem, {wanted:g}, is capped below min(1, 1/L), {largest:g}", UtilityWarning, 4)

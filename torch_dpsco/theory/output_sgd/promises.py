@@ -93,6 +93,11 @@ def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
     return np.array(np.broadcast_to(sizes, (steps,)))
 
 
+def stated_lr(sizes: FloatArray) -> float | tuple[float, ...]:
+    """Returns step sizes as a plan states them: one number if all are the same."""
+    return float(sizes[0]) if bool(np.all(sizes == sizes[0])) else tuple(sizes.tolist())
+
+
 @dataclass(frozen=True)
 class OutputRun:
     """Public numbers of a run that releases only its answer.
@@ -143,6 +148,7 @@ def output_path(
         MissingConstantError: loss_at_zero on an unbounded domain, or gradient_error unless `glm`.
     """
     sizes, bounded = np.asarray(lr, dtype=np.float64), math.isfinite(promises.radius)
+    alpha, L, at_zero = promises.holder_exponent, promises.holder_constant, promises.loss_at_zero
     arithmetic = None
     if unit_roundoff is not None:
         offset, error = promises.score_offset, promises.gradient_error
@@ -152,22 +158,18 @@ def output_path(
     if bounded:
         radii = promises.radius if arithmetic is None else arithmetic.norm_bound(promises.radius)
         bounds = promises.grad_bound(radii + (0.0 if arithmetic is None else arithmetic.score_error(radii)))
-    elif promises.loss_at_zero is None:
+    elif at_zero is None:
         raise MissingConstantError("loss_at_zero is needed on an unbounded domain (got None)")
     else:
+        bound = promises.grad_bound
         radii, bounds = iterate_bounds(
-            sizes,
-            promises.grad_bound,
-            holder_exponent=promises.holder_exponent,
-            holder_constant=promises.holder_constant,
-            loss_at_zero=promises.loss_at_zero,
-            arithmetic=arithmetic,
+            sizes, bound, holder_exponent=alpha, holder_constant=L, loss_at_zero=at_zero, arithmetic=arithmetic
         )
     return run_path(
         sizes,
         bounds,
-        holder_exponent=promises.holder_exponent,
-        holder_constant=promises.holder_constant,
+        holder_exponent=alpha,
+        holder_constant=L,
         batch_size=batch_size,
         hit_constant=hit_constant,
         weights=weights,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +35,7 @@ from torch_dpsco.accounting.analysis.svt import (
     concentration_score_sensitivity,
     svt_gaussian_mu,
 )
-from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, warn
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.sensitivity import (
     bernoulli_sensitivity,
@@ -111,11 +110,9 @@ def calibrate_filter(
     paper = check.choice(("tight", "paper_corrected"), mode=mode) == "paper_corrected"
     plan = _paper_corrected(task) if paper else _tight(task)
     if clip is not None and plan.sensitivity >= 2 * check.positive(clip=clip) / plan.n_users:
-        warnings.warn(
+        warn(
             f"the filter moves by {plan.sensitivity:g} where clipping users at {clip:g} moves by "
-            f"{2 * clip / plan.n_users:g}: UserClippedSGD needs less noise",
-            UtilityWarning,
-            stacklevel=2,
+            f"{2 * clip / plan.n_users:g}: UserClippedSGD needs less noise"
         )
     return plan
 

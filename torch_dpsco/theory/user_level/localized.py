@@ -23,16 +23,10 @@ from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import InfeasibleError
+from torch_dpsco.theory.user_level import schedules
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.radius import pair_radius_iid
-from torch_dpsco.theory.user_level.schedules import (
-    best_steps,
-    default_phases,
-    schedule,
-    schedule_paper,
-    user_localized_schedule,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,27 +109,6 @@ class LocalizedUserPlan:
         return self.phases[-1].bound
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """Inputs of the phases."""
-
-    n_users: int
-    items_per_user: int
-    dim: int
-    epsilon: float
-    delta: float
-    lipschitz: float
-    strong_convexity: float
-    radius: float
-    pair_radius: float | None
-    score_share: float
-    halt_probability: float
-    filter: str
-    max_steps: int
-    schedule: str
-    rate_constant: float
-
-
 def localized_user_plan(
     *,
     n_users: int,
@@ -182,107 +155,86 @@ def localized_user_plan(
 
     Source: docs/proofs/user_level.md#phases-on-disjoint-users.
     """
-    task = _Task(
-        n_users=check.positive_count(n_users=n_users),
-        items_per_user=check.positive_count(items_per_user=items_per_user),
-        dim=check.positive_count(dim=dim),
-        epsilon=epsilon,
-        delta=delta,
-        lipschitz=check.positive(lipschitz=lipschitz),
-        strong_convexity=check.positive(strong_convexity=strong_convexity),
-        radius=check.positive(radius=radius, allow_inf=True),
-        pair_radius=pair_radius,
-        score_share=check.between(0.0, 1.0, score_share=score_share),
-        halt_probability=halt_probability,
-        filter=filter,
-        max_steps=check.positive_count(max_steps=max_steps),
-        schedule=check.choice(("explicit", "theorem_4_1"), schedule=schedule),
-        rate_constant=rate_constant,
-    )
+    n, m = check.positive_count(n_users=n_users), check.positive_count(items_per_user=items_per_user)
+    d, cap = check.positive_count(dim=dim), check.positive_count(max_steps=max_steps)
+    G, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    farthest = min(check.positive(radius=radius, allow_inf=True), 2 * G / mu)
+    share = check.between(0.0, 1.0, score_share=score_share)
+    make_own = check.choice(("explicit", "theorem_4_1"), schedule=schedule) == "explicit"
+
+    def calibrated(users: int, steps: int) -> UserFilterPlan:
+        tau = pair_radius
+        if tau is None:
+            tau = pair_radius_iid(G, m, users, halt_probability / steps)
+        return calibrate_filter(
+            n_users=users,
+            steps=steps,
+            epsilon=epsilon,
+            delta=delta,
+            pair_radius=tau,
+            typical_score=share * users,
+            halt_probability=halt_probability,
+            filter=filter,
+        )
+
+    def explicit(j: int, users: int, proved: float | None) -> UserPhase:
+        """Returns a phase with the step size of the explicit bound, at the distance that the one before proves."""
+        start = farthest if proved is None else min(farthest, math.sqrt(2 * proved / mu))
+        plan, steps = calibrated(users, cap), 0
+        for _ in range(2):
+            steps = schedules.best_steps(G, users * m, d, plan.noise_std / math.sqrt(plan.steps), None)
+            if min(steps, cap) == plan.steps:
+                break
+            plan = calibrated(users, min(steps, cap))
+        made = schedules.schedule(G, start, users * m, plan.steps, d, plan.noise_std / math.sqrt(plan.steps))
+        return UserPhase(
+            index=j,
+            plan=plan,
+            lr=made.lr,
+            start_radius=start,
+            smoothing_radius=0.0,
+            uncapped_steps=max(steps, plan.steps),
+            bound=made.bound,
+        )
+
+    def published(j: int, users: int, distance: float) -> UserPhase:
+        """Returns a phase of the paper: its radii (capped), step size and smoothing; tau and noise are ours."""
+        start, wanted = min(farthest, distance), (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
+        steps = min(wanted, cap)
+        made = schedules.schedule_paper(users, m, d, epsilon, delta, G, start, steps)
+        return UserPhase(
+            index=j,
+            plan=calibrated(users, steps),
+            lr=made.lr,
+            start_radius=start,
+            smoothing_radius=made.smoothing_radius,
+            uncapped_steps=wanted,
+            bound=None,
+        )
+
+    def planned(k: int) -> LocalizedUserPlan:
+        made: list[UserPhase] = []
+        for j in range(1, k + 1):
+            users = n // 2 ** (k + 1 - j)
+            if users < 4:
+                raise InfeasibleError(
+                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >= {2 ** (k + 3 - j)}"
+                )
+            try:
+                if make_own:
+                    made.append(explicit(j, users, made[-1].bound if made else None))
+                else:
+                    paper = schedules.user_localized_schedule(n, m, d, epsilon, delta, G, mu, rate_constant, k)
+                    made.append(published(j, users, paper.radii[j - 1]))
+            except InfeasibleError as error:
+                raise InfeasibleError(f"phase {j} of {k} ({users} of {n} users): {error}") from error
+        return LocalizedUserPlan(phases=tuple(made), n_users=n)
+
     if phases is not None:
-        return _plan(task, check.positive_count(phases=phases))
-    for k in range(default_phases(n_users * items_per_user), 1, -1):
+        return planned(check.positive_count(phases=phases))
+    for k in range(schedules.default_phases(n * m), 1, -1):
         try:
-            return _plan(task, k)
+            return planned(k)
         except InfeasibleError:
             continue
-    return _plan(task, 1)
-
-
-def _plan(task: _Task, k: int) -> LocalizedUserPlan:
-    made: list[UserPhase] = []
-    for j in range(1, k + 1):
-        users = task.n_users // 2 ** (k + 1 - j)
-        if users < 4:
-            raise InfeasibleError(
-                f"phase {j} of {k} has {users} users: use fewer phases, or n_users >= {2 ** (k + 3 - j)}"
-            )
-        try:
-            make = _explicit if task.schedule == "explicit" else _published
-            made.append(make(task, j, k, users, made))
-        except InfeasibleError as error:
-            raise InfeasibleError(f"phase {j} of {k} ({users} of {task.n_users} users): {error}") from error
-    return LocalizedUserPlan(phases=tuple(made), n_users=task.n_users)
-
-
-def _explicit(task: _Task, j: int, k: int, users: int, before: list[UserPhase]) -> UserPhase:
-    """Returns a phase with the step size of the explicit bound, at the distance that the one before proves."""
-    start = min(task.radius, 2 * task.lipschitz / task.strong_convexity)
-    proved = before[-1].bound if before else None
-    if proved is not None:
-        start = min(start, math.sqrt(2 * proved / task.strong_convexity))
-    items, G, d = users * task.items_per_user, task.lipschitz, task.dim
-    plan, steps = _calibrated(task, users, task.max_steps), 0
-    for _ in range(2):
-        sigma_1 = plan.noise_std / math.sqrt(plan.steps)
-        steps = best_steps(G, items, d, sigma_1, None)
-        if min(steps, task.max_steps) == plan.steps:
-            break
-        plan = _calibrated(task, users, min(steps, task.max_steps))
-    made = schedule(G, start, items, plan.steps, d, plan.noise_std / math.sqrt(plan.steps))
-    return UserPhase(
-        index=j,
-        plan=plan,
-        lr=made.lr,
-        start_radius=start,
-        smoothing_radius=0.0,
-        uncapped_steps=max(steps, plan.steps),
-        bound=made.bound,
-    )
-
-
-def _published(task: _Task, j: int, k: int, users: int, before: list[UserPhase]) -> UserPhase:
-    """Returns a phase of the paper: its radii (capped), step size and smoothing; tau and noise are ours."""
-    G, mu, m, d = task.lipschitz, task.strong_convexity, task.items_per_user, task.dim
-    radii = user_localized_schedule(
-        task.n_users, m, d, task.epsilon, task.delta, G, mu, rate_constant=task.rate_constant, phases=k
-    ).radii
-    start = min(task.radius, 2 * G / mu, radii[j - 1])
-    wanted = (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
-    steps = min(wanted, task.max_steps)
-    made = schedule_paper(users, m, d, task.epsilon, task.delta, G, start, steps)
-    return UserPhase(
-        index=j,
-        plan=_calibrated(task, users, steps),
-        lr=made.lr,
-        start_radius=start,
-        smoothing_radius=made.smoothing_radius,
-        uncapped_steps=wanted,
-        bound=None,
-    )
-
-
-def _calibrated(task: _Task, users: int, steps: int) -> UserFilterPlan:
-    tau = task.pair_radius
-    if tau is None:
-        tau = pair_radius_iid(task.lipschitz, task.items_per_user, users, task.halt_probability / steps)
-    return calibrate_filter(
-        n_users=users,
-        steps=steps,
-        epsilon=task.epsilon,
-        delta=task.delta,
-        pair_radius=tau,
-        typical_score=task.score_share * users,
-        halt_probability=task.halt_probability,
-        filter=task.filter,
-    )
+    return planned(1)

@@ -212,10 +212,8 @@ def poisson_filter_plan(
         raise AdjacencyError("Poisson samples of users are proved for add_remove; for replace_one use calibrate_filter")
     rate = _rate(n_users, batch_size)
     T, eps = check.positive_count(steps=steps), check.positive(epsilon=epsilon)
-    delta, share = (
-        check.open_interval(0.0, 1.0, delta=delta),
-        check.open_interval(0.0, 1.0, failure_share=failure_share),
-    )
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    share = check.open_interval(0.0, 1.0, failure_share=failure_share)
     skip = check.open_interval(0.0, 0.5, skip_probability=skip_probability)
     typical = check.nonnegative(typical_deficiency=typical_deficiency)
     each = share * delta / (1 + math.exp(eps)) / (2 * T) / (1 + 1e-6)

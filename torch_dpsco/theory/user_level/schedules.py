@@ -17,11 +17,10 @@ Source: docs/proofs/user_level.md#bound-of-the-steps.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.errors import warn
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan
@@ -276,10 +275,6 @@ def published_noise_std(n: int, steps: int, epsilon: float, delta: float, pair_r
     """
     n, T, tau = check.positive_count(n=n), check.positive_count(steps=steps), check.positive(pair_radius=pair_radius)
     eps, log_delta = check.positive(epsilon=epsilon), math.log(check.open_interval(0.0, 1.0, delta=delta))
-    warnings.warn(
-        "the published noise is not a proved calibration (errata E2, E4); for comparison only",
-        UtilityWarning,
-        stacklevel=2,
-    )
+    warn("the published noise is not a proved calibration (errata E2, E4); for comparison only")
     logs = (eps + math.log(T) - log_delta) * (eps / 2 - log_delta)
     return math.sqrt(8 * T * logs) * tau / (n * eps)
