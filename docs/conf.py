@@ -50,7 +50,7 @@ myst_heading_anchors = 6  # by the rule of code hosts
 nb_execution_mode = "cache"
 nb_execution_cache_path = "_build/notebooks"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300  # of a cell, in seconds; on quiet cores none takes more than a few
 nb_output_stderr = "remove"  # progress bars
 
 autodoc_default_options = {"members": True}
