@@ -73,7 +73,7 @@ def gather_slots(data: TensorDataset, size: int) -> dict[str, Slot]:
         loader = PrivateLoader(data, PoissonSampler(dp.Poisson(size, len(data)), steps=repeats))
         for batch in loader:
             loader.batch_sampler.log.take()  # as the optimizer does
-            loader.batch_sampler.log.taken = None
+            loader.batch_sampler.log.use_up()
             yield batch
 
     def plain(repeats: int) -> Iterator[object]:

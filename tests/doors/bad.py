@@ -89,6 +89,7 @@ TYPES: dict[str, tuple[str, ...]] = {  # words of an annotation: labels of value
     "TableLoss": ("Loss",),
     "Loss": ("Loss",),
     "MarginLoss": ("Loss",),
+    "ScalarLoss": ("Loss",),
     "Logistic": ("Loss",),
     "Problem": ("Problem",),
     "Prox": ("Prox",),
