@@ -33,7 +33,8 @@ def run(rule: ScheduledSGD, means: np.ndarray, lr: float = 0.1, phase: dp.Phase 
 
 @settings(derandomize=True, max_examples=60)
 @given(
-    st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 1e6)), min_size=1, max_size=8).filter(
+    # no weight below 1e-6 but 0: relative to the largest one the reference would lose its digits
+    st.lists(st.tuples(st.floats(0.01, 10), st.just(0.0) | st.floats(1e-6, 1e6)), min_size=1, max_size=8).filter(
         lambda pairs: sum(weight for _, weight in pairs) > 1e-3
     )
 )
