@@ -53,7 +53,6 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300  # of a cell, in seconds; on quiet cores none takes more than a few
 nb_output_stderr = "remove"  # progress bars
 
-autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
