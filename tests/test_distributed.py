@@ -349,3 +349,10 @@ def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(pr
         oracles[0].replace_sum(total, oracles[0]._summation.max_rows + 1)
     with pytest.raises(ValueError, match="processes must be <= 1020"):
         oracles[0].share(1021)
+
+
+def test_several_processes_replace_all_that_one_process_does() -> None:
+    """A method that `Ranks` inherits would run as if the process were alone: noise drawn twice, draws not agreed on."""
+    public = {name for name, member in vars(distributed.World).items() if callable(member) and name[0] != "_"}
+    assert len(public) >= 8
+    assert public <= set(vars(distributed.Ranks))

@@ -20,7 +20,7 @@ from torch_dpsco.rows.dense import DenseBlock, DenseBlocks, joined
 from torch_dpsco.rows.factored import FactoredBlock, LinearBlock
 from torch_dpsco.rows.ghost import MARK, waiting_block
 from torch_dpsco.rows.layers.recorded import Tape
-from torch_dpsco.rows.precision import Gap, inexact_mean, require_sums
+from torch_dpsco.rows.precision import Gap, inexact_mean, require_sums, slack
 from torch_dpsco.rows.supported import require_unprocessed
 
 _T = TypeVar("_T")
@@ -74,7 +74,7 @@ def _check_backwards(params: Sequence[nn.Parameter]) -> None:
         scale = len(rows) if mean else 1
         error = float(torch.linalg.vector_norm(grad.double() - rows.double().sum(0) / scale))
         size = float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum()) / scale
-        gaps[place] = Gap(error, size, rows.dtype)
+        gaps[place] = Gap(error, size, slack(rows.dtype))
     require_sums(gaps)
 
 

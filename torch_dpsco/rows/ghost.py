@@ -34,7 +34,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.base import FLOAT64, Block, Summation, joint_norms
 from torch_dpsco.rows.dense import NO_FORWARD, DenseBlock, DenseHooks, forget_uses
 from torch_dpsco.rows.factored import FactoredBlock
-from torch_dpsco.rows.precision import Gap, require_sums
+from torch_dpsco.rows.precision import HALF, Gap, require_sums
 
 MARK = "dpsco_ghost"  # the attribute of parameters that holds the block until a step takes it
 _LEAST_NORMAL = 2.0**-126  # of float32, in which sums may run
@@ -244,7 +244,7 @@ class GhostBlock(Block):
         for place, (total, rows) in enumerate(zip(totals, sums, strict=True)):
             if total is not None and rows is not None:
                 error = float(torch.linalg.vector_norm(total.double() - rows.double()))
-                gaps[place] = Gap(error, sizes[place], total.dtype)
+                gaps[place] = Gap(error, sizes[place], 3e-2 if total.dtype in HALF else 1e-3)
         require_sums(gaps)
 
 

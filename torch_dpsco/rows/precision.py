@@ -56,19 +56,19 @@ def slack(dtype: torch.dtype) -> float:
 
 
 class Gap(NamedTuple):
-    """How far a gradient is from the sum of its rows, and the size of the rows and their dtype."""
+    """How far a gradient is from the sum of its rows, the size of the rows, and the share of it that rounding takes."""
 
     error: float
     size: float
-    dtype: torch.dtype
+    share: float
 
 
 def require_sums(gaps: Mapping[int, Gap]) -> None:
     """Raises SequenceError if the gradient of a parameter, by its place, is not the sum of its rows."""
     # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
     joint = math.hypot(*(gap.size for gap in gaps.values()))
-    for place, (error, size, dtype) in gaps.items():
-        if math.isfinite(error) and error > slack(dtype) * (size + 1e-3 * joint) + 1e-12:
+    for place, (error, size, share) in gaps.items():
+        if math.isfinite(error) and error > share * (size + 1e-3 * joint) + 1e-12:
             raise SequenceError(
                 f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on "
                 f"the weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"
