@@ -166,10 +166,11 @@ def test_poisson_sampling_at_rate_one_is_the_gaussian(noise, count, delta, metho
 @settings(max_examples=10)
 @given(runs, st.randoms(use_true_random=False), deltas)
 def test_loss_distributions_compose_in_any_order(run, random, delta):
-    """The other methods: `ELSEWHERE`."""
+    """Up to rounding: the mu^2 of Gaussians are added as they come. The other methods: `ELSEWHERE`."""
     moved = list(run)
     random.shuffle(moved)
-    assert epsilon(moved, delta, REPLACE_ONE, "pld") == epsilon(run, delta, REPLACE_ONE, "pld")
+    found = epsilon(moved, delta, REPLACE_ONE, "pld")
+    assert found == pytest.approx(epsilon(run, delta, REPLACE_ONE, "pld"), rel=1e-12)
 
 
 @pytest.mark.slow
