@@ -158,7 +158,7 @@ def table() -> list[tuple[str, list[float]]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the times, or the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="short histories")
     parser.add_argument("--table", action="store_true", help="epsilon per sampling scheme instead of times")
     args = parser.parse_args(argv)

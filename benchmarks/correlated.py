@@ -95,7 +95,7 @@ def tasks(smoke: bool) -> dict[str, tuple[TensorDataset, Loss, Callable[[nn.Line
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny numbers: shows that it runs")
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args(argv)

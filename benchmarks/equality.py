@@ -100,7 +100,7 @@ def few(*, smoke: bool) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small models")
     add_options(parser)
     args = parser.parse_args(argv)

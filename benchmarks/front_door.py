@@ -190,7 +190,7 @@ def picture(found: Mapping[str, Scores], baseline: float, trivial: float) -> Fig
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table, and draws it where that is asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--write", type=Path, metavar="FILE", help="draw the picture into this .svg file")

@@ -414,7 +414,7 @@ def _tensors(item: object) -> list[Tensor]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=RUNS, help="of each method and size")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--batches", type=int, default=BATCHES, help="of one pass")

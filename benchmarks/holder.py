@@ -360,7 +360,7 @@ def print_speed(rounds: int, plan_n: int = 10**6) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--risk", action="store_true", help="excess risk against n")
     parser.add_argument("--runs", type=int, default=RUNS, help="of --risk")
     parser.add_argument("--speed", action="store_true", help="times")

@@ -458,7 +458,7 @@ def print_slopes(sizes: Sequence[int]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints what the options ask for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, 1,000 records, epsilon = 1")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)

@@ -94,7 +94,7 @@ def tables(*, smoke: bool) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small models")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

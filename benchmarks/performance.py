@@ -53,7 +53,7 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES], action="append", help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=0, help="of what takes turns; default 7, 2 with --smoke")
     parser.add_argument("--smoke", action="store_true", help="everything tiny: shows that it runs, measures nothing")

@@ -115,7 +115,7 @@ def tables(*, smoke: bool, rounds: int, peers: Sequence[Peer] = (), only: str = 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="small models")

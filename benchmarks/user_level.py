@@ -118,7 +118,7 @@ def tables(*, sizes: str) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", action="store_true", help="time and memory of one oracle call")
     parser.add_argument("--sizes", default=SIZES, help="users x dimension, separated by commas")
     parser.add_argument("--smoke", action="store_true", help="few users")

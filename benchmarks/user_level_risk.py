@@ -224,7 +224,7 @@ def print_far(runs: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", action="store_true", help="proved noise beside the published one")
     parser.add_argument("--risk", action="store_true", help="excess risk against m and n")
     parser.add_argument("--far", action="store_true", help="a mean far from the start")

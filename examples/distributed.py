@@ -66,7 +66,7 @@ def run(rank: int, processes: int, folder: str, epochs: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Starts the processes, and returns the figures of rank 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)

@@ -155,7 +155,7 @@ def draw(results: dict[str, tuple[Scores, float]], epsilons: tuple[float, ...], 
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[Scores, float]]:
-    parser = argparse.ArgumentParser(description="Private linear models: what does privacy cost?")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4000 rows, one budget")
     parser.add_argument("--plot", metavar="FILE", help="save the table as a plot")
     options = parser.parse_args(argv)

@@ -113,7 +113,7 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, Pri
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains both, prints their test scores and what each of them says about privacy, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one epoch")
     args = parser.parse_args(argv)
     epochs = 1 if args.quick else EPOCHS

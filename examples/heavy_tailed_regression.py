@@ -139,7 +139,7 @@ def train(name: str, dataset: TensorDataset, epsilon: float) -> tuple[nn.Module,
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test errors beside those of the non-private fit, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=(*METHODS, "all"), default="all")
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--runs", type=int, default=RUNS, help="of each method; their median is shown")

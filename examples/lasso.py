@@ -96,7 +96,7 @@ METHODS = ("proximal, one pass", "proximal, full batch", "no penalty, one pass",
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints how near the answers are, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--quick", action="store_true", help="4,000 records")
     args = parser.parse_args(argv)

@@ -93,7 +93,7 @@ def _with_bias(features: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test errors beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=(*NUM_FEATURES, "both"), default="both")
     parser.add_argument("--loss", choices=(*LOSSES, "both"), default="both")
     parser.add_argument("--epsilon", type=float, default=EPSILON)

@@ -44,7 +44,7 @@ def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints what was learned and what was spent, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--delta", type=float, default=DELTA)
     parser.add_argument("--adjacency", choices=("add_remove", "replace_one"), default=ADJACENCY)

@@ -105,7 +105,7 @@ def evaluate(model: nn.Linear, data: Adult) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits all models, prints what they learned and what each spent, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4,000 people only")
     args = parser.parse_args(argv)
 

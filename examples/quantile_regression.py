@@ -165,7 +165,7 @@ def draw(path: str, models: dict[float, nn.Module], data: Flights) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints scores beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="of each model")
     parser.add_argument("--quick", action="store_true", help="20,000 flights only")
     parser.add_argument("--plot", metavar="FILE", help="draw the private quantiles of gradient perturbation")

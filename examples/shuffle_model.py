@@ -75,7 +75,7 @@ def train(name: str, users: TensorDataset, epsilon: float, honest: float) -> tup
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints how near the answers are, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--honest", type=float, default=1.0, help="share of the users who add their random bits")
     parser.add_argument("--quick", action="store_true", help="4,000 users and one run each")

@@ -132,7 +132,7 @@ def _with_bias(features: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test scores beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)

@@ -88,7 +88,7 @@ def evaluate(w: Tensor, people: Adult) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits all models, prints what tilting did and cost, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4,000 people only")
     people = load_adult()
     n = QUICK_ROWS if parser.parse_args(argv).quick else len(people.train_features)

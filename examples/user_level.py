@@ -286,7 +286,7 @@ def draw(path: str, n_users: int, epsilon: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints scores beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="of each model")
     parser.add_argument("--items", choices=(str(LEAST), "all"), default=str(LEAST), help="flights per aircraft")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ITEMS} flights each and {QUICK_STEPS} steps")
