@@ -52,6 +52,7 @@ nb_execution_cache_path = "_build/notebooks"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300  # of a cell, in seconds; on quiet cores none takes more than a few
 nb_output_stderr = "remove"  # progress bars
+nb_merge_streams = True  # which would cut what is printed into pieces
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import sys
 
 import pytest
@@ -95,6 +96,12 @@ def test_no_setting_is_changed_and_no_style_is_taken_over():
 def test_the_same_picture_is_the_same_file():
     first, second = (plots.encoded(plots.figure("x", plots.words("y", "$z$")), "svg") for _ in range(2))
     assert first == second
+
+
+def test_notebooks_show_a_picture_and_files_keep_it():
+    drawn = plots.figure("x", plots.words("y", "z"))
+    again = pickle.loads(pickle.dumps(drawn))
+    assert drawn._repr_svg_() == again._repr_svg_() == plots.encoded(drawn, "svg").decode()
 
 
 def test_lines_differ_without_color():

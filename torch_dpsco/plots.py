@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def figure(title: str, *panels: Panel) -> Figure:
             made.suptitle(title, fontsize=11)
         for k, panel in enumerate(panels, 1):
             panel(made.add_subplot(rows, columns, k))
+    shown: Any = made
+    shown._repr_svg_ = partial(_svg, made)  # notebooks show it, whether pyplot was imported or not
     return made
 
 
@@ -174,6 +177,10 @@ def encoded(drawn: Figure, kind: str) -> bytes:
     with style.context(["default", _FIXED]):
         drawn.savefig(file, format=kind, facecolor="white", dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
+
+
+def _svg(drawn: Figure) -> str:
+    return encoded(drawn, "svg").decode()
 
 
 def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
