@@ -26,7 +26,10 @@ from torch_dpsco.oracles import ShuffledClipped
 from torch_dpsco.oracles.phased import QuantilePilot
 
 # of a few thousand flights a pilot of 5 % may draw an end of its grid, now and then
-pytestmark = pytest.mark.filterwarnings("ignore:the private threshold:torch_dpsco.errors.UtilityWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:the private threshold:torch_dpsco.errors.UtilityWarning"),
+]
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -32,6 +32,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import BudgetExceeded, SequenceError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 DOC = (ROOT / "docs" / "from_opacus.md").read_text(encoding="utf-8")

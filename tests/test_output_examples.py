@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 NAMES = ("output_perturbation", "tilted", "adversarial")
 FITS = {

@@ -22,6 +22,8 @@ from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UtilityWarning
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 QUANTILES, METHODS = ("0.1", "0.5", "0.9"), ("gradient", "output", "output, smoothed")
 DELTA = 1e-6

@@ -25,6 +25,8 @@ from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import break_even_clip
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 LOSSES, METHODS = ("logistic", "squared"), ("clipped", "centered", "filtered", "searched", "localized")
 USERS, ITEMS, DELTA = 1500, 10, 1e-6

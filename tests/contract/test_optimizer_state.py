@@ -58,6 +58,7 @@ def lasting(row: Row, path: Path, **changes: Any) -> Run:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives(35)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
     run = lasting(row, tmp_path, model=row.model(dtype)).train(2)
@@ -105,6 +106,7 @@ def test_loading_drops_the_batch_in_progress(row: Row) -> None:
     assert (run.opt.steps, len(run.opt.accountant)) == (1, run.charged(1))
 
 
+@pytest.mark.representatives(30)
 @having("numbers")
 @pytest.mark.parametrize("changes", [{"noise": 0.5}, {"scale": 1.5}, {"steps": 8, "batch": 3}, {"batch": 4}], ids=str)
 def test_a_state_of_another_plan_is_refused(row: Row, changes: dict[str, float]) -> None:
@@ -200,6 +202,7 @@ def test_a_run_with_a_secret_in_its_releases_goes_on_in_one_place(row: Row) -> N
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives(31)
 @having("shared", "private")
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_copies_draw_fresh_noise_and_share_the_ledger(row: Row, scheduled: bool) -> None:
@@ -257,6 +260,7 @@ def test_groups_move_by_their_own_rates(row: Row) -> None:
     assert run.opt.steps == 1
 
 
+@pytest.mark.representatives(31)
 @having("rates", "moving")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_torch_scheduler_sets_the_rate_of_the_steps(row: Row, resumed: bool) -> None:
@@ -313,6 +317,7 @@ def test_a_forgotten_zero_grad_changes_nothing(row: Row) -> None:
     assert same(careful.parameters(), forgetful.parameters())
 
 
+@pytest.mark.representatives(35)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_frozen_parameters_stay_as_they_are(row: Row, grouped: bool) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), zeros())

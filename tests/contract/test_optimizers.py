@@ -177,6 +177,7 @@ def test_accumulated_parts_make_the_step_of_the_whole_batch(row: Row) -> None:
     assert whole.ledger() == parted.ledger()
 
 
+@pytest.mark.representatives(35)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
     run = row.make(model=row.model(dtype)).train()
