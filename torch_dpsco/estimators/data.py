@@ -80,7 +80,7 @@ def _require_real(is_complex: bool) -> None:
 def _from_numpy(array: NDArray[Any]) -> Tensor:
     _require_real(array.dtype.kind == "c")
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"X must have a dtype of numbers (got {array.dtype}): whether objects are is up to each record")
+        raise TypeError(f"X must have a dtype of numbers (got {array.dtype}): convert each value by a public rule")
     if array.dtype.kind != "f" or array.dtype.itemsize not in (4, 8) or not array.dtype.isnative:
         array = array.astype(np.float64)
     if any(stride < 0 for stride in array.strides):
