@@ -367,7 +367,7 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
     assert "REFUTED" in str(found)
 
 
-@pytest.mark.representatives(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("design", "adjacency", "other"),
     [

@@ -181,6 +181,7 @@ def test_help_is_printed(command, capsys):
     assert "usage: dpsco" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_a_module():
     words = [sys.executable, "-m", "torch_dpsco", "--help"]
     done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)

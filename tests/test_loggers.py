@@ -388,6 +388,7 @@ def test_no_written_epsilon_is_less_than_was_spent() -> None:
                 assert shown <= numbers[name]
 
 
+@pytest.mark.slow
 def test_wandb_keeps_what_is_written_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="needs wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

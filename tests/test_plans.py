@@ -166,6 +166,7 @@ def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
     return optimizer
 
 
+@pytest.mark.representatives(15)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     cls, make = MADE[name]
@@ -180,6 +181,7 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
         assert plan.epsilon() <= plan.budget.epsilon
 
 
+@pytest.mark.representatives(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -206,6 +208,7 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str) -> None:
     assert ran
 
 
+@pytest.mark.representatives(15)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, make = MADE[name]

@@ -307,6 +307,7 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         assert mu * hair >= math.hypot(*levels)
 
 
+@pytest.mark.representatives(6)
 @pytest.mark.parametrize("name", EDITED)
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,7 @@ def moved(cls: Any, optimizer: RowFreeOptimizer, plan: RowFreePlan) -> Any:
     return path_sensitivity(path, epoch) if type(design) is dp.Shuffled else path
 
 
+@pytest.mark.representatives(4)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ def recorded_kinds() -> nn.Module:
     return model.double()
 
 
-@pytest.mark.representatives(1)
+@pytest.mark.slow
 @WHEN
 def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
     run = compiled(recorded_kinds(), when, "factored", "mean", backend="aot_eager")
@@ -204,7 +204,7 @@ def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     assert optimizer.steps == len(optimizer.accountant) == 4
 
 
-@pytest.mark.representatives(1)
+@pytest.mark.slow
 @ROWS
 @EARLY_DYNAMO
 def test_compiled_autograd_is_right_or_refused(rows):

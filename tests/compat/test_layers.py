@@ -326,6 +326,7 @@ FACTORED_CASES = {
 }
 
 
+@pytest.mark.representatives(40)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_rows_are_those_of_the_records_alone(name, rows):

@@ -155,6 +155,7 @@ def test_a_checkpoint_of_another_history_is_not_taken_for_charges_made_here(row:
     assert (shared.ledger.digest(), len(shared), resumed.opt.steps) == (before, resumed.charged(2), 0)
 
 
+@pytest.mark.representatives(16)
 @having("shared")
 def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_path: Path) -> None:
     run = row.make().train(1)

@@ -67,6 +67,7 @@ def test_every_fact_is_lacked_by_some_row_and_held_by_another() -> None:
 # -- the mechanism ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives(18)
 def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> None:
     run, each = row.make(), []
     for k, batch in enumerate(run.loader(), start=1):

@@ -344,6 +344,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
     if name == "poisson":

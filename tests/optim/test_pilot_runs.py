@@ -117,7 +117,7 @@ def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> 
     check_ledger(partial(calibrated, dp.ClippedSGD, **changes), dp.Budget(1.0, DELTA))
 
 
-@pytest.mark.representatives(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
     check_ledger(partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12), dp.Budget(1.0, DELTA))

@@ -125,6 +125,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 # -- the same rows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.representatives(60)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])

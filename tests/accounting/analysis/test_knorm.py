@@ -47,6 +47,7 @@ def log_density_of_loss(epsilon: mp.mpf, dim: int):
     return lambda theta: mp.cos(theta) ** (dim - 2) * (kappa + mp.cos(theta) ** 2) * mp.exp(x * mp.sin(theta))
 
 
+@pytest.mark.slow
 @given(epsilons, dims, orders)
 @settings(max_examples=60)
 def test_the_curve_is_not_below_its_closed_form(epsilon, dim, order):
