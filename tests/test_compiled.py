@@ -100,6 +100,7 @@ def test_a_mean_loss_and_a_sum_loss_have_the_same_rows(reduction: str) -> None:
     assert torch.equal(means(model, x, y, rows), expected)
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_compile_once() -> None:
     graphs: list[Any] = []
 

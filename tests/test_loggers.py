@@ -412,6 +412,7 @@ def test_wandb_keeps_what_is_written_offline(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.rglob("*.wandb"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # mlflow's own
 def test_mlflow_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -255,6 +255,7 @@ def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
     assert optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))).slots is None
 
 
+@pytest.mark.representatives(5)
 @pytest.mark.parametrize("name", [name for name in MADE if "User" in name])
 def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     cls, make = MADE[name]

@@ -70,6 +70,7 @@ MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
 }
 
 
+@pytest.mark.representatives(6)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore:noise buries")
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:

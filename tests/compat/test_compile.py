@@ -146,6 +146,7 @@ def test_a_compiled_loss_has_right_rows(rows):
         assert_rows(GradBatch.consume(trained(model)).dense(), rows_of(build(), x), 1e-9)
 
 
+@pytest.mark.representatives(1)
 @ROWS
 @EARLY_DYNAMO
 def test_one_graph_for_a_whole_attached_model_is_refused(rows):
@@ -154,6 +155,7 @@ def test_one_graph_for_a_whole_attached_model_is_refused(rows):
         run(numbers(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("before attach", marks=SLOW), "after attach"])
 @EARLY_DYNAMO
 def test_a_compiled_forward_that_changes_buffers_is_refused(when):

@@ -167,6 +167,7 @@ def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_pat
     assert len(first.opt.accountant) == first.charged(2)
 
 
+@pytest.mark.representatives(18)
 def test_a_finalized_run_is_finalized_after_loading(row: Row, tmp_path: Path) -> None:
     run = row.make().train(2)
     run.opt.finalize()
@@ -232,6 +233,7 @@ def test_a_copy_of_a_seeded_optimizer_does_not_repeat_its_noise(row: Row) -> Non
     assert not same(run.parameters(), clone.parameters())
 
 
+@pytest.mark.representatives(18)
 def test_a_seeded_generator_repeats_the_noise(row: Row) -> None:
     first, second = (row.make(generator=torch.Generator().manual_seed(3)).train(noise_seed=None) for _ in range(2))
     assert same(first.parameters(), second.parameters())
@@ -309,6 +311,7 @@ def test_a_closure_that_fails_spends_nothing(row: Row) -> None:
     assert run.opt.steps == 1
 
 
+@pytest.mark.representatives(18)
 def test_a_forgotten_zero_grad_changes_nothing(row: Row) -> None:
     careful, forgetful = row.make().train(), row.make()
     forgetful.opt._noise = seeded(5)

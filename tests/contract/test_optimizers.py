@@ -353,6 +353,7 @@ def test_the_shown_answer_can_be_neither_trained_nor_finalized(row: Row) -> None
     assert not run.opt.finalized
 
 
+@pytest.mark.representatives(18)
 def test_the_context_finalizes_unless_it_fails(row: Row) -> None:
     run, failed = row.make(), row.make()
     with run.opt as same_optimizer:

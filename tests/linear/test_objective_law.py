@@ -105,6 +105,7 @@ CASES = [
 ]
 
 
+@pytest.mark.representatives(2)
 @pytest.mark.parametrize(("name", "adjacency", "reg"), CASES)
 def test_neighbors_are_told_apart_by_no_more_than_delta(name: str, adjacency: str, reg: float | None) -> None:
     task, plan = planned(name, adjacency, DELTA, reg)

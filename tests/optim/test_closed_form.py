@@ -124,6 +124,7 @@ def test_fit_in_closed_form_is_fit_by_backwards(name: str, design: Design) -> No
     assert fast[1].metrics == slow[1].metrics
 
 
+@pytest.mark.representatives(6)
 @pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize(
     "settings",

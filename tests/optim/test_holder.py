@@ -202,6 +202,7 @@ def test_a_risk_bound_is_given_only_where_it_is_proved() -> None:
     assert dp.HolderSGD.plan(problem=ball, average="uniform", **kind).risk_bound is None
 
 
+@pytest.mark.representatives(1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # seeds
 @pytest.mark.parametrize("adjacency", BOTH)
 def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> None:

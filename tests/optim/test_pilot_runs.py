@@ -317,6 +317,7 @@ def test_a_copy_has_a_pilot_of_its_own() -> None:
     assert layer is not run.model
 
 
+@pytest.mark.representatives(4)
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:

@@ -122,6 +122,7 @@ def test_poisson_samples_are_planned_under_add_remove() -> None:
     assert isinstance(made.filter, PoissonFilterPlan)
 
 
+@pytest.mark.slow
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     numbers: dict[str, Any] = {"n_users": 4000, "budget": BUDGET, "dim": DIM, "pair_radius": 0.5, "max_steps": 5}
     made = dp.LocalizedUserSGD.plan(

@@ -237,6 +237,7 @@ class Pair(nn.Module):
         return self.layer(x), self.layer(y)
 
 
+@pytest.mark.representatives(30)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.float64, 1e-12)])
 def test_a_layer_that_is_used_twice_has_sums_of_rows(name, dtype, tolerance):

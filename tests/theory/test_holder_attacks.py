@@ -148,6 +148,7 @@ def test_no_pair_of_neighbors_moves_an_average_by_more_than_the_bound(name, boun
     assert worst > 0.2  # the attack is not toothless
 
 
+@pytest.mark.representatives(6)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zero_out(name, bounded):

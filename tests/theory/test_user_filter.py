@@ -82,6 +82,7 @@ def test_no_plan_claims_more_than_it_proves(task):
         dataclasses.replace(plan, delta=plan.delta / 2)
 
 
+@pytest.mark.slow
 @given(tasks)
 @settings(max_examples=15)
 def test_little_is_left_over(task):

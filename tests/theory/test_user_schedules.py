@@ -91,6 +91,7 @@ def test_no_user_is_in_two_phases():
     assert (plan.epsilon, plan.delta) == (2.0, 1e-6)  # the maximum, not the sum
 
 
+@pytest.mark.slow
 def test_each_phase_starts_from_the_distance_that_the_one_before_proves():
     plan = localized_user_plan(n_users=10**6, **PHASES | {"items_per_user": 10**4}, max_steps=2000)
     assert plan.phases[0].start_radius == 20.0
