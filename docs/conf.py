@@ -54,6 +54,7 @@ nb_execution_timeout = 300  # of a cell, in seconds; on quiet cores none takes m
 nb_output_stderr = "remove"  # progress bars
 nb_merge_streams = True  # which would cut what is printed into pieces
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
