@@ -30,6 +30,8 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows
 from torch_dpsco.rows.attach import first_step_of
 
+pytestmark = pytest.mark.representatives(20)
+
 B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]
 CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"

@@ -22,6 +22,8 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan
 from torch_dpsco.theory.user_level.radius import pair_radius_search
 
+pytestmark = pytest.mark.representatives(10)
+
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
 LOSS = dp.losses.Logistic()
@@ -166,7 +168,6 @@ def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
     return optimizer
 
 
-@pytest.mark.representatives(15)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     cls, make = MADE[name]
@@ -208,7 +209,6 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str) -> None:
     assert ran
 
 
-@pytest.mark.representatives(15)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, make = MADE[name]

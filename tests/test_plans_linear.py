@@ -36,6 +36,8 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
+pytestmark = pytest.mark.representatives(6)
+
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)
 ROWS = torch.randn(N, DIM, generator=torch.Generator().manual_seed(1))
@@ -70,7 +72,6 @@ MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
 }
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore:noise buries")
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
@@ -308,7 +309,6 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         assert mu * hair >= math.hypot(*levels)
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.parametrize("name", EDITED)
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

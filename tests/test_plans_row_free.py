@@ -61,7 +61,10 @@ MADE: dict[str, Callable[[], RowFreePlan]] = {
     "BoltOnPSGD, K-norm noise": bolt_on(noise_multiplier=2.0, noise="knorm"),
     "BoltOnPSGD, noise": bolt_on(noise_multiplier=3.0, average="last"),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:noise buries the signal")
+pytestmark = [
+    pytest.mark.representatives(5),
+    pytest.mark.filterwarnings("ignore:noise buries the signal"),
+]
 
 
 def run(plan: RowFreePlan) -> RowFreeOptimizer:

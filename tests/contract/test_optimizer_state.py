@@ -19,7 +19,10 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.secret import SecretState
 
 # Seeds, momentum and Adam warn about utility in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+pytestmark = [
+    pytest.mark.representatives(12),
+    pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning"),
+]
 
 
 @pytest.fixture(params=ROWS, ids=lambda row: row.name)
@@ -58,7 +61,6 @@ def lasting(row: Row, path: Path, **changes: Any) -> Run:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(35)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
     run = lasting(row, tmp_path, model=row.model(dtype)).train(2)
@@ -106,7 +108,6 @@ def test_loading_drops_the_batch_in_progress(row: Row) -> None:
     assert (run.opt.steps, len(run.opt.accountant)) == (1, run.charged(1))
 
 
-@pytest.mark.representatives(30)
 @having("numbers")
 @pytest.mark.parametrize("changes", [{"noise": 0.5}, {"scale": 1.5}, {"steps": 8, "batch": 3}, {"batch": 4}], ids=str)
 def test_a_state_of_another_plan_is_refused(row: Row, changes: dict[str, float]) -> None:
@@ -155,7 +156,6 @@ def test_a_checkpoint_of_another_history_is_not_taken_for_charges_made_here(row:
     assert (shared.ledger.digest(), len(shared), resumed.opt.steps) == (before, resumed.charged(2), 0)
 
 
-@pytest.mark.representatives(16)
 @having("shared")
 def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_path: Path) -> None:
     run = row.make().train(1)
@@ -167,7 +167,6 @@ def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_pat
     assert len(first.opt.accountant) == first.charged(2)
 
 
-@pytest.mark.representatives(18)
 def test_a_finalized_run_is_finalized_after_loading(row: Row, tmp_path: Path) -> None:
     run = row.make().train(2)
     run.opt.finalize()
@@ -204,7 +203,6 @@ def test_a_run_with_a_secret_in_its_releases_goes_on_in_one_place(row: Row) -> N
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(31)
 @having("shared", "private")
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_copies_draw_fresh_noise_and_share_the_ledger(row: Row, scheduled: bool) -> None:
@@ -233,7 +231,6 @@ def test_a_copy_of_a_seeded_optimizer_does_not_repeat_its_noise(row: Row) -> Non
     assert not same(run.parameters(), clone.parameters())
 
 
-@pytest.mark.representatives(18)
 def test_a_seeded_generator_repeats_the_noise(row: Row) -> None:
     first, second = (row.make(generator=torch.Generator().manual_seed(3)).train(noise_seed=None) for _ in range(2))
     assert same(first.parameters(), second.parameters())
@@ -263,7 +260,6 @@ def test_groups_move_by_their_own_rates(row: Row) -> None:
     assert run.opt.steps == 1
 
 
-@pytest.mark.representatives(31)
 @having("rates", "moving")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_torch_scheduler_sets_the_rate_of_the_steps(row: Row, resumed: bool) -> None:
@@ -311,7 +307,6 @@ def test_a_closure_that_fails_spends_nothing(row: Row) -> None:
     assert run.opt.steps == 1
 
 
-@pytest.mark.representatives(18)
 def test_a_forgotten_zero_grad_changes_nothing(row: Row) -> None:
     careful, forgetful = row.make().train(), row.make()
     forgetful.opt._noise = seeded(5)
@@ -321,7 +316,6 @@ def test_a_forgotten_zero_grad_changes_nothing(row: Row) -> None:
     assert same(careful.parameters(), forgetful.parameters())
 
 
-@pytest.mark.representatives(35)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_frozen_parameters_stay_as_they_are(row: Row, grouped: bool) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), zeros())

@@ -28,7 +28,10 @@ from torch_dpsco.optim.charges import planned_event
 from torch_dpsco.oracles.base import MeanOracle
 
 # Seeds, momentum and Adam warn about utility in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+pytestmark = [
+    pytest.mark.representatives(12),
+    pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning"),
+]
 DELTA = 1e-3
 
 
@@ -67,7 +70,6 @@ def test_every_fact_is_lacked_by_some_row_and_held_by_another() -> None:
 # -- the mechanism ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(18)
 def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> None:
     run, each = row.make(), []
     for k, batch in enumerate(run.loader(), start=1):
@@ -178,7 +180,6 @@ def test_accumulated_parts_make_the_step_of_the_whole_batch(row: Row) -> None:
     assert whole.ledger() == parted.ledger()
 
 
-@pytest.mark.representatives(35)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
     run = row.make(model=row.model(dtype)).train()
@@ -353,7 +354,6 @@ def test_the_shown_answer_can_be_neither_trained_nor_finalized(row: Row) -> None
     assert not run.opt.finalized
 
 
-@pytest.mark.representatives(18)
 def test_the_context_finalizes_unless_it_fails(row: Row) -> None:
     run, failed = row.make(), row.make()
     with run.opt as same_optimizer:

@@ -21,7 +21,10 @@ from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, ItemBlock, Se
 from torch_dpsco.rows.dense import DenseBlocks
 from torch_dpsco.rows.layers.table import RECORDED
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+pytestmark = [
+    pytest.mark.representatives(20),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
+]
 
 B = 5  # records, and times where there are times: no shape gives a layout away
 
@@ -125,7 +128,6 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 # -- the same rows ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(60)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -237,7 +239,6 @@ class Pair(nn.Module):
         return self.layer(x), self.layer(y)
 
 
-@pytest.mark.representatives(30)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.float64, 1e-12)])
 def test_a_layer_that_is_used_twice_has_sums_of_rows(name, dtype, tolerance):

@@ -36,6 +36,8 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_wor_gaussian,
 )
 
+pytestmark = pytest.mark.representatives(8)
+
 VECTORS = Path(__file__).parents[2] / "vectors" / "accounting.json"
 CASES = [case for case in json.loads(VECTORS.read_text())["cases"] if case["function"].startswith("epsilon_")]
 ORDERS = default_orders()
