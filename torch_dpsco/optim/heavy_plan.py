@@ -24,6 +24,7 @@ from torch_dpsco.optim.planned import (
     dimension,
     noise_for,
     noise_on_mean,
+    release_noise,
     sampled,
     steps_of,
 )
@@ -157,11 +158,6 @@ def after_pilot(size: int, design: Design, steps: int, n: int) -> Parts:
             f"sampling must be 'shuffled' (one pass), 'poisson', 'fixed' or 'full' after a pilot (got {design})"
         )
     return Parts(((Full(size), 1), (design, steps)), n)
-
-
-def release_noise(budget: Budget) -> float:
-    """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
-    return noise_for(budget, Full(1), 1)
 
 
 def zcdp_of(noise_multiplier: float, adjacency: Adjacency) -> float:
