@@ -28,6 +28,7 @@ from torch_dpsco.optim.planned import (
     sampled,
     steps_of,
 )
+from torch_dpsco.optim.step_rule import Scale, one_pass, pace_of, run_of, scale_of_clip
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped
@@ -38,6 +39,7 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
 from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan, check_mode
+from torch_dpsco.theory.steps import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +191,7 @@ class HeavyTailed(PlannedOptimizer):
     words: ClassVar[tuple[str, ...]] = _PASS
     needs: ClassVar[tuple[str, ...]] = ()  # of the theorem, beside moments and smoothness
     most: ClassVar[float]  # the theorem admits step sizes up to 1 / (most * smoothness), the default
+    momentum: ClassVar[bool | None] = None  # whether the step rule may take momentum; None where there is no such rule
 
     @classmethod
     @abstractmethod
@@ -244,16 +247,19 @@ class HeavyTailed(PlannedOptimizer):
             noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
             clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
                 chooses.
-            steps: number of steps, without that of a pilot; default by theory, else 5 in one pass, 30 of "full"
-                batches.
-            epochs: passes over the data on average, in place of steps; default 10 of other batches in many passes,
-                without limit for noise of your own.
-            batch_size: public divisor; default such that the steps are one pass, or 512 (at most n) in many passes.
-            lr: step size; default by theory, or its largest one where the clip is not known in advance.
+            steps: number of steps, without that of a pilot; default by theory, or by the step rule
+                (docs/proofs/steps.md) where a smoothness is promised, the noise is chosen and lr is not given; else 5
+                in one pass, 30 of "full" batches.
+            epochs: passes over the data on average, in place of steps; default 20 in many passes by the step rule; else
+                10 of other batches than "full", without limit for noise of your own.
+            batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
+                512 (at most n) in many passes.
+            lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
             sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove). `ClippedSGD` makes many
                 passes too: "poisson", "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
                 dp.Poisson(batch_size, n).
-            average: which iterates are the answer, "last" (default), "uniform" or "weighted". In one pass of
+            average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
+                with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
                 `AcceleratedSGD` has an answer of its own.
             adjacency: default the budget's, or "replace_one".
@@ -285,6 +291,9 @@ class HeavyTailed(PlannedOptimizer):
             left = check.positive_count(n=left - clip.records(left))
         theory: OnePassPlan | None = None
         made: AveragingSchedule | None = None
+        scale: Scale | None = None
+        pace: Pace | None = None
+        by_rule = lr is None and cls.momentum is not None and mode != "paper"
         if once and left is not None:
             noise = noise if goal is None else release_noise(goal)
             if steps is None and (isinstance(sampling, Design) or batch_size is not None):
@@ -295,27 +304,41 @@ class HeavyTailed(PlannedOptimizer):
                 theory = cls._chosen(problem, distance, inputs)
             if theory is not None:
                 steps, clip = theory.steps, theory.clip
+            elif by_rule and goal is not None and not problem.strong_convexity:
+                scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
+                steps = one_pass(scale, left, goal, bool(cls.momentum)) if steps is None else steps
             steps = _FEW_STEPS if steps is None else check.positive_count(steps=steps)
             if steps > left:
                 raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
             design = _one_pass(sampling, batch_size, left, adjacency, steps)
             steps = steps_of(design, steps, None, None) or steps
             made = cls._averaging(problem, steps) if average is None else None
+            if scale is not None and made is None:
+                pace = pace_of(scale, design, steps, noise)
+                pace = pace if cls.momentum else Pace(min(cls._lr(problem), pace.lr / (1.0 - pace.momentum)))
         else:
             if clip is None:
                 raise MissingConstantError(
                     f"{cls.__name__} needs a clip for many passes, which no theorem chooses: clip=dp.Pilot(), or a "
                     f"number"
                 )
-            if batch_size is None and left is not None and sampling in SAMPLING:
-                batch_size = min(_DEFAULT_BATCH, left)
-            design = sampled(sampling, batch_size, left, adjacency)
-            default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
-            steps = steps_of(design, steps, epochs, None if goal is None and not isinstance(clip, Pilot) else default)
-            if goal is not None:
-                noise = noise_for(goal, design, steps)
+            if by_rule and goal is not None and left is not None:
+                scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
+                run = run_of(scale, left, goal, sampling, adjacency, batch_size, steps, epochs)
+                design, steps, noise, pace = run.design, run.steps, run.noise, run.pace
+            else:
+                if batch_size is None and left is not None and sampling in SAMPLING:
+                    batch_size = min(_DEFAULT_BATCH, left)
+                design = sampled(sampling, batch_size, left, adjacency)
+                default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
+                free = goal is None and not isinstance(clip, Pilot)
+                steps = steps_of(design, steps, epochs, None if free else default)
+                noise = noise if goal is None else noise_for(goal, design, steps)
         covered = lr is None and average is None
-        if lr is None:
+        if pace is not None:
+            lr = pace.lr
+            average = average or ("weighted" if pace.momentum else "last")
+        elif lr is None:
             lr = theory.lr if theory is not None else cls._lr(problem) if made is None else made.lr[0]
         if goal is not None and n and dim and steps and mode != "paper":
             checks.warn_if_buried(noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=goal.epsilon)
@@ -339,6 +362,7 @@ class HeavyTailed(PlannedOptimizer):
             design=design,
             steps=steps,
             lr=check.positive(lr=lr),
+            momentum=0.0 if pace is None else pace.momentum,
             radius=problem.radius,
             average=average or ("weighted" if made is not None else cls.plans.average),
             secure=secure,

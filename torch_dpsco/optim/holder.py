@@ -203,7 +203,7 @@ class HolderSGD(PlannedOptimizer):
             mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
             dim: number of parameters, or the model: the step rule takes 64 without it. Needed for the risk bound, and
                 without the rule to choose lr for a loss that is not smooth.
-            distance: guess of |w_1 - w*|; default by the rule (40 first steps, at most 3 bound_y/bound_x and the
+            distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 3 bound_y/bound_x and the
                 radius), or the radius.
             clip: share in (0, 1] of the promised bound at which rows are clipped; default 1, and down to 1/2 where the
                 rule sees much noise and the loss has one score. Privacy does not depend on it: noise is in proportion.

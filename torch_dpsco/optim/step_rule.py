@@ -76,6 +76,23 @@ def scale_of_problem(problem: Problem, clip: float, distance: float | None, dim:
     return Scale(clip * (problem.lipschitz or at_zero), distance, problem.smoothness or None, dim)
 
 
+def scale_of_clip(problem: Problem, clip: float | None, distance: float | None, dim: int | None, by: str) -> Scale:
+    """Returns the scale of rows that are clipped, in units of the clip, which nobody needs to know.
+
+    Args:
+        problem: that promises a smoothness.
+        clip: C; None where it is not known yet.
+        distance: guess of |w_1 - w*|, of use where the clip is known; default the usual one.
+        dim: number of parameters.
+        by: name of the class.
+    """
+    (smoothness,) = problem.require("smoothness", by=by)
+    rows = problem.bound_x or math.sqrt(smoothness)
+    if distance is None or clip is None:
+        return Scale(1.0, theory.usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
+    return Scale(1.0, distance / clip, smoothness, dim)
+
+
 def loudness(n: int, budget: Budget, dim: int | None) -> float:
     """Returns the norm of the noise of the mean of all steps over the clip."""
     return theory.noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
@@ -118,6 +135,11 @@ def run_of(
     assert made is not None  # one pass at least
     noise = noise_for(budget, design, made)
     return Run(design, made, noise, pace_of(scale, design, made, noise))
+
+
+def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool) -> int:
+    """Returns the number of batches of one pass."""
+    return min(n, theory.one_pass_steps(scale.horizon(n, budget), scale.smoothness or 1.0, momentum))
 
 
 def pace_of(scale: Scale, design: Design, steps: int, noise: float) -> Pace:

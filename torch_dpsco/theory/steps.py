@@ -22,7 +22,7 @@ from torch_dpsco import _validate as check
 LEAST, MOST = 64, 256  # steps
 PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
 SETTLED = 5.0  # T (1 - m) is at least twice that: what is left of the start's motion is below e^-10 at the end
-_FIRST_STEPS, _TARGETS = 40.0, 3.0  # D in units of a first step of size 1/B^2, and of the targets' bound over B
+_FIRST_STEPS, _TARGETS = 50.0, 3.0  # D in units of a first step of size 1/B^2, and of the targets' bound over B
 _ALONG = 20.0  # gradients of the mean loss along the way are about that much shorter than the bound
 _SAMPLED = 4.0  # and deviations of single rows from them
 _LOUD, _CLIPPED = 0.008, 0.5  # noise from which rows are clipped at half of the bound
@@ -44,7 +44,7 @@ class Pace:
 
 
 def usual_distance(grad_at_zero: float, bound_x: float, bound_y: float | None, smooth: bool) -> float:
-    """Returns the guess of |w_1 - w*| where there is none: 40 first steps, at most three times the targets' bound.
+    """Returns the guess of |w_1 - w*| where there is none: 50 first steps, at most three times the targets' bound.
 
     Args:
         grad_at_zero: bound on gradients at 0, > 0.
@@ -54,7 +54,7 @@ def usual_distance(grad_at_zero: float, bound_x: float, bound_y: float | None, s
 
     Example:
         >>> usual_distance(0.5, 1.0, None, smooth=True)
-        20.0
+        25.0
     """
     steps = _FIRST_STEPS * check.positive(grad_at_zero=grad_at_zero) / check.positive(bound_x=bound_x) ** 2
     if bound_y is None:
