@@ -12,7 +12,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
@@ -153,8 +153,13 @@ class ProximalPlan(ClippedPlan):
     """Public numbers of a run of ProximalSGD."""
 
 
-def after_pilot(size: int, design: Design, steps: int, n: int) -> Parts:
+def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjacency) -> Parts:
     """Returns the design of a pilot's step and the others, on records of their own."""
+    if adjacency == ADD_REMOVE:
+        # PRIVACY: cut by position, a record less would move all later ones (test_a_pilot_under_add_remove_is_private)
+        if not isinstance(design, (Assigned, Full, Poisson)):
+            raise AdjacencyError(f"sampling must be 'assigned', 'poisson' or 'full' after a pilot (got {design})")
+        return AssignedParts(((Full(size), 1), (design, steps)), n)
     if not isinstance(design, (Disjoint, Fixed, Full, Poisson)):
         raise ValueError(
             f"sampling must be 'shuffled' (one pass), 'poisson', 'fixed' or 'full' after a pilot (got {design})"
@@ -272,7 +277,7 @@ class HeavyTailed(PlannedOptimizer):
 
         Raises:
             MissingConstantError: a promise is missing; says which, and how to do without.
-            AdjacencyError: a pilot, mode "paper" or batches cut by position, under add_remove.
+            AdjacencyError: mode "paper" or batches cut by position, under add_remove.
             ValueError: an argument is out of range.
         """
         problem, dim, adjacency = problem or Problem(), dimension(dim), agreed_adjacency(adjacency, budget)
@@ -355,7 +360,7 @@ class HeavyTailed(PlannedOptimizer):
             if once:
                 rate = cls._exchange_rate(problem, left, dim, steps, rho, adjacency)
             pilot, clip = clip.plan(n, budget, rate), None
-            design, steps = after_pilot(pilot.size, design, steps, n), steps + 1
+            design, steps = after_pilot(pilot.size, design, steps, n, adjacency), steps + 1
         return cls.plans(
             budget=budget,
             adjacency=adjacency,
