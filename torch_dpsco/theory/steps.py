@@ -28,6 +28,7 @@ _SAMPLED = 4.0  # and deviations of single rows from them
 _LOUD, _CLIPPED = 0.008, 0.5  # noise from which rows are clipped at half of the bound
 _USUAL_DIM = 64  # where nobody says
 _FEW = 5  # steps of one pass
+_RELATIVE, _OSCILLATION, _ROUNDS = 6.0, 4.0, 200.0  # of steps in units of a clip
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,32 @@ def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
     reach = check.positive(horizon=horizon) * check.positive(smoothness=smoothness)
     steps = math.pow(SETTLED * reach, 2.0 / 5.0) if momentum else math.pow(2.0 * reach, 2.0 / 3.0)
     return min(MOST, max(_FEW, math.ceil(steps)))
+
+
+def relative_steps(noise: float) -> int:
+    """Returns T, between 64 and 256, for means in units of a clip, where no smoothness is known: sqrt(200/noise).
+
+    Args:
+        noise: norm of the noise of the mean of all steps, in units of the clip, > 0.
+    """
+    return min(MOST, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise)))))
+
+
+def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pace:
+    """Returns step size and momentum for means in units of a clip: h = D min(1/(T s), T/40).
+
+    The second bound keeps a step lr = h (1 - m) below D/4.
+
+    Args:
+        noise: s > 0, in units of the clip.
+        steps: T.
+        distance: D > 0; default 6, for rows of norms of about 1 to 3.
+
+    Example:
+        >>> relative_pace(noise=0.1, steps=100)
+        Pace(lr=0.06, momentum=0.9)
+    """
+    steps, reach = check.positive_count(steps=steps), check.positive(distance=distance or _RELATIVE)
+    slow = min(1.0, 2.0 * SETTLED / steps)
+    step = min(1.0 / (steps * check.positive(noise=noise)), 1.0 / (_OSCILLATION * slow))
+    return Pace(reach * step * slow, 1.0 - slow)
