@@ -327,10 +327,9 @@ def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
-def test_add_remove_is_refused(cls: Any) -> None:
+def test_phases_that_are_cut_by_position_refuse_add_remove() -> None:
     with pytest.raises(AdjacencyError, match="replace_one or zero_out"):
-        calibrated(cls, "add_remove")
+        calibrated(dp.LocalizedSGD, "add_remove")
 
 
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])

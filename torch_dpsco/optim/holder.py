@@ -230,21 +230,25 @@ class HolderSGD(PlannedOptimizer):
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
         if n is not None and budget is not None and budget.delta >= 1.0 / check.positive_count(n=n):
             warn(f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record")
-        chosen = (
-            n if lr is None and not (given or paper or (average == "uniform" and problem.radius < math.inf)) else None
-        )
+        smooth, by_theorem = problem.smoothness is not None, average == "uniform" and math.isfinite(problem.radius)
         ruled: Run | None = None
-        if chosen is not None and budget is not None:
-            clip = _clip(problem, chosen, budget, dim) if clip is None else clip
-            scale = scale_of_problem(problem, require_share(clip), distance, dim)
+        if not (lr is not None or given or paper or by_theorem) and n is not None and budget is not None:
+            share = _clip(problem, n, budget, dim) if clip is None else require_share(clip)
+            scale = scale_of_problem(problem, share, distance, dim)
             if scale is not None:
-                ruled = run_of(scale, chosen, budget, sampling, adjacency, batch_size, steps, epochs)
+                ruled, clip = run_of(scale, n, budget, sampling, adjacency, batch_size, steps, epochs), share
         clip = 1.0 if clip is None else require_share(clip)
         multiplier, split, momentum = noise_multiplier, None, 0.0
         if ruled is not None:
             design, steps, multiplier = ruled.design, ruled.steps, ruled.noise
         else:
-            design, steps = _batches(problem, n, budget, sampling, adjacency, batch_size, steps, epochs, given or paper)
+            if batch_size is None and n is not None and sampling != "full":
+                if smooth or paper or given or budget is None or sampling not in ("poisson", "fixed"):
+                    batch_size = min(_DEFAULT_BATCH, n)
+                else:
+                    batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
+            design = sampled(sampling, batch_size, n, adjacency)
+            steps = steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
             if not given and budget is not None and steps is not None:
                 multiplier, split = _noise(design, steps, budget, paper)
         batch_size = design.batch_size
@@ -259,7 +263,6 @@ class HolderSGD(PlannedOptimizer):
         elif problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
             warn(f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge")
         if average is None:
-            smooth = problem.smoothness is not None
             average = "weighted" if ruled is not None else "last" if given or (smooth and not paper) else "uniform"
         risk = None
         if dim is not None and ruled is None and clip == 1 and math.isfinite(problem.radius) and multiplier and steps:
@@ -327,27 +330,6 @@ def _bound(problem: Problem, noise: str, radius: float, clip: float) -> float:
     except MissingConstantError:
         largest = math.inf
     return shared_bound(problem.grad_bound(0.0), largest, clip)
-
-
-def _batches(
-    problem: Problem,
-    n: int | None,
-    budget: Budget | None,
-    sampling: str | Design,
-    adjacency: Adjacency,
-    batch_size: int | None,
-    steps: int | None,
-    epochs: float | None,
-    given: bool,
-) -> tuple[Design, int | None]:
-    """Returns design and number of steps without the step rule."""
-    if batch_size is None and n is not None and sampling != "full":
-        if problem.smoothness is not None or given or budget is None or sampling not in ("poisson", "fixed"):
-            batch_size = min(_DEFAULT_BATCH, n)
-        else:
-            batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
-    design = sampled(sampling, batch_size, n, adjacency)
-    return design, steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
 
 
 def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...]:

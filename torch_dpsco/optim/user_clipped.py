@@ -120,12 +120,13 @@ class UserClippedPlan(UserPlan):
         else:
             yield (
                 "noise",
-                f"std {share:.3g} per coordinate of a mean of gradients in units of the clip, of norm at most 1",
+                f"std {share:.3g} of the clip per coordinate of a mean of gradients, of norm at most the clip",
             )
             yield (
                 "clip",
-                f"found in the run, for {_VOTES:.0%} of its squared budget: it follows the {self.search.target:g} quantile "
-                f"of the lengths of users' mean gradients, from {self.clip:g} on; users should have some ten rows each",
+                f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g} on it follows the "
+                f"{self.search.target:g} quantile of the lengths of users' mean gradients; a user should have some ten "
+                f"rows",
             )
         if self.center_decay is not None:
             yield "center", f"gradients are measured from a running average of releases, of decay {self.center_decay:g}"

@@ -137,8 +137,9 @@ def rough_pace(distance: float, noise: float, steps: int, grad_bound: float) -> 
         grad_bound: > 0, of rows.
 
     Example:
-        >>> rough_pace(distance=1.0, noise=1e-9, steps=400, grad_bound=20.0)
-        Pace(lr=0.00125, momentum=0.975)
+        >>> pace = rough_pace(distance=1.0, noise=1e-9, steps=400, grad_bound=20.0)
+        >>> round(pace.lr, 9), pace.momentum
+        (0.00125, 0.975)
     """
     check.positive_count(steps=steps)
     moved = math.hypot(steps * check.positive(noise=noise), math.sqrt(steps) * grad_bound / _ALONG)
@@ -179,8 +180,9 @@ def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pa
         distance: D > 0; default 6, for rows of norms of about 1 to 3.
 
     Example:
-        >>> relative_pace(noise=0.1, steps=100)
-        Pace(lr=0.06, momentum=0.9)
+        >>> pace = relative_pace(noise=0.1, steps=100)
+        >>> round(pace.lr, 9), pace.momentum
+        (0.06, 0.9)
     """
     steps, reach = check.positive_count(steps=steps), check.positive(distance=distance or _RELATIVE)
     slow = min(1.0, 2.0 * SETTLED / steps)
