@@ -21,7 +21,7 @@ from torch_dpsco import _validate as check
 
 LEAST, MOST = 64, 256  # steps
 PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
-SETTLED = 5.0  # T (1 - m) is at least twice that: what is left of the start's motion is below e^-10 at the end
+SETTLED = 5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
 _FIRST_STEPS, _TARGETS = 50.0, 3.0  # D in units of a first step of size 1/B^2, and of the targets' bound over B
 _ALONG = 20.0  # gradients of the mean loss along the way are about that much shorter than the bound
 _SAMPLED = 4.0  # and deviations of single rows from them
