@@ -20,7 +20,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Full, Poisson
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
@@ -454,6 +454,12 @@ def test_batches_of_other_data_sets_are_filled_up(workers):
 def test_a_record_more_than_declared_overflows_as_rarely(design):
     n = design.n + 1
     assert stats.binom.sf(capacity(design), n, design.batch_size / design.n) < 2.0**-40
+
+
+def test_a_part_of_assigned_records_overflows_as_rarely():
+    design = AssignedParts(((Full(3000), 1), (Assigned(1000, 27_000), 27)), 30_000)
+    assert stats.binom.sf(capacity(design), 30_001, 0.1) < 2.0**-40
+    assert capacity(design) < 3600
 
 
 def test_a_filled_block_of_all_records_has_them_at_their_places():

@@ -1,4 +1,4 @@
-"""The step rule's formulas: what a horizon, a pace and a share are, and that no admitted loss makes the loop diverge."""
+"""The step rule's formulas: what a horizon, a pace and a share are; no admitted loss makes the loop diverge."""
 
 from __future__ import annotations
 

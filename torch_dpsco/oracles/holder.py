@@ -89,17 +89,14 @@ class HolderClipped(ClippedMean):
         if math.isinf(norm):
             raise ValueError("the iterate must be finite: training diverged, lower lr or bound the domain (radius=)")
         here = self.problem.grad_bound(min(norm, self._reach))
-        return (
-            min(here, self._constant) if self.clip_share == 1 else shared_bound(here, self._constant, self.clip_share)
-        )
+        return shared_bound(here, self._constant, self.clip_share)
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         at_one = self.problem.grad_bound(min(1.0, self._reach))  # repr leaves exact_grad_bound out
-        share = {} if self.clip_share == 1 else {"share": self.clip_share}
-        return self._named(
-            "noise", "noise_multiplier", "radius", problem=repr(self.problem), grad_bound=at_one, **share
-        )
+        own = {"problem": repr(self.problem), "grad_bound": at_one}
+        own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
+        return self._named("noise", "noise_multiplier", "radius", **own)
 
 
 def require_share(share: float) -> float:

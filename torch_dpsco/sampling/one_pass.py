@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw
+from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Undeclared
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rng import KeyedStream
@@ -175,6 +175,12 @@ class PartsSampler(OnePassSampler):
 
     kind = Parts
     design: Parts
+
+    @classmethod
+    def require_kind(cls, design: Design) -> None:
+        """Raises UnknownSamplerError unless the design is of parts that are cut by position."""
+        # PRIVACY: it is charged under add_remove (test_samplers_are_of_their_designs_and_sizes)
+        super().require_kind(Undeclared(1) if isinstance(design, AssignedParts) else design)
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         first = 0
