@@ -117,6 +117,7 @@ def score_with(rows_of_last: int, monkeypatch: pytest.MonkeyPatch, **loader: obj
     return float(scores[0][0].sum()) / n
 
 
+@pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monkeypatch):
     """The counterexample: all users of one side were at tau from the other with one number of rows, and not with two.
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Undeclared
+from torch_dpsco.accounting.designs import Design, Disjoint, Draw
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
@@ -180,7 +180,9 @@ class PartsSampler(OnePassSampler):
     def require_kind(cls, design: Design) -> None:
         """Raises UnknownSamplerError unless the design is of parts that are cut by position."""
         # PRIVACY: it is charged under add_remove (test_samplers_are_of_their_designs_and_sizes)
-        super().require_kind(Undeclared(1) if isinstance(design, AssignedParts) else design)
+        if isinstance(design, AssignedParts):
+            raise UnknownSamplerError(f"design must be Parts for {cls.__name__} (got {design})")
+        super().require_kind(design)
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         first = 0
