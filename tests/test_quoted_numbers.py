@@ -27,8 +27,8 @@ def page(name: str) -> str:
 @pytest.fixture(scope="module")
 def adult() -> tuple[float, Ledger]:
     """The noise multiplier of the Adult example, and its ledger."""
-    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, DELTA, adjacency=ADD_REMOVE))
-    assert plan.batch_size == BATCH
+    budget = dp.Budget(1.0, DELTA, adjacency=ADD_REMOVE)
+    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=budget, batch_size=BATCH, epochs=10)
     event = dp.Poisson(BATCH, N).event(clipped_gaussian(plan.noise_multiplier), plan.steps)
     return plan.noise_multiplier, Ledger([event])
 

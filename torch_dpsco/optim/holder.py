@@ -78,7 +78,7 @@ class HolderPlan(StepPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if require_share(self.clip) < 1 and (self.noise == "paper" or self.noise_multiplier is None):
+        if require_share(clip=self.clip) < 1 and (self.noise == "paper" or self.noise_multiplier is None):
             raise ValueError(f"clip must be 1 for noise={self.noise!r} (got {self.clip})")
 
     def oracle(self, prox: Prox) -> HolderClipped | HolderAbsolute:
@@ -230,14 +230,16 @@ class HolderSGD(PlannedOptimizer):
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
         if n is not None and budget is not None and budget.delta >= 1.0 / check.positive_count(n=n):
             warn(f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record")
+        if distance is not None:
+            check.positive(distance=distance)
         smooth, by_theorem = problem.smoothness is not None, average == "uniform" and math.isfinite(problem.radius)
         ruled: Run | None = None
         if not (lr is not None or given or paper or by_theorem) and n is not None and budget is not None:
-            share = _clip(problem, n, budget, dim) if clip is None else require_share(clip)
+            share = _clip(problem, n, budget, dim) if clip is None else require_share(clip=clip)
             scale = scale_of_problem(problem, share, distance, dim)
             if scale is not None:
                 ruled, clip = run_of(scale, n, budget, sampling, adjacency, batch_size, steps, epochs), share
-        clip = 1.0 if clip is None else require_share(clip)
+        clip = 1.0 if clip is None else require_share(clip=clip)
         multiplier, split, momentum = noise_multiplier, None, 0.0
         if ruled is not None:
             design, steps, multiplier = ruled.design, ruled.steps, ruled.noise
@@ -252,7 +254,7 @@ class HolderSGD(PlannedOptimizer):
             if not given and budget is not None and steps is not None:
                 multiplier, split = _noise(design, steps, budget, paper)
         batch_size = design.batch_size
-        radius = problem.radius if distance is None else min(problem.radius, check.positive(distance=distance))
+        radius = problem.radius if distance is None else min(problem.radius, distance)
         bound = _bound(problem, noise, radius, clip)
         std = _stds(noise_std) if multiplier is None else multiplier * bound / batch_size
         if ruled is not None:

@@ -227,6 +227,8 @@ class UserClippedSGD(UserOptimizer):
         """
         adjacency, dim = agreed_adjacency(adjacency, budget, "user"), dimension(dim)
         n_users = check.positive_count(n_users=n_users)
+        if distance is not None:
+            check.positive(distance=distance)
         if noise_multiplier is not None and (clip is None or lr is None):
             raise MissingConstantError(f"clip and lr must be given beside noise of yours (got {clip} and {lr})")
         wanted: int | None = None

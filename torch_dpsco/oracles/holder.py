@@ -62,7 +62,7 @@ class HolderClipped(ClippedMean):
     ) -> None:
         super().__init__(noise_multiplier, batch_size)
         self.noise = check.choice(NOISES, noise=noise)
-        self.clip_share = require_share(clip_share)
+        self.clip_share = require_share(clip_share=clip_share)
         self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
         if noise == "paper" and math.isinf(self.radius):
             raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")
@@ -99,9 +99,10 @@ class HolderClipped(ClippedMean):
         return self._named("noise", "noise_multiplier", "radius", **own)
 
 
-def require_share(share: float) -> float:
-    """Returns a share of the bound on gradients; raises ValueError unless it is in (0, 1]."""
-    return check.between(0.0, 1.0, clip=check.positive(clip=share))
+def require_share(**field: Any) -> float:
+    """Returns the field, a share of the bound on gradients; raises ValueError unless it is in (0, 1]."""
+    ((name, value),) = field.items()
+    return check.between(0.0, 1.0, **{name: check.positive(**{name: value})})
 
 
 def shared_bound(here: float, largest: float, share: float) -> float:

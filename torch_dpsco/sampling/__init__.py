@@ -3,7 +3,6 @@
 from torch_dpsco.sampling.draws import Chunk, DrawLog, fingerprint, records_of
 from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, accept_empty_draws, bounded
 from torch_dpsco.sampling.one_pass import (
-    AssignedPartsSampler,
     AssignedSampler,
     DisjointSampler,
     OnePassSampler,
@@ -37,7 +36,6 @@ __all__ = [
     "Isolation",
     "OnePassSampler",
     "Partition",
-    "AssignedPartsSampler",
     "PartsSampler",
     "PhysicalBatches",
     "PoissonSampler",
