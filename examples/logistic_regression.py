@@ -26,7 +26,6 @@ import torch_dpsco as dp
 
 EPSILON, DELTA = 1.0, 1e-5
 ADJACENCY = "add_remove"
-EPOCHS = 10.0
 QUICK_EPOCHS = 0.1
 CARD = Path("privacy_card.html" if importlib.util.find_spec("matplotlib") else "privacy_card.md")
 SECRETS = {
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--delta", type=float, default=DELTA)
     parser.add_argument("--adjacency", choices=("add_remove", "replace_one"), default=ADJACENCY)
-    parser.add_argument("--epochs", type=float, default=EPOCHS)
+    parser.add_argument("--epochs", type=float, help="passes over the data; default by the step rule")
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     parser.add_argument("--card", type=Path, help=f"a new file for the privacy card (default: {CARD}, replaced)")
     args = parser.parse_args(argv)
@@ -70,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             n=len(dataset),
             budget=dp.Budget(args.epsilon, args.delta, adjacency=args.adjacency),
             epochs=QUICK_EPOCHS if args.quick else args.epochs,
+            dim=model,
         ),
     )
     start = time.perf_counter()

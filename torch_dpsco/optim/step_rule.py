@@ -22,6 +22,7 @@ from torch_dpsco.theory import steps as theory
 from torch_dpsco.theory.steps import Pace
 
 _MOST_ROWS = 2e7  # gradients of rows in a run
+_SHORT = 0.25  # rows are longer than the mean, and so are their gradients
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,19 @@ def scale_of_clip(problem: Problem, clip: float | None, distance: float | None, 
     """Returns the scale of rows that are clipped, in units of the clip, which nobody needs to know.
 
     Args:
-        problem: that promises a smoothness.
-        clip: C; None where it is not known yet.
-        distance: guess of |w_1 - w*|, of use where the clip is known; default the usual one.
+        problem: that promises a smoothness, and maybe a ball.
+        clip: C; None where it is not known yet: gradients are then taken to be four times as long as a distance that is
+            given says, smoothness times it.
+        distance: guess of |w_1 - w*|; default the radius, or else the usual one.
         dim: number of parameters.
         by: name of the class.
     """
     (smoothness,) = problem.require("smoothness", by=by)
+    known = min(distance or math.inf, problem.radius)
+    if math.isfinite(known):
+        return Scale(1.0, _SHORT / smoothness if clip is None else known / clip, smoothness, dim)
     rows = problem.bound_x or math.sqrt(smoothness)
-    if distance is None or clip is None:
-        return Scale(1.0, theory.usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
-    return Scale(1.0, distance / clip, smoothness, dim)
+    return Scale(1.0, theory.usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
 
 
 def loudness(n: int, budget: Budget, dim: int | None) -> float:

@@ -330,12 +330,13 @@ class UserFilteredSGD(UserOptimizer):
         super()._install_answer()
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
-        if release.still and self._steps == (self._plan.search is not None):
+        first, radius = self._steps == (self._plan.search is not None), self.oracle.metrics().get("pair_radius")
+        if first and radius is not None and release.still and release.mean:  # an answer that is lost has none
+            rest = "in this step" if isinstance(self._plan.filter, PoissonFilterPlan) else "any more"
             warn(  # of what is released: that a test has failed
-                f"users disagree: the first test has failed, since they are not within pair_radius="
-                f"{self.oracle.metrics()['pair_radius']:.3g} of each other; nothing is learned "
-                f"{'in this step' if isinstance(self._plan.filter, PoissonFilterPlan) else 'any more'}. Give a larger "
-                f"pair_radius, a pair_radius_search, or take UserClippedSGD, which tests nothing"
+                f"users disagree: the first test has failed, since they are not within pair_radius={radius:.3g} of "
+                f"each other; nothing is learned {rest}. Give a larger pair_radius, a pair_radius_search, or take "
+                f"UserClippedSGD, which tests nothing"
             )
         super()._apply(params, release)
 
