@@ -223,7 +223,7 @@ def test_a_run_with_momentum_goes_on_from_a_checkpoint() -> None:
 def test_a_plan_with_momentum_prints_and_is_saved() -> None:
     made = plan(budget=dp.Budget(0.1, 1e-6))
     text = " ".join(str(made).split())
-    assert f"momentum {made.momentum:.3g}, answer: an average in which later iterates weigh more" in text
+    assert f"momentum {made.momentum:.3g}, answer: an average weighted by step" in text
     assert "rows are clipped at 0.5 of the bound that the loss promises" in text
     assert Plan.from_dict(made.to_dict()) == made
     with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):

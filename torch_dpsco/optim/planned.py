@@ -160,7 +160,7 @@ class StepPlan(BatchPlan):
 ANSWERS = {
     "last": "the last iterate",
     "uniform": "the average of all iterates",
-    "weighted": "an average in which later iterates weigh more",
+    "weighted": "an average weighted by step",
 }
 
 
