@@ -32,8 +32,8 @@ def test_the_horizon_is_the_distance_over_the_noise_unless_steps_are_too_few(hor
     assert size * steps == pytest.approx(min(horizon, steps**2 / (5 * smoothness)), rel=1e-9)
     assert pace.lr * smoothness <= 2 * (1 + 1e-9)
     needed = theory.steps_to(horizon, smoothness)
-    assert 64 <= needed <= 256
-    if 64 < needed < 256:
+    assert 64 <= needed <= 1024
+    if 64 < needed < 1024:
         assert (needed - 1) ** 2 < 5 * smoothness * horizon <= needed**2
 
 
@@ -123,7 +123,7 @@ def test_the_share_of_the_bound_falls_from_one_to_a_half(noise):
 def test_distances_are_steps_and_targets():
     assert theory.usual_distance(1.0, 2.0, None, smooth=True) == 12.5
     assert theory.usual_distance(1.0, 2.0, 100.0, smooth=True) == 12.5
-    assert theory.usual_distance(1.0, 2.0, 1.0, smooth=True) == 1.5
+    assert theory.usual_distance(1.0, 2.0, 1.0, smooth=True) == 3.0
     assert theory.usual_distance(1.0, 2.0, 100.0, smooth=False) == 150.0
 
 
@@ -143,8 +143,8 @@ def test_one_pass_has_the_least_number_of_batches_that_the_horizon_admits(horizo
         size = horizon / steps**1.5
         return size <= (steps / 5 if momentum else 0.5) / smoothness * (1 + 1e-9)
 
-    assert 5 <= T <= 256
-    if 5 < T < 256:
+    assert 5 <= T <= 1024
+    if 5 < T < 1024:
         assert fits(T)
         assert not fits(T - 1)
 

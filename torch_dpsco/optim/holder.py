@@ -184,9 +184,9 @@ class HolderSGD(PlannedOptimizer):
             noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
             steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
                 choose there is no limit but the budget.
-            epochs: passes over the data on average; default 20, or as many as the steps need ("full"); without the
-                rule 10 where the noise is chosen; 1 for "assigned".
-            batch_size: expected batch size, the public divisor; default such that 64 to 256 steps make those passes;
+            epochs: passes over the data on average; default 20, more for less than 50,000 records and "full" batches;
+                without the rule 10 where the noise is chosen; 1 for "assigned".
+            batch_size: expected batch size, the public divisor; default such that 64 to 1024 steps make those passes;
                 without the rule 512 (at most n) for smooth losses, else a power of 2 that makes the noise per record
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
@@ -203,7 +203,7 @@ class HolderSGD(PlannedOptimizer):
             mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
             dim: number of parameters, or the model: the step rule takes 64 without it. Needed for the risk bound, and
                 without the rule to choose lr for a loss that is not smooth.
-            distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 3 bound_y/bound_x and the
+            distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
                 radius), or the radius.
             clip: share in (0, 1] of the promised bound at which rows are clipped; default 1, and down to 1/2 where the
                 rule sees much noise and the loss has one score. Privacy does not depend on it: noise is in proportion.

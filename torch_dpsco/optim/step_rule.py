@@ -21,7 +21,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.theory import steps as theory
 from torch_dpsco.theory.steps import Pace
 
-_MOST_ROWS = 2e7  # gradients of rows in a run
+_FEW_ROWS, _MOST_ROWS = 1e6, 2e7  # gradients of rows in a run
 _SHORT = 0.25  # rows are longer than the mean, and so are their gradients
 
 
@@ -119,14 +119,15 @@ def run_of(
         budget: to be met.
         sampling: as in `planned.sampled`.
         adjacency: of the guarantee.
-        batch_size: expected size of a batch; default 20 passes over its steps.
-        steps: number of steps, in place of epochs; default by the horizon, or 20 passes.
+        batch_size: expected size of a batch; default such that the steps make 20 passes, or 1e6 gradients if these
+            are more, and at most 2e7.
+        steps: number of steps, in place of epochs; default by the horizon, or those passes.
         epochs: passes over the data.
     """
     wanted = steps
     if wanted is None:
         wanted = theory.steps_to(scale.horizon(n, budget), scale.smoothness)
-    passes = min(theory.PASSES, max(1.0, _MOST_ROWS / n))
+    passes = max(1.0, min(max(theory.PASSES, _FEW_ROWS / n), _MOST_ROWS / n))
     if batch_size is None and sampling != "full" and not isinstance(sampling, Design):
         once = sampling == "assigned"
         share = (1.0 if once else passes if epochs is None else epochs) / (theory.LEAST if once else wanted)

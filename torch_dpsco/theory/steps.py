@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 
-LEAST, MOST = 64, 256  # steps
+LEAST, MOST, MOST_OF_USERS = 64, 1024, 256  # steps
 PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
 SETTLED = 5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
 _FIRST_STEPS, _TARGETS = 50.0, 3.0  # D in units of a first step of size 1/B^2, and of the targets' bound over B
@@ -45,13 +45,13 @@ class Pace:
 
 
 def usual_distance(grad_at_zero: float, bound_x: float, bound_y: float | None, smooth: bool) -> float:
-    """Returns the guess of |w_1 - w*| where there is none: 50 first steps, at most three times the targets' bound.
+    """Returns the guess of |w_1 - w*| where there is none: 50 first steps, at most six times the targets' bound.
 
     Args:
         grad_at_zero: bound on gradients at 0, > 0.
         bound_x: B > 0, of rows.
         bound_y: Y > 0, of real targets; None for labels.
-        smooth: whether first steps of size 1/B^2 have a meaning; else targets alone say what is far.
+        smooth: whether first steps of size 1/B^2 have a meaning; else it is three times the targets' bound, if any.
 
     Example:
         >>> usual_distance(0.5, 1.0, None, smooth=True)
@@ -61,7 +61,7 @@ def usual_distance(grad_at_zero: float, bound_x: float, bound_y: float | None, s
     if bound_y is None:
         return steps
     targets = _TARGETS * check.positive(bound_y=bound_y) / bound_x
-    return min(steps, targets) if smooth else targets
+    return min(steps, 2.0 * targets) if smooth else targets
 
 
 def clip_share(noise: float) -> float:
@@ -98,7 +98,7 @@ def noise_of_mean(
 
 
 def steps_to(horizon: float, smoothness: float | None) -> int:
-    """Returns T with T^2 >= 5 L H, between 64 and 256; without smoothness the most.
+    """Returns T with T^2 >= 5 L H, between 64 and 1024; without smoothness the most.
 
     Args:
         horizon: H > 0.
@@ -166,7 +166,7 @@ def relative_steps(noise: float) -> int:
     Args:
         noise: norm of the noise of the mean of all steps, in units of the clip, > 0.
     """
-    return min(MOST, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise)))))
+    return min(MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise)))))
 
 
 def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pace:
