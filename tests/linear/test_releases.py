@@ -134,7 +134,7 @@ def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_the_answer_is_projected_onto_the_ball() -> None:
     for mechanism in ("output", "objective", "noisy_gd"):
         given = task(radius=1e-3)
-        answer = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4))
+        answer = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4)).weights
         assert float(answer.norm()) <= 1e-3 * (1 + 1e-12)
 
 
@@ -239,7 +239,7 @@ def test_a_refused_release_draws_nothing(
     draws, before = generator(), len(spent)
     state = draws.get_state()
     with pytest.warns(UtilityWarning), pytest.raises(PrivacyError):  # the budget is spent, or planned for another
-        fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws)
+        fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws).weights
     assert torch.equal(draws.get_state(), state)
     assert len(spent) == before
 
@@ -259,13 +259,13 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
             return original(*arguments)
 
         monkeypatch.setattr(module, name, watched)
-    first = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)
+    first = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger).weights
     assert set(charges) == {len(ledger)}
     assert len(ledger) >= 1
     assert 0.9 < ledger.get_epsilon(given.budget.delta) <= given.budget.epsilon
     fresh = dp.Accountant(given.budget)
     assert not torch.equal(
-        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh)
+        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh).weights.weights
     )
 
 
@@ -280,7 +280,7 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module, "gaussian_vector", counted)
     given = task()
-    fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4))
+    fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4)).weights
     if mechanism == "output":
         assert scales == [plan_output(given).noise_scale]
     else:

@@ -4,7 +4,9 @@ Every argument is a public number, chosen without looking at the data. Rows are 
 
     x = (clip((raw - feature_center) / feature_scale, bound_x), intercept_scaling)
 
-in training, and alike in prediction, since the weights were found for rows prepared so. The objective is in sum form,
+in training, and alike in prediction, since the weights were found for rows prepared so. With prepare="auto" center and
+spread of rows (and location and spread of targets) are measured privately before, within the same budget, and rows are
+centered and clipped in these units. The objective is in sum form,
 
     sum_i c_i l(<w, x_i>; y_i) + (reg / 2) |w|^2
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,16 +33,19 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators.data import as_column, as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear
+from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.theory.linear.preparation import rows_level
 
+_CONSTANT = 0.3  # of the intercept beside rows of norm 1
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
     "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are clipped to it. Add up "
@@ -65,10 +70,14 @@ class LinearModel(BaseEstimator):
         adjacency: "add_remove" (the number of records is private), "replace_one" or "zero_out" (it is n).
         n: public number of records; required. It must be the true one but under add_remove.
         bound_x: B > 0, norm that rows are clipped to; required.
+        prepare: "auto" measures privately what rows and targets look like where that pays by public numbers (needs
+            delta > 0, and neither feature_center, feature_scale, reg nor radius, which are in public units); None
+            measures nothing.
         feature_center: (d,), subtracted from rows; None for 0.
         feature_scale: (d,), > 0, that they are divided by; None for 1.
         fit_intercept: whether a constant is appended to rows.
-        intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise.
+        intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise. None for 1, or 0.3
+            where rows are measured, which then have norms of at most 1.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
@@ -101,7 +110,8 @@ class LinearModel(BaseEstimator):
     feature_center: Any = None
     feature_scale: Any = None
     fit_intercept: bool = True
-    intercept_scaling: float = 1.0
+    intercept_scaling: float | None = None
+    prepare: str | None = "auto"
     reg: float | None = None
     radius: float = math.inf
     mechanism: str = "auto"
@@ -113,8 +123,8 @@ class LinearModel(BaseEstimator):
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loss(self) -> TableLoss:
-        """The loss, of public settings."""
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+        """The loss, of public settings, in the units that are measured."""
 
     @abstractmethod
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -124,8 +134,8 @@ class LinearModel(BaseEstimator):
     def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
-    def _options(self) -> dict[str, Any]:
-        """Further arguments of the `LinearTask`."""
+    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
+        """Further arguments of the `LinearTask`, in the units that are measured."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
@@ -158,10 +168,10 @@ class LinearModel(BaseEstimator):
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
-        answer = fit_linear(plan, features, targets, weights, accountant=ledger)
+        fitted = fit_linear(plan, features, targets, weights, accountant=ledger)
         self.privacy_ = self._report_of(ledger)
         self.plan_, self.mechanism_ = plan, plan.mechanism
-        self._install(answer.cpu())
+        self._install(fitted)
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
         return self
@@ -185,31 +195,49 @@ class LinearModel(BaseEstimator):
         if self.n is None:
             raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
         budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
-        preparation = Preparation(
+        given = Preparation(
             check.positive(bound_x=self.bound_x),
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
-            intercept=check.positive(intercept_scaling=self.intercept_scaling) if self.fit_intercept else 0.0,
         )
+        n, prepare = check.positive_count(n=self.n), None
+        if check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None:
+            prepare = self._measurements(given, n, dim, budget)
+        unit = given if prepare is None or not prepare.rows else Preparation(1.0)
+        default = 1.0 if unit is given else _CONSTANT
+        constant = default if self.intercept_scaling is None else self.intercept_scaling
+        constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         return LinearTask(
-            loss=self._loss(),
-            preparation=preparation,
+            loss=self._loss(prepare),
+            preparation=replace(unit, intercept=constant),
+            prepare=prepare,
             dim=dim,
-            n=check.positive_count(n=self.n),
+            n=n,
             budget=budget,
             reg=None if self.reg is None else check.positive(reg=self.reg),
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
-            **self._options(),
+            **self._options(prepare),
         )
+
+    def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
+        """Returns what is measured before the fit, by public numbers; None for nothing."""
+        public = (given.center, given.scale, self.reg) != (None, None, None) or math.isfinite(self.radius)
+        mu = gaussian_mu(budget.epsilon, budget.delta)
+        rows = 0.0 if public else rows_level(mu, n, dim, budget.adjacency)
+        return PrivatePreparation(given=given, rows=rows) if rows else None
 
     def _report_of(self, ledger: Accountant) -> PrivacyReport:
         return ledger.report(self.delta if ledger.budget is None else None)
 
-    def _install(self, answer: Tensor) -> None:
-        given, dim = self.plan_.task.preparation, self.plan_.task.dim
-        weight = answer[:, :dim].numpy() / _array(given.scale, 1.0)
-        bias = answer[:, dim:].sum(1).numpy() * given.intercept - (weight * _array(given.center, 0.0)).sum(1)
+    def _install(self, fitted: LinearFit) -> None:
+        task = self.plan_.task
+        self._units, dim = fitted.units, task.dim
+        self._given = task.preparation if task.prepare is None else task.prepare.given
+        center, scale = (values.numpy() for values in self._units.rows.shift_and_scale)
+        answer = fitted.weights.cpu().numpy() * self._units.spread
+        weight = answer[:, :dim] / scale
+        bias = answer[:, dim:].sum(1) * self._units.rows.intercept - (weight * center).sum(1) + self._units.location
         self.coef_, self.intercept_ = self._shaped(weight, bias)
 
     # -- scores ------------------------------------------------------------------------------------------------------
@@ -227,16 +255,17 @@ class LinearModel(BaseEstimator):
             raise ValueError(f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict")
         check_columns(self, X, features.shape[1])
         weight = np.atleast_2d(self.coef_)
-        given = self.plan_.task.preparation
-        center, scale = _array(given.center, 0.0), _array(given.scale, 1.0)
+        # rows to predict are not private: the measured length of rows clips those that train only
+        given = replace(self._given, intercept=0.0)
+        center, scale = (values.numpy() for values in given.shift_and_scale)
         prepared = torch.from_numpy(weight * scale).to(features.device)
         # the score of the center, which lies at the origin of prepared rows
         bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(features.device)
         for rows in torch.split(features, _BLOCK_ROWS):
             require_finite(rows)
-            block = given(rows)
-            scores = block[:, : self.plan_.task.dim] @ prepared.T + bias
-            yield scores.cpu().numpy(), torch.linalg.vector_norm(block, dim=1).cpu().numpy()
+            scores = given(rows) @ prepared.T + bias
+            norms = torch.linalg.vector_norm(self._units.rows(rows), dim=1)
+            yield scores.cpu().numpy(), norms.cpu().numpy()
 
     # -- what is public ----------------------------------------------------------------------------------------------
 
@@ -275,7 +304,3 @@ def _numbers(name: str, values: Any) -> tuple[float, ...] | None:
     if not isinstance(given, Iterable):
         raise ValueError(f"{name} must have one number per feature (got {values!r})")
     return tuple(check.finite(**{name: value}) for value in given)
-
-
-def _array(values: tuple[float, ...] | None, default: float) -> NDArray[np.float64]:
-    return np.asarray(default if values is None else values, dtype=np.float64)

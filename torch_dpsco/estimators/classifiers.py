@@ -20,6 +20,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.estimators.protocol import ClassifierMixin
+from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 
@@ -150,10 +151,10 @@ class LogisticRegression(BinaryClassifier):
 
     residual_clip: float | None = 0.5
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
         return Logistic()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
         return {"residual_clip": self.residual_clip}
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
@@ -206,7 +207,7 @@ class SoftmaxRegression(Classifier):
         docs/proofs/output.md; docs/proofs/objective.md
     """
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
         return SoftmaxCrossEntropy(num_classes=len(self._classes()))
 
     def _coded(self, codes: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ class LinearSVC(BinaryClassifier):
     loss: str = "smoothed_hinge"
     width: float = 1.0
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
         chosen = check.choice(("smoothed_hinge", "hinge"), loss=self.loss)
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
@@ -291,10 +292,10 @@ class TiltedClassifier(BinaryClassifier):
     tilt: float = 0.1
     n_min: int | None = None
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
         return Logistic()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
@@ -327,8 +328,8 @@ class AdversarialClassifier(BinaryClassifier):
     attack_radius: float = 0.1
     attack_norm: float = 2.0
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
         return Logistic()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
         return {"attack_radius": check.positive(attack_radius=self.attack_radius), "attack_norm": self.attack_norm}

@@ -6,7 +6,8 @@ targets if they lie far from 0, and divide them by a public scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
-from torch_dpsco.losses import Huber, Pinball, Squared
+from torch_dpsco.linear import Preparation, PrivatePreparation
+from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.theory.linear.preparation import targets_level
 
 Array = NDArray[np.float64]
 
@@ -34,13 +39,36 @@ class Regressor(RegressorMixin, LinearModel):
 
     bound_y: float | None = None
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
+        return {"bound_y": self._bound() if prepare is None else prepare.most}
+
+    def _bound(self) -> float:
         if self.bound_y is None:
             raise ValueError(
                 "bound_y must be given: a public bound on targets, which are clipped to [-bound_y, bound_y]; take what "
                 "a target can be by its meaning, never the largest in the data (got None)"
             )
-        return {"bound_y": check.positive(bound_y=self.bound_y)}
+        return check.positive(bound_y=self.bound_y)
+
+    def _wanted(self) -> tuple[float, bool] | None:
+        """The quantile of targets that is their location, and whether their spread is measured; None for neither."""
+        return None
+
+    def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
+        rows, wanted, bound = super()._measurements(given, n, dim, budget), self._wanted(), self._bound()
+        public = self.reg is not None or math.isfinite(self.radius)
+        level = 0.0 if public else targets_level(gaussian_mu(budget.epsilon, budget.delta), n)
+        if wanted is None or not level:
+            return None if rows is None else replace(rows, bound_y=bound)
+        quantile, spreads = wanted
+        return PrivatePreparation(
+            given=given,
+            rows=0.0 if rows is None else rows.rows,
+            targets=level,
+            bound_y=bound,
+            quantile=quantile,
+            spreads=spreads,
+        )
 
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
@@ -61,8 +89,9 @@ class HuberRegressor(Regressor):
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
             radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
-        threshold: > 0, in units of the target, public. The noise is proportional to it: take the size of typical
-            errors.
+        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for half the median
+            distance of targets from their median, which is measured (and a twentieth of bound_y where that does not
+            pay).
 
     Example:
         >>> import numpy as np
@@ -75,37 +104,48 @@ class HuberRegressor(Regressor):
         docs/proofs/output.md; docs/proofs/objective.md
     """
 
-    threshold: float = 1.0
+    threshold: float | str = "auto"
 
-    def _loss(self) -> TableLoss:
-        return Huber(threshold=self.threshold)
+    def _wanted(self) -> tuple[float, bool]:
+        return 0.5, self.threshold == "auto"
+
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+        return Huber(threshold=_width("threshold", self.threshold, 0.5, self._bound(), prepare))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class QuantileRegressor(Regressor):
-    """Private quantile regression, by output perturbation, since its loss has a kink.
+    """Private quantile regression, whose loss is smoothed at its kink so that objective perturbation applies.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
             radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
+        width: >= 0, in units of the target, public, over which the kink is smoothed; 0 keeps it, by output
+            perturbation. "auto" for half the median distance of targets from their quantile, which is measured (and a
+            twentieth of bound_y where that does not pay).
 
     Example:
         >>> import numpy as np
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = QuantileRegressor(epsilon=8.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> model.mechanism_
-        'output'
+        'objective'
 
     Source:
-        docs/proofs/output.md#a-duality-gap-certifies
+        docs/proofs/objective.md; docs/proofs/output.md#a-duality-gap-certifies
     """
 
     quantile: float = 0.5
+    width: float | str = "auto"
 
-    def _loss(self) -> TableLoss:
-        return Pinball(quantile=self.quantile)
+    def _wanted(self) -> tuple[float, bool]:
+        return self.quantile, self.width == "auto"
+
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+        width = _width("width", self.width, 0.5, self._bound(), prepare)
+        return SmoothedPinball(quantile=self.quantile, width=width) if width else Pinball(quantile=self.quantile)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -129,5 +169,13 @@ class Ridge(Regressor):
         docs/proofs/output.md#least-squares-from-noisy-statistics
     """
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
         return Squared()
+
+
+def _width(name: str, given: float | str, spreads: float, bound: float, prepare: PrivatePreparation | None) -> float:
+    """Returns a number in units of targets, or so many spreads where it is "auto"."""
+    if isinstance(given, str):
+        check.choice(("auto",), **{name: given})
+        return spreads if prepare is not None and prepare.targets else bound / 20
+    return check.between(0.0, 1e100, **{name: given})

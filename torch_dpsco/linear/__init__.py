@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,24 @@ from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
+from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
-from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
+from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.rounding import asks_exact
 
-__all__ = ["MECHANISMS", "LinearTask", "Preparation", "choose_mechanism", "fit_linear", "plan_linear"]
+__all__ = [
+    "MECHANISMS",
+    "LinearFit",
+    "LinearTask",
+    "Preparation",
+    "PrivatePreparation",
+    "choose_mechanism",
+    "fit_linear",
+    "plan_linear",
+]
 
 MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
 
@@ -93,6 +105,19 @@ def plan_linear(
     return plan_output(task, mode, secure, solver)
 
 
+class LinearFit(NamedTuple):
+    """What a fit releases.
+
+    Args:
+        weights: (K, width) float64, K = 1 or the number of classes; the last column is the intercept's, to be
+            multiplied by the constant of the preparation. They are for rows and targets in these units:
+        units: public, or released too.
+    """
+
+    weights: Tensor
+    units: Units
+
+
 def fit_linear(
     plan: LinearPlan,
     features: Tensor,
@@ -101,7 +126,7 @@ def fit_linear(
     *,
     accountant: Accountant | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> LinearFit:
     """Releases the weights of a private linear model.
 
     Args:
@@ -113,16 +138,12 @@ def fit_linear(
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
-    Returns:
-        (K, width) float64, K = 1 or the number of classes; the last column is the intercept's, to be multiplied by
-        the constant of the preparation.
-
     Raises:
         BudgetExceeded: nothing was drawn.
 
     Guarantee:
-        The event of the plan, for the weights. Unit: one row. What is assumed: public numbers that are public; under
-        replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
+        The event of the plan, for weights and units. Unit: one row. What is assumed: public numbers that are public;
+        under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
     task = plan.task
     ledger = plan.ledger() if accountant is None else accountant
@@ -131,6 +152,13 @@ def fit_linear(
         # PRIVACY: a cost under one adjacency bounds nothing under another
         # (test_a_ledger_of_another_adjacency_is_refused)
         raise AdjacencyError(f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})")
-    records = make_records(task, features, targets, weights)
-    answer = plan.release(plan.solve(records), ledger, noise_generator(records.device, generator))
-    return answer.reshape(task.num_scores, task.width)
+    records, units = make_records(task, features, targets, weights), Units(task.preparation)
+    source = noise_generator(records.device, generator)
+    if task.prepare is None:
+        answer = plan.release(plan.solve(records), ledger, source)
+    else:
+        # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
+        ledger.authorize(plan.event())
+        units = task.prepare.measure(records, task.preparation, task.most_records, task.adjacency, source)
+        answer = plan.draw(plan.solve(make_records(task, features, targets, weights, units)), source)
+    return LinearFit(answer.reshape(task.num_scores, task.width), units)

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
+from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
@@ -70,8 +69,8 @@ class NoisyGDPlan(LinearPlan):
     def _smoothness(self) -> float:
         return safe(self.task.most_records * _constants(self.task)[1] + self.reg)
 
-    def event(self) -> GDP:
-        """Returns what the last iterate charges."""
+    def own_event(self) -> GDP:
+        """Returns what the last iterate costs."""
         task, most, (lipschitz, _) = self.task, self.task.most_records, _constants(self.task)
         beta, radius = self._smoothness, self.radius
         contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
@@ -94,11 +93,9 @@ class NoisyGDPlan(LinearPlan):
         yield from super().lines()
         yield "steps", f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: the last iterate"
 
-    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
-        """Charges, and makes the steps from 0: returns the private last iterate; see `LinearPlan`."""
+    def draw(self, solved: Records, generator: Source) -> Tensor:
+        """Makes the steps from 0: returns the private last iterate; see `LinearPlan`."""
         objective = build_objective(self.task, self.reg, solved)
-        # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.event())
         w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
         for _ in range(self.steps):
             # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
@@ -133,7 +130,7 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None
     draft = replace(draft, steps=converged if steps is None else steps)
     if task.noise_multiplier is not None:
         return replace(draft, noise_std=task.noise_multiplier * lipschitz)
-    return replace(draft, noise_std=safe(draft.event().mu / gaussian_mu(task.target.epsilon, task.target.delta)))
+    return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
 
 
 def _constants(task: LinearTask) -> tuple[float, float]:

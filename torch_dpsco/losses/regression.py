@@ -250,6 +250,58 @@ class Pinball(ResidualLoss):
 
 
 @dataclass(frozen=True)
+class SmoothedPinball(ResidualLoss):
+    """Quantile loss, averaged over shifts of r by up to half a width: equal to it from |r| = w/2 on.
+
+    (t - 1/2) r + r^2/(2 w) + w/8 within w/2. alpha = 1, L = B^2/w; any other alpha with L = w^-alpha B^(1+alpha).
+    M = G(R) = B max(t, 1-t), M0 = Y max(t, 1-t) + w/8.
+
+    Args:
+        quantile: t in (0, 1).
+        width: w > 0.
+
+    Source:
+        docs/proofs/holder.md#constants-of-the-losses.
+
+    Example:
+        >>> SmoothedPinball(quantile=0.75, width=0.5).problem(bound_x=1.0).smoothness
+        2.0
+    """
+
+    quantile: float = 0.5
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
+        object.__setattr__(self, "width", positive(width=self.width))
+
+    def curve(self, residual: Tensor) -> Tensor:
+        size = residual.abs()
+        inner = size * size / (2 * self.width) + self.width / 8
+        return (self.quantile - 0.5) * residual + torch.where(size <= self.width / 2, inner, size / 2)
+
+    def slope(self, residual: Tensor) -> Tensor:
+        return (self.quantile - 0.5) + (residual / self.width).clamp(-0.5, 0.5)
+
+    def bend(self, residual: Tensor) -> Tensor:
+        return (residual.abs() <= self.width / 2).to(residual.dtype) / self.width
+
+    def holder_exponent(self) -> float:
+        return 1.0
+
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(power_up(1 / self.width * (1 + 2.0**-50), exponent), bound_x, power_up(bound_x, exponent))
+
+    def loss_at_zero(self, bound_y: float) -> float:
+        steepest = max(Fraction(self.quantile), 1 - Fraction(self.quantile))
+        return upper(steepest * Fraction(bound_y) + Fraction(self.width) / 8)
+
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        # slopes are computed with a rounding of 2^-53
+        return upper(bound_x, max(Fraction(self.quantile), 1 - Fraction(self.quantile)) + Fraction(1, 2**50))
+
+
+@dataclass(frozen=True)
 class EpsilonInsensitive(ResidualLoss):
     """(|r| - w)_+, the loss of support vector regression; subgradient 0 at |r| = w.
 
