@@ -43,8 +43,15 @@ from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check
 from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.theory.linear.preparation import rows_level
+from torch_dpsco.theory.linear.preparation import (
+    counts_level,
+    number_of_counts,
+    share_within,
+    signal_to_noise,
+    sum_level,
+)
 
+_WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
@@ -123,8 +130,8 @@ class LinearModel(BaseEstimator):
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
-        """The loss, of public settings, in the units that are measured."""
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+        """The loss, of public settings, in the units that are measured; see `signal_to_noise`."""
 
     @abstractmethod
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -134,8 +141,8 @@ class LinearModel(BaseEstimator):
     def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
-    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
-        """Further arguments of the `LinearTask`, in the units that are measured."""
+    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+        """Further arguments of the `LinearTask`, as `_loss`."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
@@ -203,13 +210,15 @@ class LinearModel(BaseEstimator):
         n, prepare = check.positive_count(n=self.n), None
         if check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None:
             prepare = self._measurements(given, n, dim, budget)
+        mu = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon / math.sqrt(dim)
+        signal = signal_to_noise(mu, n, dim)
         unit = given if prepare is None or not prepare.rows else Preparation(1.0)
         default = 1.0 if unit is given else _CONSTANT
         constant = default if self.intercept_scaling is None else self.intercept_scaling
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         return LinearTask(
-            loss=self._loss(prepare),
-            preparation=replace(unit, intercept=constant),
+            loss=self._loss(prepare, signal),
+            preparation=replace(unit, intercept=constant, whole=unit is not given),
             prepare=prepare,
             dim=dim,
             n=n,
@@ -217,15 +226,33 @@ class LinearModel(BaseEstimator):
             reg=None if self.reg is None else check.positive(reg=self.reg),
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
-            **self._options(prepare),
+            **self._options(prepare, signal),
         )
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
-        public = (given.center, given.scale, self.reg) != (None, None, None) or math.isfinite(self.radius)
-        mu = gaussian_mu(budget.epsilon, budget.delta)
-        rows = 0.0 if public else rows_level(mu, n, dim, budget.adjacency)
-        return PrivatePreparation(given=given, rows=rows) if rows else None
+        if (self.reg, self.radius) != (None, math.inf):
+            return None  # these are in public units
+        mu, wanted = gaussian_mu(budget.epsilon, budget.delta), self._wanted()
+        rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
+        quantile, spreads, bound = (None, False, None) if wanted is None else wanted
+        counts = number_of_counts(rows=rows > 0, targets=quantile is not None, spreads=spreads)
+        level = counts_level(mu, n, counts)
+        if not level or (not rows and quantile is None):
+            return None
+        return PrivatePreparation(
+            given=given,
+            rows=rows,
+            counts=level,
+            within=share_within(_WITHIN if wanted is None else 0.5, level, n, counts),
+            bound_y=bound,
+            quantile=quantile,
+            spreads=spreads,
+        )
+
+    def _wanted(self) -> tuple[float | None, bool, float] | None:
+        """Quantile of targets to measure, or None; whether to measure their spread; their bound. None for labels."""
+        return None
 
     def _report_of(self, ledger: Accountant) -> PrivacyReport:
         return ledger.report(self.delta if ledger.budget is None else None)

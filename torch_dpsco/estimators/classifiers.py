@@ -23,6 +23,7 @@ from torch_dpsco.estimators.protocol import ClassifierMixin
 from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.theory.linear.preparation import residual_clip
 
 Array = NDArray[np.float64]
 
@@ -132,8 +133,8 @@ class LogisticRegression(BinaryClassifier):
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
             radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
-        residual_clip: in (0, 1], or None for no clip. 0.5 by default; 0.2 for few rows where accuracy alone counts, 1
-            where n epsilon / d is large.
+        residual_clip: in (0, 1], or None for no clip. "auto" for 0.5, or 0.7 where n mu / sqrt(d) >= 700, mu the level
+            of the budget (`plan(d)` says which); 0.2 for few rows where accuracy alone counts.
 
     Example:
         >>> import numpy as np
@@ -149,12 +150,15 @@ class LogisticRegression(BinaryClassifier):
         docs/proofs/objective.md; docs/proofs/output.md#clipped-residuals
     """
 
-    residual_clip: float | None = 0.5
+    residual_clip: float | str | None = "auto"
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+        if isinstance(self.residual_clip, str):
+            check.choice(("auto",), residual_clip=self.residual_clip)
+            return {"residual_clip": residual_clip(signal)}
         return {"residual_clip": self.residual_clip}
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
@@ -207,7 +211,7 @@ class SoftmaxRegression(Classifier):
         docs/proofs/output.md; docs/proofs/objective.md
     """
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return SoftmaxCrossEntropy(num_classes=len(self._classes()))
 
     def _coded(self, codes: Tensor) -> Tensor:
@@ -257,7 +261,7 @@ class LinearSVC(BinaryClassifier):
     loss: str = "smoothed_hinge"
     width: float = 1.0
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         chosen = check.choice(("smoothed_hinge", "hinge"), loss=self.loss)
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
@@ -292,10 +296,13 @@ class TiltedClassifier(BinaryClassifier):
     tilt: float = 0.1
     n_min: int | None = None
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+    def _measurements(self, *public: Any) -> None:
+        """Measures nothing: the constants of a tilt or an attack are in public units."""
+
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
@@ -328,8 +335,11 @@ class AdversarialClassifier(BinaryClassifier):
     attack_radius: float = 0.1
     attack_norm: float = 2.0
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+    def _measurements(self, *public: Any) -> None:
+        """Measures nothing: the constants of a tilt or an attack are in public units."""
+
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
         return {"attack_radius": check.positive(attack_radius=self.attack_radius), "attack_norm": self.attack_norm}

@@ -6,8 +6,7 @@ targets if they lie far from 0, and divide them by a public scale.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
-from torch_dpsco.linear import Preparation, PrivatePreparation
+from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.theory.linear.preparation import targets_level
+from torch_dpsco.theory.linear.preparation import robust_width
 
 Array = NDArray[np.float64]
 
@@ -39,7 +36,7 @@ class Regressor(RegressorMixin, LinearModel):
 
     bound_y: float | None = None
 
-    def _options(self, prepare: PrivatePreparation | None) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
         return {"bound_y": self._bound() if prepare is None else prepare.most}
 
     def _bound(self) -> float:
@@ -50,25 +47,8 @@ class Regressor(RegressorMixin, LinearModel):
             )
         return check.positive(bound_y=self.bound_y)
 
-    def _wanted(self) -> tuple[float, bool] | None:
-        """The quantile of targets that is their location, and whether their spread is measured; None for neither."""
-        return None
-
-    def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
-        rows, wanted, bound = super()._measurements(given, n, dim, budget), self._wanted(), self._bound()
-        public = self.reg is not None or math.isfinite(self.radius)
-        level = 0.0 if public else targets_level(gaussian_mu(budget.epsilon, budget.delta), n)
-        if wanted is None or not level:
-            return None if rows is None else replace(rows, bound_y=bound)
-        quantile, spreads = wanted
-        return PrivatePreparation(
-            given=given,
-            rows=0.0 if rows is None else rows.rows,
-            targets=level,
-            bound_y=bound,
-            quantile=quantile,
-            spreads=spreads,
-        )
+    def _wanted(self) -> tuple[float | None, bool, float] | None:
+        return None, False, self._bound()
 
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
@@ -106,11 +86,11 @@ class HuberRegressor(Regressor):
 
     threshold: float | str = "auto"
 
-    def _wanted(self) -> tuple[float, bool]:
-        return 0.5, self.threshold == "auto"
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        return 0.5, self.threshold == "auto", self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
-        return Huber(threshold=_width("threshold", self.threshold, 0.5, self._bound(), prepare))
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+        return Huber(threshold=_width("threshold", self.threshold, robust_width(signal), self._bound() / 20, prepare))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -140,11 +120,11 @@ class QuantileRegressor(Regressor):
     quantile: float = 0.5
     width: float | str = "auto"
 
-    def _wanted(self) -> tuple[float, bool]:
-        return self.quantile, self.width == "auto"
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        return self.quantile, self.width == "auto", self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
-        width = _width("width", self.width, 0.5, self._bound(), prepare)
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+        width = _width("width", self.width, 2 * robust_width(signal), self._bound() / 10, prepare)
         return SmoothedPinball(quantile=self.quantile, width=width) if width else Pinball(quantile=self.quantile)
 
 
@@ -169,13 +149,13 @@ class Ridge(Regressor):
         docs/proofs/output.md#least-squares-from-noisy-statistics
     """
 
-    def _loss(self, prepare: PrivatePreparation | None) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Squared()
 
 
-def _width(name: str, given: float | str, spreads: float, bound: float, prepare: PrivatePreparation | None) -> float:
-    """Returns a number in units of targets, or so many spreads where it is "auto"."""
+def _width(name: str, given: float | str, spreads: float, unit: float, prepare: PrivatePreparation | None) -> float:
+    """Returns a number in units of targets; where it is "auto", so many spreads, or a unit if none are measured."""
     if isinstance(given, str):
         check.choice(("auto",), **{name: given})
-        return spreads if prepare is not None and prepare.targets else bound / 20
+        return spreads if prepare is not None and prepare.quantile is not None else unit
     return check.between(0.0, 1e100, **{name: given})

@@ -12,7 +12,7 @@ Differs from the paper in: it is not there. Source: docs/proofs/preparation.md
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,7 +27,13 @@ from torch_dpsco.losses import clip_rows
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.linear.preparation import COUNTS, rows_moved
+from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.theory.linear.preparation import (
+    LOCATION_COUNTS,
+    RADIUS_COUNTS,
+    SPREAD_COUNTS,
+    number_of_counts,
+)
 from torch_dpsco.theory.linear.solvers import sum_terms
 from torch_dpsco.theory.rounding import DOUBLE
 
@@ -43,6 +49,8 @@ class Preparation:
         center: subtracted from each row, (d,); None for 0.
         scale: that each row is divided by, (d,), > 0; None for 1.
         intercept: c0 >= 0, the constant; 0 for no intercept.
+        whole: whether the constant is shrunk with a row that is clipped. With its target shrunk too, such a record of
+            a regression fits the same line, and weighs less.
 
     Guarantee:
         A row's image depends on that row alone, and its norm is at most `bound`, rounding included.
@@ -52,6 +60,7 @@ class Preparation:
     center: tuple[float, ...] | None = None
     scale: tuple[float, ...] | None = None
     intercept: float = 0.0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -68,6 +77,18 @@ class Preparation:
 
     def __call__(self, block: Tensor) -> Tensor:
         """Returns prepared rows, float64, of raw ones (B, d)."""
+        rows = self._shifted(block)
+        clipped = self._clip(rows)
+        if not self.intercept:
+            return clipped
+        constant = rows.new_full((len(rows), 1), self.intercept)
+        return torch.cat([clipped, constant * self._shares(rows).unsqueeze(1) if self.whole else constant], dim=1)
+
+    def shares(self, block: Tensor) -> Tensor:
+        """Returns what is left of each row's length (B,), in (0, 1], of rows with finite numbers."""
+        return self._shares(self._shifted(block))
+
+    def _shifted(self, block: Tensor) -> Tensor:
         # PRIVACY: torch sums strided rows in an order that depends on their number
         # (test_the_image_of_a_row_is_the_same_in_every_block)
         rows = block.double().contiguous()
@@ -75,15 +96,20 @@ class Preparation:
             rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
         if self.scale is not None:
             rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
-        rows = self._clip(rows)
-        if not self.intercept:
-            return rows
-        return torch.cat([rows, rows.new_full((len(rows), 1), self.intercept)], dim=1)
+        return rows
+
+    def _shares(self, rows: Tensor) -> Tensor:
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        most = self._most(rows)
+        return torch.where(norms > most, most / norms, 1.0)
+
+    def _most(self, rows: Tensor) -> float:
+        return self.bound_x * (1 - 2.0**-50 * (rows.shape[1] + 8))  # less by the rounding of norm and product
 
     def _clip(self, rows: Tensor) -> Tensor:
         """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
         norms = torch.linalg.vector_norm(rows, dim=1)
-        most = self.bound_x * (1 - 2.0**-50 * (rows.shape[1] + 8))  # less by the rounding of norm and product
+        most = self._most(rows)
         # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
         clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
         odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
@@ -115,6 +141,9 @@ class RowMap(Protocol):
     def __call__(self, block: Tensor) -> Tensor:
         """Returns prepared rows, float64."""
 
+    def shares(self, block: Tensor) -> Tensor:
+        """Returns what clipping leaves of each row's length (B,)."""
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -138,6 +167,10 @@ class Chain:
         """Returns prepared rows, float64."""
         return self.then(self.first(block))
 
+    def shares(self, block: Tensor) -> Tensor:
+        """Returns what the second map leaves of each row's length (B,)."""
+        return self.then.shares(self.first(block))
+
 
 @dataclass(frozen=True)
 class Units:
@@ -154,8 +187,7 @@ class Units:
     spread: float = 1.0
 
 
-_LOCATION_STEPS, _SCALE_STEPS = 16, 8
-_LEAST_SPREAD = 500  # Y over the least spread of targets
+_LEAST_RADIUS, _LEAST_SPREAD = 50, 500  # bound over the least one that is told apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +196,13 @@ class PrivatePreparation:
 
     Args:
         given: public preparation of raw rows, without an intercept, for the bound of what is measured.
-        rows: level of center, number and spread of rows; 0 leaves them as they are.
-        targets: level of location and spread of targets; 0 leaves them as they are.
+        rows: level of the noisy sum of rows, for their center; 0 leaves rows as they are.
+        counts: level of all noisy counts together: of records, of rows near the center, of targets.
+        within: share of rows whose distance from the center is within the radius that they are clipped to.
         bound_y: Y > 0, that raw targets are clipped to; None for labels.
-        quantile: in (0, 1): the location is this quantile of targets, the spread their median distance from it.
-        spreads: whether the spread is measured, and targets are in units of it.
-        reach: length that rows are clipped to, over their spread.
+        quantile: in (0, 1): the location of targets is their quantile, and their spread the median distance from it;
+            None leaves targets as they are.
+        spreads: whether the spread is measured too, and targets are in units of it.
 
     Guarantee:
         GDP of `level`, for the units. Prepared neighbors are neighbors, whatever the units are, with rows of norm at
@@ -178,32 +211,39 @@ class PrivatePreparation:
 
     given: Preparation
     rows: float = 0.0
-    targets: float = 0.0
+    counts: float
+    within: float = 0.98
     bound_y: float | None = None
-    quantile: float = 0.5
+    quantile: float | None = None
     spreads: bool = True
-    reach: float = 1.2
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check.nonnegative(rows=self.rows), check.nonnegative(targets=self.targets)
-        check.open_interval(0.0, 1.0, quantile=self.quantile), check.positive(reach=self.reach)
-        if self.rows == self.targets == 0:
-            raise ValueError("rows or targets must be > 0: nothing is measured")
+        check.nonnegative(rows=self.rows), check.positive(counts=self.counts)
+        check.open_interval(0.0, 1.0, within=self.within)
         if self.given.intercept:
             raise ValueError(f"given must have no intercept (got {self.given.intercept:g})")
-        if self.targets and self.bound_y is None:
-            raise ValueError("bound_y must be given for targets to be measured")
+        if self.quantile is not None:
+            check.open_interval(0.0, 1.0, quantile=self.quantile)
+            if self.bound_y is None:
+                raise ValueError("bound_y must be given for targets to be measured")
+        elif not self.rows:
+            raise ValueError("rows or quantile must be given: nothing is measured")
 
     @property
     def level(self) -> float:
         """Mu of all that is measured, together."""
-        return math.hypot(self.rows, self.targets) * (1 + 2.0**-50)
+        return math.hypot(self.rows, self.counts) * (1 + 2.0**-50)
+
+    @property
+    def counted(self) -> int:
+        """Number of noisy counts."""
+        return number_of_counts(rows=self.rows > 0, targets=self.quantile is not None, spreads=self.spreads)
 
     @property
     def most(self) -> float | None:
         """Bound on targets in private units; None for labels."""
-        if not self.targets or self.bound_y is None:
+        if self.quantile is None or self.bound_y is None:
             return self.bound_y
         return 2.0 * (_LEAST_SPREAD if self.spreads else self.bound_y)
 
@@ -214,12 +254,11 @@ class PrivatePreparation:
     def __str__(self) -> str:
         parts = []
         if self.rows:
-            parts.append(f"center and spread of rows (mu={self.rows:.3g}), which are clipped to {self.reach:g} spreads")
-        if self.targets:
-            middle = "median" if self.quantile == 0.5 else f"{self.quantile:g}-quantile"
-            beside = " and the median distance from it" if self.spreads else ""
-            parts.append(f"{middle} of targets{beside} (mu={self.targets:.3g})")
-        return f"measured with noise, within the budget: {'; '.join(parts)}"
+            parts.append(f"the center of rows, and the distance from it that {self.within:.2g} of them keep")
+        if self.quantile is not None:
+            beside = ", and the median distance from it" if self.spreads else ""
+            parts.append(f"the {self.quantile:g}-quantile of targets{beside}")
+        return f"measured within the budget, with noise of level mu={self.level:.3g}: {'; '.join(parts)}"
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -235,53 +274,64 @@ class PrivatePreparation:
         """
         # PRIVACY: sums are rounded, in both data sets (test_rounding_is_in_the_noise_of_a_preparation)
         room = 1 + 4 * most * (sum_terms(most) + 16) * DOUBLE
+        # PRIVACY: a record moves each count by at most 1 (test_no_record_moves_a_count_by_more_than_1)
+        counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
+        total = max(counter.count(torch.ones_like(records.weights)), 1.0)
         rows: RowMap = unit
         if self.rows:
-            std = rows_moved(adjacency) * room / self.rows
-            rows = Chain(self.given, self._rows(records, unit, std, most, source))
-        if not self.targets:
+            center = self._center(records, sensitivity_factor(adjacency) * room / self.rows, total, source)
+            distances = _distances(records, center)
+            ends = self.given.bound_x / _LEAST_RADIUS, 2 * self.given.bound_x
+            radius = counter.quantile(distances, self.within * total, ends, RADIUS_COUNTS)
+            scale = (radius,) * records.dim
+            rows = Chain(self.given, replace(unit, center=tuple(center.tolist()), scale=scale))
+        if self.quantile is None or self.bound_y is None:
             return Units(rows)
-        # PRIVACY: of COUNTS counts, each of which a record moves by at most 1
-        # (test_no_record_moves_a_count_further_than_its_noise_is_for)
-        return Units(rows, *self._targets(records, math.sqrt(COUNTS) * room / self.targets, source))
-
-    def _rows(self, records: Records, unit: Preparation, std: float, most: int, source: Source) -> Preparation:
-        bound, weights, dim = self.given.bound_x, records.weights, records.dim
-        squares = records.total(weights * (records.norms / bound).clamp(max=1.0).square())
-        sums = torch.cat([records.combine(weights / bound), torch.stack([records.total(weights), squares]) / 2])
-        sums = sums + gaussian_vector(dim + 2, std, source)
-        # from here on post-processing
-        count = min(max(2 * float(sums[dim]), 1.0), float(most))
-        center = sums[:dim] * (bound / count)
-        center = center * min(1.0, bound / max(float(torch.linalg.vector_norm(center)), 1e-300))
-        # the noise on the center is subtracted with it, and adds to the distances of rows from it
-        noise = dim * (std * bound / count) ** 2
-        square = 2 * float(sums[dim + 1]) * bound**2 / count - float(center @ center) + 2 * noise
-        spread = math.sqrt(min(max(square, (bound / 50) ** 2), (2 * bound) ** 2))
-        return Preparation(1.0, tuple(center.tolist()), (self.reach * spread,) * dim, unit.intercept)
-
-    def _targets(self, records: Records, std: float, source: Source) -> tuple[float, float]:
-        targets, weights, bound = records.targets, records.weights, self.bound_y or 1.0
-
-        def count(within: Tensor) -> float:
-            return float(records.total(weights * within) + gaussian_vector(1, std, source)[0])
-
-        everything = max(count(torch.ones_like(weights)), 1.0)
-        low, high = -bound, bound
-        for _ in range(_LOCATION_STEPS):
-            middle = (low + high) / 2
-            if count(targets <= middle) < self.quantile * everything:
-                low = middle
-            else:
-                high = middle
-        location, distances = high, (targets - high).abs()
+        bound, targets = self.bound_y, records.targets
+        # a shift makes the interval positive, and short beside its ends: steps are even then
+        shift = 1e6 * bound
+        ends = shift - bound, shift + bound
+        location = counter.quantile(targets + shift, self.quantile * total, ends, LOCATION_COUNTS) - shift
         if not self.spreads:
-            return location, 1.0
-        low, high = math.log(bound / _LEAST_SPREAD), math.log(2 * bound)
-        for _ in range(_SCALE_STEPS):
-            middle = (low + high) / 2
-            if count(distances <= math.exp(middle)) < everything / 2:
+            return Units(rows, location)
+        ends = bound / _LEAST_SPREAD, 2 * bound
+        return Units(rows, location, counter.quantile((targets - location).abs(), total / 2, ends, SPREAD_COUNTS))
+
+    def _center(self, records: Records, std: float, total: float, source: Source) -> Tensor:
+        """Returns the private center of rows, in the ball of their bound; `total` is their private number."""
+        bound = self.given.bound_x
+        center = records.combine(records.weights / bound) + gaussian_vector(records.dim, std, source)
+        center = center * (bound / total)  # from here on post-processing
+        return center * min(1.0, bound / max(float(torch.linalg.vector_norm(center)), 1e-300))
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """Noisy sums of weights."""
+
+    records: Records
+    std: float
+    source: Source
+
+    def count(self, within: Tensor) -> float:
+        """Returns the noisy sum of weights times numbers in [0, 1]."""
+        return float(self.records.total(self.records.weights * within) + gaussian_vector(1, self.std, self.source)[0])
+
+    def quantile(self, values: Tensor, rank: float, ends: tuple[float, float], steps: int) -> float:
+        """Returns a number with about so many values up to it, within positive ends, by bisection of its logarithm."""
+        low, high = ends
+        for _ in range(steps):
+            middle = math.sqrt(low * high)
+            if self.count(values <= middle) < rank:
                 low = middle
             else:
                 high = middle
-        return location, max(math.exp(high), bound / _LEAST_SPREAD)
+        return high
+
+
+def _distances(records: Records, center: Tensor) -> Tensor:
+    """Returns the distance of each row from the center, each of its own row alone, to the last bit."""
+    distances = torch.empty_like(records.weights)
+    for rows, block in records.blocks():
+        distances[rows] = torch.linalg.vector_norm((block - center).contiguous(), dim=1)
+    return distances

@@ -141,7 +141,7 @@ class LinearTask:
             raise ConditionError(
                 "prepare must be None for pure budgets, tilts and attacks (it is Gaussian, and sets units)"
             )
-        unit = replace(self.preparation, intercept=0.0)
+        unit = replace(self.preparation, intercept=0.0, whole=False)
         if unit != (Preparation(1.0) if prepare.rows else prepare.given):
             raise ValueError(
                 f"preparation must be that of {'rows of norm 1' if prepare.rows else 'prepare.given'} (got {unit})"
@@ -368,6 +368,7 @@ class LinearPlan(Plan):
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 
+_PART = 2**16  # rows
 _KINK = 1e-3  # public smoothing of the norm of an adversarial objective
 
 
@@ -413,6 +414,8 @@ def make_records(
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
         if units is not None:
             targets = ((targets - units.location) / units.spread).clamp(-task.bound_y, task.bound_y)
+            if task.preparation.whole:
+                targets = targets * torch.cat([units.rows.shares(part) for part in torch.split(features, _PART)])
     elif classes is None:
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()

@@ -290,7 +290,7 @@ class SmoothedPinball(ResidualLoss):
         return 1.0
 
     def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(power_up(1 / self.width * (1 + 2.0**-50), exponent), bound_x, power_up(bound_x, exponent))
+        return upper(power_up(1 / self.width, exponent), bound_x, power_up(bound_x, exponent))
 
     def loss_at_zero(self, bound_y: float) -> float:
         steepest = max(Fraction(self.quantile), 1 - Fraction(self.quantile))
