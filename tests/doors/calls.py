@@ -213,6 +213,7 @@ for _name, _more in {
     "Squared": {},
     "Huber": {},
     "Pinball": {},
+    "SmoothedPinball": {},
     "EpsilonInsensitive": {},
     "SoftmaxCrossEntropy": {"num_classes": 3},
 }.items():

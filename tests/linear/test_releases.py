@@ -239,7 +239,7 @@ def test_a_refused_release_draws_nothing(
     draws, before = generator(), len(spent)
     state = draws.get_state()
     with pytest.warns(UtilityWarning), pytest.raises(PrivacyError):  # the budget is spent, or planned for another
-        fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws).weights
+        fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws)
     assert torch.equal(draws.get_state(), state)
     assert len(spent) == before
 
@@ -265,7 +265,7 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
     assert 0.9 < ledger.get_epsilon(given.budget.delta) <= given.budget.epsilon
     fresh = dp.Accountant(given.budget)
     assert not torch.equal(
-        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh).weights.weights
+        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh).weights
     )
 
 
@@ -280,7 +280,7 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module, "gaussian_vector", counted)
     given = task()
-    fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4)).weights
+    fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4))
     if mechanism == "output":
         assert scales == [plan_output(given).noise_scale]
     else:

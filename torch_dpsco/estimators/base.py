@@ -98,6 +98,7 @@ class LinearModel(BaseEstimator):
         intercept_: (1,), (K,), or a float. Scores of rows within bound_x are rows @ coef_.T + intercept_.
         mechanism_: that was used.
         plan_: that was carried out, from `plan`.
+        units_: `linear.preparation.Units` that rows and targets were fitted in; released where they are measured.
         privacy_: `PrivacyReport` of the ledger after the fit.
         n_features_in_: d.
         feature_names_in_: names of the columns of a data frame (with scikit-learn only).
@@ -258,13 +259,11 @@ class LinearModel(BaseEstimator):
         return ledger.report(self.delta if ledger.budget is None else None)
 
     def _install(self, fitted: LinearFit) -> None:
-        task = self.plan_.task
-        self._units, dim = fitted.units, task.dim
-        self._given = task.preparation if task.prepare is None else task.prepare.given
-        center, scale = (values.numpy() for values in self._units.rows.shift_and_scale)
-        answer = fitted.weights.cpu().numpy() * self._units.spread
+        self.units_, dim = fitted.units, self.plan_.task.dim
+        center, scale = (values.numpy() for values in self.units_.rows.shift_and_scale)
+        answer = fitted.weights.cpu().numpy() * self.units_.spread
         weight = answer[:, :dim] / scale
-        bias = answer[:, dim:].sum(1) * self._units.rows.intercept - (weight * center).sum(1) + self._units.location
+        bias = answer[:, dim:].sum(1) * self.units_.rows.intercept - (weight * center).sum(1) + self.units_.location
         self.coef_, self.intercept_ = self._shaped(weight, bias)
 
     # -- scores ------------------------------------------------------------------------------------------------------
@@ -283,7 +282,8 @@ class LinearModel(BaseEstimator):
         check_columns(self, X, features.shape[1])
         weight = np.atleast_2d(self.coef_)
         # rows to predict are not private: the measured length of rows clips those that train only
-        given = replace(self._given, intercept=0.0)
+        task = self.plan_.task
+        given = replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
         center, scale = (values.numpy() for values in given.shift_and_scale)
         prepared = torch.from_numpy(weight * scale).to(features.device)
         # the score of the center, which lies at the origin of prepared rows
@@ -291,7 +291,7 @@ class LinearModel(BaseEstimator):
         for rows in torch.split(features, _BLOCK_ROWS):
             require_finite(rows)
             scores = given(rows) @ prepared.T + bias
-            norms = torch.linalg.vector_norm(self._units.rows(rows), dim=1)
+            norms = torch.linalg.vector_norm(self.units_.rows(rows), dim=1)
             yield scores.cpu().numpy(), norms.cpu().numpy()
 
     # -- what is public ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@
 | `Squared()` | r^2/2 | 1 |
 | `Huber(threshold=k)` | r^2/2 up to |r| = k, then linear | 1, or any |
 | `Pinball(quantile=t)` | max(t r, (t - 1) r) | 0 |
-| `SmoothedPinball(quantile=t, width=w)` | the same, averaged over shifts within w/2 | 1, or any |
+| `SmoothedPinball(quantile=t, width=w)` | the same, with a parabola of width w at the kink | 1, or any |
 | `EpsilonInsensitive(width=w)` | (|r| - w)_+ | 0 |
 | `SoftmaxCrossEntropy(num_classes=C)` | log sum exp(s) - s_y | 1 |
 
