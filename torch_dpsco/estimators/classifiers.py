@@ -130,8 +130,8 @@ class LogisticRegression(BinaryClassifier):
     that the model gets wrong are pulled in (see `predict_proba`).
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         residual_clip: in (0, 1], or None for no clip. "auto" for 0.5, or 0.7 where n mu / sqrt(d) >= 700, mu the level
             of the budget (`plan(d)` says which); 0.2 for few rows where accuracy alone counts.
@@ -196,8 +196,8 @@ class SoftmaxRegression(Classifier):
     """Private softmax (multinomial logistic) regression for any number of classes.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; the labels in the order of columns.
 
     Example:
@@ -240,8 +240,8 @@ class LinearSVC(BinaryClassifier):
     """Private linear support vector machine for two classes.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
             by far) or "hinge" (output perturbation, and slow for many rows).
@@ -274,8 +274,8 @@ class TiltedClassifier(BinaryClassifier):
     keep |tau| bound_x small, and give a radius, which bounds the range.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling,
-            mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes: two labels, of which the second is the positive one; no weights, since the constants have equal ones.
         tilt: tau, of either sign; 0 is the mean.
         n_min: public lower bound on the number of records; required under add_remove, no more than n.
@@ -315,8 +315,8 @@ class AdversarialClassifier(BinaryClassifier):
     log(1 + exp(-(y <w, x> - attack_radius |w|))), with the dual norm, smoothed at 0 by a public amount.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         attack_radius: > 0, in the units of prepared rows.
         attack_norm: 2, or inf (each feature moves by that much).

@@ -66,12 +66,12 @@ class HuberRegressor(Regressor):
     """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
-        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for half the median
-            distance of targets from their median, which is measured (and a twentieth of bound_y where that does not
-            pay).
+        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for a half to
+            one and a half of the median distance of targets from their median, which is measured (and a twentieth of
+            bound_y where that does not pay).
 
     Example:
         >>> import numpy as np
@@ -98,13 +98,13 @@ class QuantileRegressor(Regressor):
     """Private quantile regression, whose loss is smoothed at its kink so that objective perturbation applies.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
         width: >= 0, in units of the target, public, over which the kink is smoothed; 0 keeps it, by output
-            perturbation. "auto" for half the median distance of targets from their quantile, which is measured (and a
-            twentieth of bound_y where that does not pay).
+            perturbation. "auto" for one to three median distances of targets from their median, which are measured (and a
+            tenth of bound_y where that does not pay), and for less at other quantiles.
 
     Example:
         >>> import numpy as np
@@ -124,7 +124,9 @@ class QuantileRegressor(Regressor):
         return self.quantile, self.width == "auto", self._bound()
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
-        width = _width("width", self.width, 2 * robust_width(signal), self._bound() / 10, prepare)
+        least = 2 * min(self.quantile, 1 - self.quantile)  # smoothing moves other quantiles towards the median
+        spreads, unit = 2 * least * robust_width(signal), least * self._bound() / 10
+        width = _width("width", self.width, spreads, unit, prepare)
         return SmoothedPinball(quantile=self.quantile, width=width) if width else Pinball(quantile=self.quantile)
 
 
@@ -133,8 +135,8 @@ class Ridge(Regressor):
     """Private least squares: AdaSSP, whose ridge adapts privately to the data; output perturbation at delta = 0.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, radius,
-            mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         reg: >= 0 added to the ridge of AdaSSP; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
 
