@@ -103,8 +103,8 @@ class QuantileRegressor(Regressor):
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
         width: >= 0, in units of the target, public, over which the kink is smoothed; 0 keeps it, by output
-            perturbation. "auto" for one to three median distances of targets from their median, which are measured (and a
-            tenth of bound_y where that does not pay), and for less at other quantiles.
+            perturbation. "auto" for one to three median distances of targets from their median, which are measured
+            (and a tenth of bound_y where that does not pay), and for less at other quantiles.
 
     Example:
         >>> import numpy as np

@@ -26,6 +26,7 @@ from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.theory.linear.preparation import signal_to_noise
 from torch_dpsco.theory.rounding import asks_exact
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "plan_linear",
 ]
 
+_NOISY_LABELS, _NOISY_TARGETS = 400, 800  # n mu / sqrt(d)
 MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
 
 
@@ -48,11 +50,12 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
     | squared, not clipped | adassp | output |
-    | smooth, bounded gradients, one score | objective | objective where reg allows it, else output |
+    | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
+    | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
     | softmax | objective | output |
     | with kinks, tilted, adversarial | output | output |
 
-    Source: docs/proofs/objective.md#default-regularizer (the ranking), and docs/choosing.md.
+    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go, and docs/choosing.md.
 
     Example:
         >>> import torch_dpsco as dp
@@ -69,7 +72,7 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if task.lipschitz is None or task.smoothness is None or asks_exact(secure):
         return "output"
     if not task.pure:
-        return "objective"
+        return "noisy_gd" if _is_noisy(task) else "objective"
     if isinstance(task.loss, SoftmaxCrossEntropy):
         return "output"
     try:
@@ -77,6 +80,17 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     except InfeasibleError:
         return "output"
     return "objective"
+
+
+def _is_noisy(task: LinearTask) -> bool:
+    """Returns whether noisy gradient descent is better than the determinant that objective perturbation pays for.
+
+    Where epsilon is small, the regularizer that keeps log(1 + beta/reg) a part of it hides more than the noise does.
+    """
+    if task.reg is not None or task.noise_multiplier is not None or task.num_scores > 1:
+        return False
+    most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
+    return signal_to_noise(task.level, task.n, task.parameters) < most
 
 
 def plan_linear(
@@ -99,7 +113,7 @@ def plan_linear(
     if chosen == "adassp":
         return plan_adassp(task, mode, secure)
     if chosen == "noisy_gd":
-        return plan_noisy_gd(task, secure=secure)
+        return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
     if chosen == "objective":
         return plan_objective(task, secure=secure, solver=solver)
     return plan_output(task, mode, secure, solver)

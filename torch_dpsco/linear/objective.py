@@ -28,7 +28,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.rng import Source
@@ -47,8 +47,6 @@ from torch_dpsco.theory.linear.objective import (
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
 from torch_dpsco.theory.linear.solvers import amp_tolerance
 from torch_dpsco.theory.rounding import require_gaussian
-
-_DISTANCE = 15.0  # of weights from 0, times the norm of rows: scores up to 15 / sqrt(d)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +167,7 @@ def plan_objective(
     reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
     size = _pure_scale if task.pure else _noise_std
     if task.reg is None and ranks == 1 and not task.pure:
-        reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, _distance(task)))
+        reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)))
     scale = size(task, reg, lipschitz, smoothness)
     while task.reg is None and 4 * _rounding(task, reg, scale) > 9e-5 * lipschitz:  # less than float64 can solve
         reg *= 2  # b can only be smaller then
@@ -179,11 +177,6 @@ def plan_objective(
         charge=charge,
         solver=check.choice(SOLVERS, solver=solver),
     )
-
-
-def _distance(task: LinearTask) -> float:
-    """Returns a guess of |w|: rows in private units have a norm of about 1, others of about half their bound."""
-    return _DISTANCE / task.preparation.bound * (1 if task.measured else 2)
 
 
 def _rounding(task: LinearTask, reg: float, scale: float) -> float:

@@ -36,7 +36,7 @@ from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.objectives.base import Objective, Records
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
-from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge
+from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped
@@ -369,6 +369,7 @@ class LinearPlan(Plan):
 
 
 _PART = 2**16  # rows
+_DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
 _KINK = 1e-3  # public smoothing of the norm of an adversarial objective
 
 
@@ -443,3 +444,14 @@ def build_objective(task: LinearTask, reg: float, records: Records, linear_term:
         )
     loss = task.loss if task.clipped is None else task.clipped
     return LinearObjective(loss, records, reg=reg, normalizer=1.0, linear_term=linear_term)
+
+
+def weight_guess(task: LinearTask) -> float:
+    """Returns a guess of |w|, in public units: targets in spreads, or about as large as where the loss is straight.
+
+    Rows in private units have a norm of about 1, others of about half their bound.
+    """
+    unit, prepare = 1.0, task.prepare
+    if isinstance(task.loss, (Huber, SmoothedPinball)) and not (prepare and prepare.quantile and prepare.spreads):
+        unit = task.loss.threshold if isinstance(task.loss, Huber) else task.loss.width
+    return _DISTANCE * unit / task.preparation.bound * (1 if prepare and prepare.rows else 2)
