@@ -329,8 +329,10 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             assert event.delta * (1 + 1e-6) >= amp_delta_monotone(event.eps, *law, spent, plan.adjacency)
         else:
             classes = task.num_scores
-            determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
-            jump = (sides * task.lipschitz, sides * (classes - 1))
+            determinant = log_det(draws.reg, task.smoothness)
+            if classes > 1:
+                determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
+            jump = (sides * task.lipschitz, sides * max(1, classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
     else:
         assert isinstance(plan, AdaSSPPlan)
