@@ -43,6 +43,7 @@ from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check
 from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.sampling.users import user_ids
 from torch_dpsco.theory.linear.preparation import (
     counts_level,
     number_of_counts,
@@ -142,13 +143,13 @@ class LinearModel(BaseEstimator):
     def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         """Further arguments of the `LinearTask`, as `_loss`."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
-    def fit(self: _Model, X: Any, y: Any, sample_weight: Any = None) -> _Model:
+    def fit(self: _Model, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> _Model:
         """Fits by one private release, with fresh noise, charged to the ledger before it is drawn.
 
         Args:
@@ -157,6 +158,9 @@ class LinearModel(BaseEstimator):
             y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
+            groups: (n,) ids of the people (users) whose rows these are, integers or strings: then all rows of one are
+                protected together, n and n_max are numbers of users, and a ledger must be of unit "user". For smooth
+                losses of one score, by noisy gradient descent; a user may have any number of rows.
 
         Returns:
             The model.
@@ -170,13 +174,14 @@ class LinearModel(BaseEstimator):
         features = as_features(X)
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        plan = self.plan(width)
+        users = None if groups is None else user_ids(groups, count)
+        plan = self.plan(width, "example" if users is None else "user")
         targets, factors = self._read(y, count, features.device)
         weights = _weights(sample_weight, factors, count, features.device)
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
-        fitted = fit_linear(plan, features, targets, weights, accountant=ledger)
+        fitted = fit_linear(plan, features, targets, weights, users=users, accountant=ledger)
         self.privacy_ = self._report_of(ledger)
         self.plan_, self.mechanism_ = plan, plan.mechanism
         self._install(fitted)
@@ -184,25 +189,26 @@ class LinearModel(BaseEstimator):
         vars(self).update(columns)
         return self
 
-    def plan(self, dim: int) -> LinearPlan:
+    def plan(self, dim: int, unit: str = "example") -> LinearPlan:
         """Returns the public numbers of a fit, before anything is spent: `print(model.plan(d))`.
 
         Args:
             dim: d, number of features.
+            unit: "example", or "user" for a fit with groups.
 
         Raises:
             CalibrationError: the settings do not go together.
             ValueError: a setting.
         """
-        return plan_linear(self._task(dim), self.mechanism, secure=self.secure, solver=self.solver)
+        return plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
 
-    def _task(self, dim: int) -> LinearTask:
+    def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
         if self.bound_x is None:
             raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND} (got None)")
         if self.n is None:
             raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
-        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
+        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)
         given = Preparation(
             check.positive(bound_x=self.bound_x),
             center=_numbers("feature_center", self.feature_center),
@@ -213,13 +219,13 @@ class LinearModel(BaseEstimator):
             prepare = self._measurements(given, n, dim, budget)
         mu = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon / math.sqrt(dim)
         signal = signal_to_noise(mu, n, dim)
-        unit = given if prepare is None or not prepare.rows else Preparation(1.0)
-        default = 1.0 if unit is given else _CONSTANT
+        rows = given if prepare is None or not prepare.rows else Preparation(1.0)
+        default = 1.0 if rows is given else _CONSTANT
         constant = default if self.intercept_scaling is None else self.intercept_scaling
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         return LinearTask(
             loss=self._loss(prepare, signal),
-            preparation=replace(unit, intercept=constant, whole=unit is not given),
+            preparation=replace(rows, intercept=constant, whole=rows is not given),
             prepare=prepare,
             dim=dim,
             n=n,
@@ -227,7 +233,7 @@ class LinearModel(BaseEstimator):
             reg=None if self.reg is None else check.positive(reg=self.reg),
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
-            **self._options(prepare, signal),
+            **self._options(prepare, signal, unit),
         )
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:

@@ -155,10 +155,11 @@ class LogisticRegression(BinaryClassifier):
     def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         if isinstance(self.residual_clip, str):
             check.choice(("auto",), residual_clip=self.residual_clip)
-            return {"residual_clip": residual_clip(signal)}
+            # of users, mean gradients are clipped
+            return {"residual_clip": residual_clip(signal) if unit == "example" else None}
         return {"residual_clip": self.residual_clip}
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
@@ -302,7 +303,7 @@ class TiltedClassifier(BinaryClassifier):
     def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
@@ -341,5 +342,5 @@ class AdversarialClassifier(BinaryClassifier):
     def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         return {"attack_radius": check.positive(attack_radius=self.attack_radius), "attack_norm": self.attack_norm}

@@ -36,7 +36,7 @@ class Regressor(RegressorMixin, LinearModel):
 
     bound_y: float | None = None
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         return {"bound_y": self._bound() if prepare is None else prepare.most}
 
     def _bound(self) -> float:

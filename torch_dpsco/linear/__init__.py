@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
@@ -23,11 +23,12 @@ from torch_dpsco.linear.output import plan_output
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.linear.preparation import signal_to_noise
-from torch_dpsco.theory.rounding import asks_exact
+from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
 __all__ = [
     "MECHANISMS",
@@ -108,8 +109,12 @@ def plan_linear(
     Raises:
         ConditionError: the mechanism does not cover the task.
     """
-    chosen, solver = check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
-    chosen = choose_mechanism(task, secure) if chosen == "auto" else chosen
+    check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
+    if task.budget is not None and task.budget.unit == "user":
+        check.choice(("auto", "noisy_gd"), mechanism=mechanism)
+        require_gaussian(secure, "its noise on users is drawn in floating point")
+        return plan_users(task)
+    chosen = choose_mechanism(task, secure) if mechanism == "auto" else mechanism
     if chosen == "adassp":
         return plan_adassp(task, mode, secure)
     if chosen == "noisy_gd":
@@ -138,6 +143,7 @@ def fit_linear(
     targets: Tensor,
     weights: Tensor | None = None,
     *,
+    users: Tensor | None = None,
     accountant: Accountant | None = None,
     generator: torch.Generator | None = None,
 ) -> LinearFit:
@@ -149,6 +155,7 @@ def fit_linear(
         targets: (n,) real, +-1, or class numbers.
         weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
             weight <= 1 has the constants of the loss, so that no noise changes.
+        users: (n,) integer ids of the user of each row, with a plan of `linear.users.plan_users`, and only then.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
@@ -161,18 +168,29 @@ def fit_linear(
     """
     task = plan.task
     ledger = plan.ledger() if accountant is None else accountant
-    ledger.require_unit("example")
+    ledger.require_unit(plan.unit)
     if ledger.adjacency != task.adjacency:
         # PRIVACY: a cost under one adjacency bounds nothing under another
         # (test_a_ledger_of_another_adjacency_is_refused)
         raise AdjacencyError(f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})")
-    records, units = make_records(task, features, targets, weights), Units(task.preparation)
+    if (users is None) != (plan.unit == "example"):
+        raise UnitError(
+            f"users must be given with a plan for users, and with it only (the plan's unit is {plan.unit!r})"
+        )
+    codes, units = None, Units(task.preparation)
+    if users is not None:
+        codes, shares, _ = users_of(users.to(features.device))
+        # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_user_counts_as_much_as_one_record)
+        weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
+    records = make_records(task, features, targets, weights, users=codes)
     source = noise_generator(records.device, generator)
-    if task.prepare is None:
-        answer = plan.release(plan.solve(records), ledger, source)
-    else:
+    if task.prepare is not None or codes is not None:
         # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
         ledger.authorize(plan.event())
-        units = task.prepare.measure(records, task.preparation, task.most_records, task.adjacency, source)
-        answer = plan.draw(plan.solve(make_records(task, features, targets, weights, units)), source)
+        if task.prepare is not None:
+            units = task.prepare.measure(records, task.preparation, task.most_records, task.adjacency, source)
+            records = make_records(task, features, targets, weights, units, users=codes)
+        answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
+    else:
+        answer = plan.release(plan.solve(records), ledger, source)
     return LinearFit(answer.reshape(task.num_scores, task.width), units)

@@ -15,7 +15,7 @@ Source: docs/proofs/output.md#noisy-gradient-descent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +59,7 @@ class NoisyGDPlan(LinearPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+        smooth_constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
         if self.momentum is not None and not 0 <= check.finite(momentum=self.momentum) < 1:
             raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
 
@@ -72,23 +72,23 @@ class NoisyGDPlan(LinearPlan):
     def lr(self) -> float:
         """Step size eta, on the sum."""
         if self.momentum is not None:
-            return 1.0 / (self.task.n * _constants(self.task)[1] + self.reg)
+            return 1.0 / (self.task.n * smooth_constants(self.task)[1] + self.reg)
         return 2.0 / (self._smoothness + self.reg)
 
     @property
     def radius(self) -> float:
         """Radius of the ball that iterates are projected on."""
         if self.momentum is not None:
-            return min(self.task.radius, _FAR / self.task.preparation.bound)
-        return min(self.task.radius, safe(_ROOM * self.task.most_records * _constants(self.task)[0] / self.reg))
+            return far_radius(self.task)
+        return min(self.task.radius, safe(_ROOM * self.task.most_records * smooth_constants(self.task)[0] / self.reg))
 
     @property
     def _smoothness(self) -> float:
-        return safe(self.task.most_records * _constants(self.task)[1] + self.reg)
+        return safe(self.task.most_records * smooth_constants(self.task)[1] + self.reg)
 
     def own_event(self) -> GDP:
         """Returns what the last iterate costs, or all sums."""
-        task, most, (lipschitz, _) = self.task, self.task.most_records, _constants(self.task)
+        task, most, (lipschitz, _) = self.task, self.task.most_records, smooth_constants(self.task)
         radius = self.radius
         moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
         # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
@@ -107,7 +107,11 @@ class NoisyGDPlan(LinearPlan):
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
-        return self.noise_std / math.sqrt(self.steps), self.task.n * _constants(self.task)[0], "the mean of all steps"
+        return (
+            self.noise_std / math.sqrt(self.steps),
+            self.task.n * smooth_constants(self.task)[0],
+            "the mean of all steps",
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -120,16 +124,35 @@ class NoisyGDPlan(LinearPlan):
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         objective = build_objective(self.task, self.reg, solved)
-        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-        moved, total = torch.zeros_like(w), torch.zeros_like(w)
-        for step in range(self.steps):
+
+        def noisy(w: Tensor) -> Tensor:
             # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
-            gradient = objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
-            moved = (self.momentum or 0.0) * moved - self.lr * gradient
-            w = project(w + moved, self.radius)
-            if step >= self.steps // 2:
-                total += w
-        return w if self.momentum is None else total / (self.steps - self.steps // 2)
+            return objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
+
+        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
+        if self.momentum is not None:
+            return run_momentum(w, noisy, self.steps, self.lr, self.momentum, self.radius)
+        for _ in range(self.steps):
+            w = project(w - self.lr * noisy(w), self.radius)
+        return w
+
+
+def run_momentum(
+    w: Tensor, noisy: Callable[[Tensor], Tensor], steps: int, lr: float, momentum: float, radius: float
+) -> Tensor:
+    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the later half."""
+    moved, total = torch.zeros_like(w), torch.zeros_like(w)
+    for step in range(steps):
+        moved = momentum * moved - lr * noisy(w)
+        w = project(w + moved, radius)
+        if step >= steps // 2:
+            total += w
+    return total / (steps - steps // 2)
+
+
+def far_radius(task: LinearTask) -> float:
+    """Returns the radius of the ball that iterates are projected on where there is no regularizer."""
+    return min(task.radius, _FAR / task.preparation.bound)
 
 
 def plan_noisy_gd(
@@ -154,7 +177,7 @@ def plan_noisy_gd(
     require_gaussian(
         secure, "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'"
     )
-    lipschitz, smoothness = _constants(task)
+    lipschitz, smoothness = smooth_constants(task)
     if check.choice(("last", "all"), released=released) == "all":
         return _all_sums(task, _STEPS if steps is None else steps)
     if task.reg is None:
@@ -169,7 +192,7 @@ def plan_noisy_gd(
 
 def _all_sums(task: LinearTask, steps: int) -> NoisyGDPlan:
     """Returns the plan whose steps reach as far as the noise allows, see docs/proofs/output.md#how-far-to-go."""
-    lipschitz, _ = _constants(task)
+    lipschitz, _ = smooth_constants(task)
     draft = NoisyGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0)
     if task.noise_multiplier is not None:
         std = task.noise_multiplier * lipschitz
@@ -182,7 +205,7 @@ def _all_sums(task: LinearTask, steps: int) -> NoisyGDPlan:
     return replace(draft, noise_std=std, momentum=1.0 - friction)
 
 
-def _constants(task: LinearTask) -> tuple[float, float]:
+def smooth_constants(task: LinearTask) -> tuple[float, float]:
     """Returns bounds on gradient and curvature of a record's loss."""
     if task.pure:
         raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")

@@ -37,6 +37,7 @@ from torch_dpsco.theory.linear.preparation import (
 from torch_dpsco.theory.linear.solvers import sum_terms
 from torch_dpsco.theory.rounding import DOUBLE
 
+_MOST_ROWS = 2**40  # of a sum; more would change what is counted for rounding
 _LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
 
 
@@ -273,7 +274,7 @@ class PrivatePreparation:
             source: of the noise.
         """
         # PRIVACY: sums are rounded, in both data sets (test_rounding_is_in_the_noise_of_a_preparation)
-        room = 1 + 4 * most * (sum_terms(most) + 16) * DOUBLE
+        room = 1 + 4 * most * (sum_terms(_MOST_ROWS) + 16) * DOUBLE
         # PRIVACY: a record moves each count by at most 1 (test_no_record_moves_a_count_by_more_than_1)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
         total = max(counter.count(torch.ones_like(records.weights)), 1.0)

@@ -374,7 +374,12 @@ _KINK = 1e-3  # public smoothing of the norm of an adversarial objective
 
 
 def make_records(
-    task: LinearTask, features: Tensor, targets: Tensor, weights: Tensor | None = None, units: Units | None = None
+    task: LinearTask,
+    features: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    units: Units | None = None,
+    users: Tensor | None = None,
 ) -> Records:
     """Returns the records of a task, prepared when they are read; targets and weights are clipped to their bounds.
 
@@ -384,6 +389,7 @@ def make_records(
         targets: (n,).
         weights: (n,), or None for ones.
         units: released ones, in which they are to be; None for public ones.
+        users: user of each row, from 0, where the number of users is public and not that of rows; None for rows.
 
     Raises:
         ConditionError: weights for a tilted mean, whose constants have equal ones.
@@ -395,12 +401,15 @@ def make_records(
         raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
     if targets.shape != (len(features),) or targets.is_complex():
         raise ValueError(f"targets must be real, ({len(features)},) (got {targets.dtype}, {tuple(targets.shape)})")
-    if task.adjacency != ADD_REMOVE and len(features) != task.n:
+    count, unit = len(features), "record"
+    if users is not None:
+        count, unit = int(users.max()) + 1 if len(users) else 0, "user"
+    if task.adjacency != ADD_REMOVE and count != task.n:
         # PRIVACY: n is public there, and the data must have it (test_another_number_of_records_is_refused)
-        raise UnitError(f"features must have n={task.n} records under {task.adjacency} (got {len(features)})")
-    if task.adjacency == ADD_REMOVE and len(features) > task.n_max:
+        raise UnitError(f"features must have n={task.n} {unit}s under {task.adjacency} (got {count})")
+    if task.adjacency == ADD_REMOVE and count > task.n_max:
         # PRIVACY: contraction and norms of minimizers rest on it (test_more_records_than_promised_are_refused)
-        raise UnitError(f"n_max={task.n_max} must be a public cap on the number of records: there are more")
+        raise UnitError(f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more")
     if weights is not None:
         if task.tilt:
             raise ConditionError("weights must not be given for a tilted mean, whose constants have equal ones")
