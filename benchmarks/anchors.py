@@ -1,0 +1,235 @@
+"""DP-GD and DP-SGD as plain loops, tuned on the test scores: what benchmarks/accuracy.py compares our defaults with.
+
+The noise of each step is calibrated by the accountant of this library; the guarantee is that of one run. The search is
+NOT private: all settings of a grid are run, the best by the test score are run again with three seeds, and the best of
+these is scored on fresh seeds, so that its luck in the search does not count. Nothing of this is charged: each cell
+costs as many runs as `grid_size` says, where a user has one.
+
+* DP-GD: all rows in each step; grid of clip, step size, number of steps.
+* DP-SGD: Poisson batches; the same with the size of a batch.
+* with users: DP-GD on the mean of the users' mean gradients, each clipped.
+
+Both answers of a run are tried, its last iterate and the mean of its last half, and for the absolute error both losses,
+the absolute one and Huber's at the table's threshold. Linear models: the gradient of a row is its slope times the row,
+so that clipping a gradient is clipping its slope at clip/|x|, and many settings run side by side as columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from scipy import sparse
+from table_parts import Array, Table
+from tables import scores, with_bias
+from torch import Tensor
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.calibrate import noise_multiplier
+
+DELTA = 1e-6
+CLIPS = (0.03, 0.1, 0.3, 1.0)  # of the largest possible norm of a gradient
+RATES, STEPS = (0.3, 1.0, 3.0, 10.0, 30.0), (30, 100, 400)  # rate 1 with clip 1: a step of 1/smoothness
+BATCHES, BATCH_CLIPS = (512, 2048), (0.1, 0.3, 1.0)
+BATCH_RATES, BATCH_STEPS = (0.1, 0.3, 1.0, 3.0), (100, 400, 1600)
+USER_CLIPS, USER_STEPS = (0.01, 0.03, 0.1, 0.3), (10, 30, 100, 300)
+AVERAGES = ("last", "half")
+BLOCK = 4096  # rows at a time: what fits into a cache, times the columns
+FINALISTS, FINAL_SEEDS = 4, 3
+
+# A better score is larger for these, smaller for others.
+LARGER = ("auc",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One point of the grid: `batch` None for all rows (or users)."""
+
+    loss: str
+    clip: float
+    rate: float
+    steps: int
+    batch: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run: a setting at an epsilon."""
+
+    setting: Setting
+    epsilon: float
+
+
+Scores = dict[str, float]
+
+
+def grid(table: Table, method: str) -> list[Setting]:
+    """Returns the settings of "DP-GD" or "DP-SGD"."""
+    losses = ("logistic",) if table.kind == "binary" else ("absolute", "huber")
+    if method == "DP-SGD":
+        return [
+            Setting(*numbers) for numbers in itertools.product(losses, BATCH_CLIPS, BATCH_RATES, BATCH_STEPS, BATCHES)
+        ]
+    clips, steps = (CLIPS, STEPS) if table.users is None else (USER_CLIPS, USER_STEPS)
+    return [Setting(*numbers) for numbers in itertools.product(losses, clips, RATES, steps)]
+
+
+def methods(table: Table) -> tuple[str, ...]:
+    """Returns the names of the anchors of a table."""
+    return ("DP-GD", "DP-SGD") if table.users is None else ("DP-GD",)
+
+
+# -- runs side by side ------------------------------------------------------------------------------------------------
+
+
+class Data:
+    """Training rows with their constant column as float32, test rows, and what a gradient is bounded by."""
+
+    def __init__(self, table: Table) -> None:
+        train = ~table.test
+        self.table = table
+        self.rows = torch.from_numpy(with_bias(table.rows[train]).astype(np.float32))
+        self.targets = torch.from_numpy(table.targets[train].astype(np.float32))[:, None]
+        self.norms = self.rows.norm(dim=1, keepdim=True)
+        self.test_rows = with_bias(table.rows[table.test])
+        self.bound = math.hypot(table.bound_x, 1.0)
+        self.users = None if table.users is None else mean_of_users(table.users[train])
+        self.count = len(self.rows) if self.users is None else self.users.shape[0]
+
+    def slope(self, loss: str) -> tuple[float, float]:
+        """Returns the largest slope of a loss, and slope over curvature: what a step of 1/smoothness may move."""
+        threshold = self.table.threshold
+        return {"logistic": (1.0, 4.0), "absolute": (1.0, threshold), "huber": (threshold, threshold)}[loss]
+
+
+def mean_of_users(ids: Array) -> sparse.csr_matrix:
+    """Returns the matrix (users, rows) that takes the mean of each user."""
+    users, counts = np.unique(ids, return_inverse=True)[1], np.unique(ids, return_counts=True)[1]
+    weights = (1.0 / counts[users]).astype(np.float32)
+    return sparse.csr_matrix((weights, (users, np.arange(len(ids)))))
+
+
+@cache
+def noise(epsilon: float, count: int, batch: int | None, steps: int) -> float:
+    """Returns the noise multiplier of a run under add_remove."""
+    design = dp.Full(count) if batch is None else dp.Poisson(min(batch, count), count)
+    return noise_multiplier(epsilon, DELTA, design=design, steps=steps, adjacency="add_remove")
+
+
+def descend(data: Data, jobs: Sequence[Job], generator: torch.Generator) -> tuple[Array, Array]:
+    """Returns last and averaged weights (d, jobs) of runs with equal loss, steps and batch, one column each."""
+    first = jobs[0].setting
+    largest, move = data.slope(first.loss)
+    clips = torch.tensor([job.setting.clip * largest * data.bound for job in jobs])
+    batch = data.count if first.batch is None else min(first.batch, data.count)
+    rates = torch.tensor([job.setting.rate * move / data.bound for job in jobs])
+    levels = torch.tensor([noise(job.epsilon, data.count, first.batch, first.steps) for job in jobs])
+    weights = torch.zeros(data.rows.shape[1], len(jobs))
+    total, half = torch.zeros_like(weights), first.steps // 2
+    for step in range(first.steps):
+        gradient = sum_of_clipped(data, first, weights, clips, generator) / clips
+        gradient += levels * torch.randn(weights.shape, generator=generator)
+        weights -= rates * gradient / batch
+        if step >= half:
+            total += weights
+    return weights.numpy(), (total / (first.steps - half)).numpy()
+
+
+def sum_of_clipped(data: Data, setting: Setting, weights: Tensor, clips: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns the sum of clipped gradients (d, columns), of all rows, of a Poisson batch, or of users' means."""
+    if data.users is not None:
+        return sum_of_users(data, data.users, setting.loss, weights, clips)
+    if setting.batch is not None:
+        drawn = torch.rand(data.count, generator=generator) < min(setting.batch, data.count) / data.count
+        picks = drawn.nonzero()[:, 0]
+        parts: Iterable[tuple[Tensor, ...]] = ((data.rows[picks], data.targets[picks], data.norms[picks]),)
+    else:
+        parts = zip(*(values.split(BLOCK) for values in (data.rows, data.targets, data.norms)), strict=True)
+    total = torch.zeros_like(weights)
+    for rows, targets, norms in parts:
+        slopes = slopes_of(data.table, setting.loss, rows @ weights, targets)
+        limits = clips / norms
+        total += rows.T @ torch.minimum(torch.maximum(slopes, -limits), limits)
+    return total
+
+
+def sum_of_users(data: Data, users: sparse.csr_matrix, loss: str, weights: Tensor, clips: Tensor) -> Tensor:
+    """Returns the sum over users of their clipped mean gradients."""
+    total = torch.zeros_like(weights)
+    for columns in torch.arange(weights.shape[1]).split(32):
+        slopes = slopes_of(data.table, loss, data.rows @ weights[:, columns], data.targets).numpy()
+        squares = np.zeros((users.shape[0], len(columns)), dtype=np.float32)
+        for feature in data.rows.numpy().T:
+            squares += (users @ (slopes * feature[:, None])) ** 2
+        factors = np.minimum(1.0, clips[columns].numpy() / np.maximum(np.sqrt(squares), 1e-20)).astype(np.float32)
+        total[:, columns] = data.rows.T @ torch.from_numpy((users.T @ factors) * slopes)
+    return total
+
+
+def slopes_of(table: Table, loss: str, answers: Tensor, targets: Tensor) -> Tensor:
+    """Returns the derivatives of the losses by the answers."""
+    if loss == "logistic":
+        return answers.sigmoid_().sub_(targets)
+    miss = answers.sub_(targets)
+    return miss.sign_() if loss == "absolute" else miss.clamp_(-table.threshold, table.threshold)
+
+
+def run(data: Data, jobs: Sequence[Job], seed: int) -> dict[tuple[Job, str], Scores]:
+    """Returns the test scores of all runs, by job and average."""
+    found: dict[tuple[Job, str], Scores] = {}
+    groups: dict[tuple[str, int, int | None], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.setting.loss, job.setting.steps, job.setting.batch), []).append(job)
+    generator = torch.Generator().manual_seed(seed)
+    for group in groups.values():
+        for average, weights in zip(AVERAGES, descend(data, group, generator), strict=True):
+            answers = data.test_rows @ weights
+            for column, job in enumerate(group):
+                found[job, average] = scores(data.table, answers[:, column])
+    return found
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def best(found: dict[tuple[Job, str], list[Scores]], score: str, epsilon: float, count: int) -> list[tuple[Job, str]]:
+    """Returns the settings of the best medians at an epsilon."""
+    sign = -1.0 if score in LARGER else 1.0
+    here = [key for key in found if key[0].epsilon == epsilon]
+    return sorted(here, key=lambda key: sign * statistics.median(s[score] for s in found[key]))[:count]
+
+
+def gathered(data: Data, jobs: Iterable[Job], seeds: Iterable[int]) -> dict[tuple[Job, str], list[Scores]]:
+    """Returns the scores of all seeds."""
+    unique = list(dict.fromkeys(jobs))
+    runs = [run(data, unique, seed) for seed in seeds]
+    return {key: [scored[key] for scored in runs] for key in runs[0]}
+
+
+def tuned(table: Table, method: str, epsilons: Sequence[float], seeds: int, few: int | None = None) -> dict[str, dict]:
+    """Returns, by epsilon (as text) and score, the best setting (of the first `few`) and its scores on fresh seeds."""
+    data = Data(table)
+    settings = grid(table, method)[:few]
+    names = list(scores(table, np.zeros(int(table.test.sum()))))
+    found = gathered(data, (Job(setting, e) for setting in settings for e in epsilons), [1])
+    finalists = [key[0] for e in epsilons for name in names for key in best(found, name, e, FINALISTS)]
+    found = gathered(data, finalists, range(2, 2 + FINAL_SEEDS))
+    chosen = {(e, name): best(found, name, e, 1)[0] for e in epsilons for name in names}
+    final = gathered(data, (job for job, _ in chosen.values()), range(100, 100 + seeds))
+    answer: dict[str, dict] = {f"{e:g}": {} for e in epsilons}
+    for (epsilon, name), key in chosen.items():
+        setting = dataclasses.asdict(key[0].setting) | {"average": key[1]}
+        answer[f"{epsilon:g}"][name] = {"setting": setting, "runs": [scored[name] for scored in final[key]]}
+    return answer
+
+
+def grid_size(table: Table) -> int:
+    """Returns how many runs the search of one cell has cost, of all methods, without those of the final seeds."""
+    names = len(scores(table, np.zeros(int(table.test.sum()))))
+    return sum(len(grid(table, method)) + FINALISTS * names * FINAL_SEEDS for method in methods(table))
