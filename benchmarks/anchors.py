@@ -25,7 +25,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from scipy import sparse
 from table_parts import Array, Table
 from tables import scores, with_bias
 from torch import Tensor
@@ -99,8 +98,9 @@ class Data:
         self.norms = self.rows.norm(dim=1, keepdim=True)
         self.test_rows = with_bias(table.rows[table.test])
         self.bound = math.hypot(table.bound_x, 1.0)
-        self.users = None if table.users is None else mean_of_users(table.users[train])
-        self.count = len(self.rows) if self.users is None else self.users.shape[0]
+        ids = None if table.users is None else table.users[train]
+        self.users = None if ids is None else grouped(self.rows, self.targets, ids)
+        self.count = len(self.rows) if ids is None else len(np.unique(ids))
 
     def slope(self, loss: str) -> tuple[float, float]:
         """Returns the largest slope of a loss, and slope over curvature: what a step of 1/smoothness may move."""
@@ -108,11 +108,31 @@ class Data:
         return {"logistic": (1.0, 4.0), "absolute": (1.0, threshold), "huber": (threshold, threshold)}[loss]
 
 
-def mean_of_users(ids: Array) -> sparse.csr_matrix:
-    """Returns the matrix (users, rows) that takes the mean of each user."""
-    users, counts = np.unique(ids, return_inverse=True)[1], np.unique(ids, return_counts=True)[1]
-    weights = (1.0 / counts[users]).astype(np.float32)
-    return sparse.csr_matrix((weights, (users, np.arange(len(ids)))))
+@dataclasses.dataclass(frozen=True)
+class Users:
+    """Users with similar numbers of rows, filled up with zeros: (users, most, d), (users, most, 1), (users,)."""
+
+    rows: Tensor
+    targets: Tensor
+    counts: Tensor
+
+
+def grouped(rows: Tensor, targets: Tensor, ids: Array) -> list[Users]:
+    """Returns the rows by user; the most rows of a group are a power of 2."""
+    _, users, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    places = np.argsort(users, kind="stable")
+    starts = np.cumsum(counts) - counts
+    sizes = 2 ** np.ceil(np.log2(counts)).astype(int)
+    groups = []
+    for size in np.unique(sizes):
+        members = np.flatnonzero(sizes == size)
+        padded = torch.zeros(len(members), size, rows.shape[1]), torch.zeros(len(members), size, 1)
+        for place, user in enumerate(members):
+            picks = torch.from_numpy(places[starts[user] : starts[user] + counts[user]])
+            for values, filled in zip((rows, targets), padded, strict=True):
+                filled[place, : len(picks)] = values[picks]
+        groups.append(Users(*padded, torch.from_numpy(counts[members]).float()))
+    return groups
 
 
 @cache
@@ -144,7 +164,7 @@ def descend(data: Data, jobs: Sequence[Job], generator: torch.Generator) -> tupl
 def sum_of_clipped(data: Data, setting: Setting, weights: Tensor, clips: Tensor, generator: torch.Generator) -> Tensor:
     """Returns the sum of clipped gradients (d, columns), of all rows, of a Poisson batch, or of users' means."""
     if data.users is not None:
-        return sum_of_users(data, data.users, setting.loss, weights, clips)
+        return sum_of_users(data.table, data.users, setting.loss, weights, clips)
     if setting.batch is not None:
         drawn = torch.rand(data.count, generator=generator) < min(setting.batch, data.count) / data.count
         picks = drawn.nonzero()[:, 0]
@@ -159,16 +179,18 @@ def sum_of_clipped(data: Data, setting: Setting, weights: Tensor, clips: Tensor,
     return total
 
 
-def sum_of_users(data: Data, users: sparse.csr_matrix, loss: str, weights: Tensor, clips: Tensor) -> Tensor:
+def sum_of_users(table: Table, groups: Sequence[Users], loss: str, weights: Tensor, clips: Tensor) -> Tensor:
     """Returns the sum over users of their clipped mean gradients."""
     total = torch.zeros_like(weights)
-    for columns in torch.arange(weights.shape[1]).split(32):
-        slopes = slopes_of(data.table, loss, data.rows @ weights[:, columns], data.targets).numpy()
-        squares = np.zeros((users.shape[0], len(columns)), dtype=np.float32)
-        for feature in data.rows.numpy().T:
-            squares += (users @ (slopes * feature[:, None])) ** 2
-        factors = np.minimum(1.0, clips[columns].numpy() / np.maximum(np.sqrt(squares), 1e-20)).astype(np.float32)
-        total[:, columns] = data.rows.T @ torch.from_numpy((users.T @ factors) * slopes)
+    for group in groups:
+        parts = (
+            values.split(max(1, BLOCK // group.rows.shape[1])) for values in (group.rows, group.targets, group.counts)
+        )
+        for rows, targets, counts in zip(*parts, strict=True):
+            slopes = slopes_of(table, loss, rows @ weights, targets)
+            means = rows.transpose(1, 2) @ slopes / counts[:, None, None]
+            factors = (clips / means.norm(dim=1).clamp_min(1e-20)).clamp_max(1.0)
+            total += (means * factors[:, None]).sum(0)
     return total
 
 

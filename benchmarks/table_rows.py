@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pandas as pd
 from adult import load_adult
 from table_parts import (
     STATES,
@@ -15,7 +14,6 @@ from table_parts import (
     log_unit,
     made,
     one_hot,
-    package_file,
     records,
     some_rows,
     unit,
@@ -51,7 +49,7 @@ def flights_delay() -> Table:
 
 def diamonds() -> Table:
     """Price in 1,000 dollars; ill-conditioned."""
-    found = pd.read_csv(package_file("plotnine", "data", "diamonds.csv"))
+    found = records("ggplot2", "diamonds")
     carat = unit(found["carat"], 0, 5)
     blocks = [carat, carat**2, unit(found["depth"], 40, 80), unit(found["table"], 40, 100)]
     blocks += [one_hot(found["cut"], ("Fair", "Good", "Very Good", "Premium", "Ideal"))]
