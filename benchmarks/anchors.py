@@ -1,7 +1,7 @@
 """DP-GD and DP-SGD as plain loops, tuned on the test scores: what benchmarks/accuracy.py compares our defaults with.
 
 The noise of each step is calibrated by the accountant of this library; the guarantee is that of one run. The search is
-NOT private: all settings of a grid are run, the best by the test score are run again with three seeds, and the best of
+NOT private: all settings of a grid are run, the best by the test score are run three times again, and the best of
 these is scored on fresh seeds, so that its luck in the search does not count. Nothing of this is charged: each cell
 costs as many runs as `grid_size` says, where a user has one.
 
@@ -40,7 +40,7 @@ BATCH_RATES, BATCH_STEPS = (0.1, 0.3, 1.0, 3.0), (100, 400, 1600)
 USER_CLIPS, USER_STEPS = (0.01, 0.03, 0.1, 0.3), (10, 30, 100, 300)
 AVERAGES = ("last", "half")
 BLOCK = 4096  # rows at a time: what fits into a cache, times the columns
-FINALISTS, FINAL_SEEDS = 4, 3
+FINALISTS, FINAL_RUNS = 4, 3
 
 # A better score is larger for these, smaller for others.
 LARGER = ("auc",)
@@ -202,18 +202,18 @@ def slopes_of(table: Table, loss: str, answers: Tensor, targets: Tensor) -> Tens
     return miss.sign_() if loss == "absolute" else miss.clamp_(-table.threshold, table.threshold)
 
 
-def run(data: Data, jobs: Sequence[Job], seed: int) -> dict[tuple[Job, str], Scores]:
-    """Returns the test scores of all runs, by job and average."""
-    found: dict[tuple[Job, str], Scores] = {}
+def run(data: Data, jobs: Sequence[Job], seed: int, copies: int) -> dict[tuple[Job, str], list[Scores]]:
+    """Returns the test scores of so many runs of each job, by job and average; the runs of a pass share its batches."""
+    found: dict[tuple[Job, str], list[Scores]] = {}
     groups: dict[tuple[str, int, int | None], list[Job]] = {}
     for job in jobs:
-        groups.setdefault((job.setting.loss, job.setting.steps, job.setting.batch), []).append(job)
+        groups.setdefault((job.setting.loss, job.setting.steps, job.setting.batch), []).extend([job] * copies)
     generator = torch.Generator().manual_seed(seed)
     for group in groups.values():
         for average, weights in zip(AVERAGES, descend(data, group, generator), strict=True):
             answers = data.test_rows @ weights
             for column, job in enumerate(group):
-                found[job, average] = scores(data.table, answers[:, column])
+                found.setdefault((job, average), []).append(scores(data.table, answers[:, column]))
     return found
 
 
@@ -227,11 +227,12 @@ def best(found: dict[tuple[Job, str], list[Scores]], score: str, epsilon: float,
     return sorted(here, key=lambda key: sign * statistics.median(s[score] for s in found[key]))[:count]
 
 
-def gathered(data: Data, jobs: Iterable[Job], seeds: Iterable[int]) -> dict[tuple[Job, str], list[Scores]]:
-    """Returns the scores of all seeds."""
-    unique = list(dict.fromkeys(jobs))
-    runs = [run(data, unique, seed) for seed in seeds]
-    return {key: [scored[key] for scored in runs] for key in runs[0]}
+def fresh(data: Data, jobs: Sequence[Job], seeds: int) -> dict[tuple[Job, str], list[Scores]]:
+    """Returns the scores of so many independent runs: each has its own noise, and its own batches."""
+    if data.users is not None or all(job.setting.batch is None for job in jobs):
+        return run(data, jobs, 100, seeds)  # nothing but noise is drawn
+    passes = [run(data, jobs, 100 + seed, 1) for seed in range(seeds)]
+    return {key: [scored[key][0] for scored in passes] for key in passes[0]}
 
 
 def tuned(table: Table, method: str, epsilons: Sequence[float], seeds: int, few: int | None = None) -> dict[str, dict]:
@@ -239,11 +240,11 @@ def tuned(table: Table, method: str, epsilons: Sequence[float], seeds: int, few:
     data = Data(table)
     settings = grid(table, method)[:few]
     names = list(scores(table, np.zeros(int(table.test.sum()))))
-    found = gathered(data, (Job(setting, e) for setting in settings for e in epsilons), [1])
-    finalists = [key[0] for e in epsilons for name in names for key in best(found, name, e, FINALISTS)]
-    found = gathered(data, finalists, range(2, 2 + FINAL_SEEDS))
+    found = run(data, [Job(setting, e) for setting in settings for e in epsilons], 1, 1)
+    finalists = dict.fromkeys(key[0] for e in epsilons for name in names for key in best(found, name, e, FINALISTS))
+    found = run(data, list(finalists), 2, FINAL_RUNS)
     chosen = {(e, name): best(found, name, e, 1)[0] for e in epsilons for name in names}
-    final = gathered(data, (job for job, _ in chosen.values()), range(100, 100 + seeds))
+    final = fresh(data, list(dict.fromkeys(job for job, _ in chosen.values())), seeds)
     answer: dict[str, dict] = {f"{e:g}": {} for e in epsilons}
     for (epsilon, name), key in chosen.items():
         setting = dataclasses.asdict(key[0].setting) | {"average": key[1]}
@@ -254,4 +255,4 @@ def tuned(table: Table, method: str, epsilons: Sequence[float], seeds: int, few:
 def grid_size(table: Table) -> int:
     """Returns how many runs the search of one cell has cost, of all methods, without those of the final seeds."""
     names = len(scores(table, np.zeros(int(table.test.sum()))))
-    return sum(len(grid(table, method)) + FINALISTS * names * FINAL_SEEDS for method in methods(table))
+    return sum(len(grid(table, method)) + FINALISTS * names * FINAL_RUNS for method in methods(table))
