@@ -35,7 +35,7 @@ class Method:
     users: bool = False
 
 
-# -- estimators -------------------------------------------------------------------------------------------------
+# -- estimators -------------------------------------------------------------------------------------------------------
 
 
 def public_arguments(table: Table, epsilon: float) -> dict[str, object]:
@@ -70,7 +70,7 @@ def n_users(table: Table) -> int:
     return len(np.unique(table.users[~table.test]))
 
 
-# -- optimizers -------------------------------------------------------------------------------------------------
+# -- optimizers -------------------------------------------------------------------------------------------------------
 
 
 def loss_of(table: Table, name: str) -> dp.losses.Loss:
@@ -127,7 +127,7 @@ def user_clipped(**numbers: float) -> Build:
     """UserClippedSGD by default, or with the numbers of its documentation."""
 
     def build(table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget) -> dp.PrivateOptimizer:
-        plan = dp.UserClippedSGD.plan(n_users=n_users(table), budget=budget, dim=model, **numbers)
+        plan = dp.UserClippedSGD.plan(n_users=n_users(table), budget=budget, **numbers)
         return dp.UserClippedSGD(model.parameters(), plan)
 
     return build
