@@ -261,9 +261,8 @@ def report(args: argparse.Namespace) -> None:
             searched.append(grid_size(table))
             names += [name] if args.smoke or table.split == (args.split or "score") else []
     counts = counts_table(ours, anchors, names, [f"{epsilon:g}" for epsilon in args.epsilons])
-    print(
-        f"\ncounted: {', '.join(names)}; runs of a search, a cell: {min(searched, default=0)} to {max(searched, default=0)}\n\n{counts}\n"
-    )
+    cost = f"{min(searched, default=0)} to {max(searched, default=0)} runs to tune the anchors of a cell"
+    print(f"\ncounted: {', '.join(names)}; {cost}\n\n{counts}\n")
     print("\n".join(goals(ours, anchors, names)))
     if args.update is not None:
         text = args.update.read_text(encoding="utf-8")
