@@ -140,7 +140,6 @@ METHODS = (
     Method("QuantileRegressor", "estimator", ("mae",), by_estimator(QuantileRegressor)),
     Method("HuberRegressor, threshold of the table", "estimator", ("huber",), huber_at_threshold),
     Method('HuberRegressor, threshold="auto"', "", ("mae",), by_estimator(HuberRegressor, threshold="auto")),
-    Method("HuberRegressor, default", "", ("mae",), by_estimator(HuberRegressor)),
     Method("Ridge", "", ERRORS, by_estimator(Ridge)),
     Method("HolderSGD, logistic", "fit", CHANCES, by_fit(holder, "logistic")),
     Method("HolderSGD, pinball", "fit", ("mae",), by_fit(holder, "pinball")),
