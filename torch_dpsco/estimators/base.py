@@ -174,7 +174,7 @@ class LinearModel(BaseEstimator):
         features = as_features(X)
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        users = None if groups is None else user_ids(groups, count)
+        users = None if groups is None else user_ids(groups, count, "groups")
         plan = self.plan(width, "example" if users is None else "user")
         targets, factors = self._read(y, count, features.device)
         weights = _weights(sample_weight, factors, count, features.device)
