@@ -144,6 +144,8 @@ FINE = {
     "objectives.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",
     "sample_weight": "none",
+    "groups": "none",
+    "estimators.QuantileRegressor.width": NONNEGATIVE,
     "intercept_scaling": POSITIVE,
     "classes": "tuple Array",
     "feature_center": "none",
