@@ -75,7 +75,7 @@ class Preview:
             the data are (`LinearPlan.noise_shares`, in at most min(parameters, n) directions).
         sampled: records, or users, of the public sample; 0 for none, and then there are no scores.
         runs: fits at each epsilon.
-        scores: name of a score to a band per epsilon.
+        scores: name of a score to a band per epsilon; held-out rows count alike, users' too.
         not_private: name of a score to that of the loss planned at the largest epsilon, fitted without noise, clipped
             gradients and smoothed kinks, with a negligible regularizer.
         constant: name of a score to that of the best constant answer.
@@ -242,9 +242,8 @@ def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int)
             found.append(_scores(task, answer, halves.truth[out]))
         errors = halves.standard_errors(task, answer, rng)
         for score, row in bands.items():
-            sign = -1 if score in _BETTER_UP else 1
-            learned = sign * max(0.0, sign * (reached[score] - seen[score])) / 2
-            row.append(_band(np.array([one[score] for one in found]), errors[score], learned))
+            learned = (reached[score] - seen[score]) / 2
+            row.append(_band(np.array([one[score] for one in found]), errors[score], learned, score in _BETTER_UP))
     return replace(
         of_plans(name, plans),
         sampled=halves.count,
@@ -319,14 +318,17 @@ class _Halves:
         return {name: float(np.nanstd([one[name] for one in found], ddof=1)) for name in found[0]}
 
 
-def _band(values: _Array, error: float, learned: float) -> Band:
+def _band(values: _Array, error: float, learned: float, up: bool) -> Band:
+    """Returns the band of the module's docstring; `learned`: how far held-out rows score above a fit's own, halved."""
     runs, median = len(values), float(np.median(values))
     reach = float(stats.t.ppf(0.95, runs - 1) * values.std(ddof=1)) * math.sqrt(1 + 1 / runs)
     low, high = (float(end) for end in np.quantile(values, (0.05, 0.95)))
     low, high = min(low, float(values.mean()) - reach), max(high, float(values.mean()) + reach)
     wide = float(stats.norm.ppf(0.95)) * math.sqrt(2) * error
     low, high = median - math.hypot(median - low, wide), median + math.hypot(high - median, wide)
-    return Band(median, max(0.0, low - max(learned, 0.0)), high - min(learned, 0.0))
+    if up:
+        return Band(median, max(low, 0.0), min(high - min(learned, 0.0), 1.0))
+    return Band(median, max(low - max(learned, 0.0), 0.0), high)
 
 
 def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]:
@@ -343,7 +345,7 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
         own = answer[np.arange(len(truth)), truth.astype(np.int64)]
         total = logsumexp(answer, axis=1)
         return {"log-loss": float(np.mean(total - own)), "accuracy": float(np.mean(answer.argmax(1) == truth))}
-    signs = np.where(truth == truth.max(), 1.0, -1.0) if isinstance(loss, SoftmaxCrossEntropy) else truth
+    signs = np.where(truth > 0, 1.0, -1.0)
     positive = int((signs > 0).sum())
     area = math.nan
     if 0 < positive < len(signs):
@@ -374,7 +376,7 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     targets, loss, center, spread = sample.targets[rows], task.loss, 0.0, 1.0
     if prepare is not None and prepare.quantile is not None and prepare.bound_y is not None:
         targets = targets.double().clamp(-prepare.bound_y, prepare.bound_y)
-        center = float(targets.quantile(prepare.quantile))
+        center = float(np.quantile(targets.cpu().numpy(), prepare.quantile))
         if prepare.spreads:
             spread = max(float((targets - center).abs().median()), 1e-3 * prepare.bound_y)
         targets = (targets - center) / spread
