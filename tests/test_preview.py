@@ -85,12 +85,13 @@ def test_scores_of_real_fits_lie_in_the_band(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LogisticRegression", "HuberRegressor"])
+@pytest.mark.parametrize("kind", ["LogisticRegression", "HuberRegressor", "Ridge"])
 def test_a_small_sample_has_an_honest_band(kind):
+    """Where the rows that are held out tell little, beside which the noise is small."""
     trials = []
     for seed in range(60):
         X, y = table(kind, 100 + 2000 + 50, seed)
-        trials.append(inside(make(kind, 2000), X, y, 100, runs=4))
+        trials.append(inside(make(kind, 2000, epsilon=20.0), X, y, 100, runs=8))
     require_covered(trials)
 
 
