@@ -142,6 +142,8 @@ FINE = {
     "tolerance": POSITIVE,
     "dp.per_record.loss": "Function Loss Model",
     "objectives.Tilted.tilt": "zero part negative minus huge numpy",
+    "estimators.LogisticRegression.preview.groups": "none",
+    "estimators.LogisticRegression.preview.epsilons": "none tuple list set",
     "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",
     "sample_weight": "none",
     "groups": "none",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check
 from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
 from torch_dpsco.sampling.users import user_ids
 from torch_dpsco.theory.linear.preparation import (
     counts_level,
@@ -201,6 +202,52 @@ class LinearModel(BaseEstimator):
             ValueError: a setting.
         """
         return plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
+
+    def preview(
+        self,
+        X_like: Any = None,
+        y_like: Any = None,
+        groups: Any = None,
+        *,
+        dim: int | None = None,
+        unit: str = "example",
+        epsilons: Sequence[float] | None = None,
+        runs: int = 10,
+    ) -> Preview:
+        """Returns what a fit will lose, before anything is spent: `print(model.preview(X_public, y_public))`.
+
+        The data given MUST be public, or made up: they are read without noise, and no ledger is charged. They should
+        look like the private table; what they differ in, a preview does not see. It makes len(epsilons) * runs fits
+        of n rows; the model and its ledger stay what they are.
+
+        Args:
+            X_like: public rows (m, d), finite, m >= 50; half are fitted, resampled to n, and half are held out. None
+                for what public numbers say alone.
+            y_like: their targets (m,), of which all can be used.
+            groups: their users (m,), 50 or more, to preview a fit with groups.
+            dim: d, needed without rows, and only then.
+            unit: "example" or "user", of a preview without rows.
+            epsilons: public list; None for a quarter of the model's own to four times it.
+            runs: fits at each epsilon, 3 to 1000.
+
+        Raises:
+            CalibrationError: the settings do not go together at one of the epsilons.
+            ValueError: a setting, a shape, or a value, since the data are public.
+        """
+        chosen = epsilons_of(self.epsilon, epsilons, runs)
+        require_one(X_like, y_like, groups, dim)
+        unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
+        features = None if X_like is None else as_features(X_like)
+        width = check.positive_count(dim=dim) if features is None else features.shape[1]
+        settings = {**self.get_params(deep=False), "accountant": None}
+        models = [type(self)(**{**settings, "epsilon": epsilon}) for epsilon in chosen]
+        plans = [model.plan(width, unit) for model in models]
+        if features is None:
+            return of_plans(type(self).__name__, plans)
+        require_finite(features)
+        targets, factors = self._read(y_like, len(features), features.device)
+        ids = None if groups is None else user_ids(groups, len(features))
+        return simulated(type(self).__name__, plans, Sample(features, targets, factors, ids), runs)
 
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
