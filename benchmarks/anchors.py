@@ -36,8 +36,8 @@ DELTA = 1e-6
 CLIPS = (0.03, 0.1, 0.3, 1.0)  # of the largest possible norm of a gradient
 RATES, STEPS = (0.3, 1.0, 3.0, 10.0, 30.0), (30, 100, 400)  # rate 1 with clip 1: a step of 1/smoothness
 BATCHES, BATCH_CLIPS = (512, 2048), (0.1, 0.3, 1.0)
-BATCH_RATES, BATCH_STEPS = (0.1, 0.3, 1.0, 3.0), (100, 400, 1600)
-USER_CLIPS, USER_STEPS = (0.01, 0.03, 0.1, 0.3), (10, 30, 100, 300)
+BATCH_RATES, BATCH_STEPS = (0.3, 1.0, 3.0, 10.0), (400, 1600, 6400)
+USER_CLIPS, USER_STEPS = (0.01, 0.03, 0.1, 0.3), (10, 30, 100, 300, 1000)
 AVERAGES = ("last", "half")
 BLOCK = 4096  # rows at a time: what fits into a cache, times the columns
 FINALISTS, FINAL_RUNS = 4, 3
@@ -75,8 +75,8 @@ def grid(table: Table, method: str) -> list[Setting]:
         return [
             Setting(*numbers) for numbers in itertools.product(losses, BATCH_CLIPS, BATCH_RATES, BATCH_STEPS, BATCHES)
         ]
-    clips, steps = (CLIPS, STEPS) if table.users is None else (USER_CLIPS, USER_STEPS)
-    return [Setting(*numbers) for numbers in itertools.product(losses, clips, RATES, steps)]
+    numbers = (CLIPS, RATES, STEPS) if table.users is None else (USER_CLIPS, BATCH_RATES, USER_STEPS)
+    return [Setting(*setting) for setting in itertools.product(losses, *numbers)]
 
 
 def methods(table: Table) -> tuple[str, ...]:
@@ -150,10 +150,11 @@ def descend(data: Data, jobs: Sequence[Job], generator: torch.Generator) -> tupl
     batch = data.count if first.batch is None else min(first.batch, data.count)
     rates = torch.tensor([job.setting.rate * move / data.bound for job in jobs])
     levels = torch.tensor([noise(job.epsilon, data.count, first.batch, first.steps) for job in jobs])
+    batches = np.random.default_rng(generator.initial_seed())
     weights = torch.zeros(data.rows.shape[1], len(jobs))
     total, half = torch.zeros_like(weights), first.steps // 2
     for step in range(first.steps):
-        gradient = sum_of_clipped(data, first, weights, clips, generator) / clips
+        gradient = sum_of_clipped(data, first, weights, clips, batches) / clips
         gradient += levels * torch.randn(weights.shape, generator=generator)
         weights -= rates * gradient / batch
         if step >= half:
@@ -161,13 +162,15 @@ def descend(data: Data, jobs: Sequence[Job], generator: torch.Generator) -> tupl
     return weights.numpy(), (total / (first.steps - half)).numpy()
 
 
-def sum_of_clipped(data: Data, setting: Setting, weights: Tensor, clips: Tensor, generator: torch.Generator) -> Tensor:
+def sum_of_clipped(
+    data: Data, setting: Setting, weights: Tensor, clips: Tensor, batches: np.random.Generator
+) -> Tensor:
     """Returns the sum of clipped gradients (d, columns), of all rows, of a Poisson batch, or of users' means."""
     if data.users is not None:
         return sum_of_users(data.table, data.users, setting.loss, weights, clips)
     if setting.batch is not None:
-        drawn = torch.rand(data.count, generator=generator) < min(setting.batch, data.count) / data.count
-        picks = drawn.nonzero()[:, 0]
+        size = batches.binomial(data.count, min(setting.batch, data.count) / data.count)
+        picks = torch.from_numpy(batches.choice(data.count, size, replace=False, shuffle=False))
         parts: Iterable[tuple[Tensor, ...]] = ((data.rows[picks], data.targets[picks], data.norms[picks]),)
     else:
         parts = zip(*(values.split(BLOCK) for values in (data.rows, data.targets, data.norms)), strict=True)
