@@ -97,6 +97,26 @@ def test_a_user_counts_as_much_as_one_record() -> None:
     torch.testing.assert_close(once, twice)
 
 
+@examples(
+    st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(0, 3)), min_size=1, max_size=30),
+    st.floats(-2, 2),
+)
+def test_no_user_moves_what_is_measured_further_than_one_record_may(odd: list, threshold: float) -> None:
+    features, _, ids = rows()
+    new, own = torch.tensor([row[:2] for row in odd]).double(), torch.tensor([row[2] for row in odd]).double()
+    found = []
+    for extra in (0, len(new)):
+        table = torch.cat([features, new[:extra]])
+        codes, shares, _ = users_of(torch.cat([ids, ids.new_full((extra,), N)]))
+        weights = torch.cat([torch.ones(len(ids)).double(), own[:extra]]).clamp(0, 1) * shares
+        records = make_records(task(), table, torch.ones(len(table)), weights, users=codes)
+        near = torch.cat([block[:, 0] <= threshold for _, block in records.blocks()])
+        found.append((records.combine(records.weights), float(records.total(records.weights * near))))
+    (before, below), (after, then_below) = found
+    assert float((after - before).norm()) <= 1 + 1e-9  # of rows of norm 1
+    assert -1e-9 <= then_below - below <= 1 + 1e-9
+
+
 def test_ids_and_order_of_rows_do_not_matter() -> None:
     plan, (features, labels, ids) = plan_users(task()), rows()
     w = torch.tensor([0.3, -0.2], dtype=torch.float64)

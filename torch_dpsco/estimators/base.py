@@ -106,10 +106,10 @@ class LinearModel(BaseEstimator):
         feature_names_in_: names of the columns of a data frame (with scikit-learn only).
 
     Guarantee:
-        (epsilon, delta)-differential privacy of each fit, unit: one row with its target and weight; for all fitted
-        attributes together, and for predictions of rows that are public. Nothing fitted depends on a noiseless weight,
-        a loss, a number of iterations or a certificate. What must hold: the settings are public; n_max bounds the
-        number of records. Running time is not covered.
+        (epsilon, delta)-differential privacy of each fit, unit: one row with its target and weight, or with groups all
+        rows of one user; for all fitted attributes together, and for predictions of rows that are public. Nothing
+        fitted depends on a noiseless weight, a loss, a number of iterations or a certificate. What must hold: the
+        settings are public; n_max bounds the number of records (users); ids are right. Running time is not covered.
     """
 
     epsilon: float = 1.0
