@@ -87,12 +87,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     print(f"\nspent: {report}")
     print(f"\n{optimizer.steps} steps in {seconds:.1f} s")
 
-    lost = [100 * (public - reached) for public, reached in zip(baseline, private, strict=True)]
+    change = [100 * (reached - public) for public, reached in zip(baseline, private, strict=True)]
     right = math.ceil(500 * (1 + report.advantage)) / 10
     print(f"""
 On a public test set the private model is right about {100 * private[0]:.1f} % of the people.
-{"Privacy and the short run" if args.quick else "Privacy"} cost {lost[0]:.2f} points of accuracy and {lost[1]:.2f} \
-points of AUC, out of 100.
+{"Privacy and the short run" if args.quick else "Privacy"} changed accuracy by {change[0]:+.2f} and AUC by \
+{change[1]:+.2f} points, out of 100.
 An attacker who knows every other record, the code and the model, and bets on
 {SECRETS[args.adjacency]}, wins at most {right:.1f} % of even bets
 (by tossing a coin: 50 %).

@@ -121,16 +121,17 @@ def run_of(
         adjacency: of the guarantee.
         batch_size: expected size of a batch; default such that the steps make 20 passes, or 1e6 gradients if these
             are more, and at most 2e7.
-        steps: number of steps, in place of epochs; default by the horizon, or those passes.
+        steps: number of steps, in place of epochs; default by the horizon, and 20 passes at least.
         epochs: passes over the data.
     """
     wanted = steps
     if wanted is None:
         wanted = theory.steps_to(scale.horizon(n, budget), scale.smoothness)
-    passes = max(1.0, min(max(theory.PASSES, _FEW_ROWS / n), _MOST_ROWS / n))
+    passes = min(theory.PASSES, max(1.0, _MOST_ROWS / n))
     if batch_size is None and sampling != "full" and not isinstance(sampling, Design):
         once = sampling == "assigned"
-        share = (1.0 if once else passes if epochs is None else epochs) / (theory.LEAST if once else wanted)
+        rows = 1.0 if once else max(passes, _FEW_ROWS / n) if epochs is None else epochs
+        share = rows / (theory.LEAST if once else wanted)
         batch_size = min(n, max(1, math.ceil(share * n)))
     design = sampled(sampling, batch_size, n, adjacency)
     if steps is None and epochs is None and not design.one_pass:
