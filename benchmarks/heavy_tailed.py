@@ -113,6 +113,17 @@ def one_pass(kind: Any, problem: dp.Problem, rule: str, batches: int) -> Fit:
     return lambda data: trained(build, data)
 
 
+def by_default(rule: str) -> Fit:
+    """Returns Poisson batches with a pilot, where the step rule chooses all else."""
+
+    def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
+        clip = dp.Pilot(rule=rule, c_max=LARGEST_CLIP)
+        plan = dp.ClippedSGD.plan(problem=SMOOTH, n=n, budget=BUDGET, dim=DIM, sampling="poisson", clip=clip)
+        return dp.ClippedSGD(model.parameters(), plan)
+
+    return lambda data: trained(build, data)
+
+
 def full_batch(rule: str) -> Fit:
     """Returns gradient descent on full batches with a pilot."""
 
@@ -199,6 +210,9 @@ def methods(batches: int) -> dict[str, Fit]:
         "ClippedSGD, balanced": one_pass(dp.ClippedSGD, CURVED, "balanced", batches),
         "ProximalSGD, theory": one_pass(dp.ProximalSGD, PROXIMAL, "theory", batches),
         "LocalizedSGD, balanced": localized,
+        "many passes, theory": by_default("theory"),
+        "many passes, balanced": by_default("balanced"),
+        "many passes, median": by_default("median"),
         "full batch, theory": full_batch("theory"),
         "full batch, balanced": full_batch("balanced"),
         "full batch, median": full_batch("median"),

@@ -26,7 +26,6 @@ import torch_dpsco as dp
 
 EPSILON, DELTA = 1.0, 1e-5
 ADJACENCY = "add_remove"
-EPOCHS = 10.0
 QUICK_EPOCHS = 0.1
 CARD = Path("privacy_card.html" if importlib.util.find_spec("matplotlib") else "privacy_card.md")
 SECRETS = {
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--delta", type=float, default=DELTA)
     parser.add_argument("--adjacency", choices=("add_remove", "replace_one"), default=ADJACENCY)
-    parser.add_argument("--epochs", type=float, default=EPOCHS)
+    parser.add_argument("--epochs", type=float, help="passes over the data; default by the step rule")
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     parser.add_argument("--card", type=Path, help=f"a new file for the privacy card (default: {CARD}, replaced)")
     args = parser.parse_args(argv)
@@ -70,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             n=len(dataset),
             budget=dp.Budget(args.epsilon, args.delta, adjacency=args.adjacency),
             epochs=QUICK_EPOCHS if args.quick else args.epochs,
+            dim=model,
         ),
     )
     start = time.perf_counter()
@@ -87,12 +87,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     print(f"\nspent: {report}")
     print(f"\n{optimizer.steps} steps in {seconds:.1f} s")
 
-    lost = [100 * (public - reached) for public, reached in zip(baseline, private, strict=True)]
+    change = [100 * (reached - public) for public, reached in zip(baseline, private, strict=True)]
     right = math.ceil(500 * (1 + report.advantage)) / 10
     print(f"""
 On a public test set the private model is right about {100 * private[0]:.1f} % of the people.
-{"Privacy and the short run" if args.quick else "Privacy"} cost {lost[0]:.2f} points of accuracy and {lost[1]:.2f} \
-points of AUC, out of 100.
+{"Privacy and the short run" if args.quick else "Privacy"} changed accuracy by {change[0]:+.2f} and AUC by \
+{change[1]:+.2f} points, out of 100.
 An attacker who knows every other record, the code and the model, and bets on
 {SECRETS[args.adjacency]}, wins at most {right:.1f} % of even bets
 (by tossing a coin: 50 %).

@@ -168,6 +168,7 @@ def test_a_run_that_lost_its_last_steps_finishes(tmp_path: Path, monkeypatch: An
     assert (optimizer.finalized, len(accountant)) == (True, 8)
 
 
+@pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 def test_a_halt_that_the_checkpoint_missed_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
     killed("user-halting", tmp_path, 1, monkeypatch, released=True)
     assert not state_in(tmp_path)["dpsco"]["halted"]

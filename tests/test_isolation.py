@@ -20,7 +20,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Full, Poisson
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
@@ -117,6 +117,7 @@ def score_with(rows_of_last: int, monkeypatch: pytest.MonkeyPatch, **loader: obj
     return float(scores[0][0].sum()) / n
 
 
+@pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monkeypatch):
     """The counterexample: all users of one side were at tau from the other with one number of rows, and not with two.
 
@@ -454,6 +455,12 @@ def test_batches_of_other_data_sets_are_filled_up(workers):
 def test_a_record_more_than_declared_overflows_as_rarely(design):
     n = design.n + 1
     assert stats.binom.sf(capacity(design), n, design.batch_size / design.n) < 2.0**-40
+
+
+def test_a_part_of_assigned_records_overflows_as_rarely():
+    design = AssignedParts(((Full(3000), 1), (Assigned(1000, 27_000), 27)), 30_000)
+    assert stats.binom.sf(capacity(design), 30_001, 0.1) < 2.0**-40
+    assert capacity(design) < 3600
 
 
 def test_a_filled_block_of_all_records_has_them_at_their_places():

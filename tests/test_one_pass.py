@@ -15,14 +15,22 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.parts import AssignedParts
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.sampling import Partition, make_sampler
-from torch_dpsco.sampling.one_pass import AssignedSampler, DisjointSampler, PartsSampler, partition_name
+from torch_dpsco.sampling.one_pass import (
+    AssignedPartsSampler,
+    AssignedSampler,
+    DisjointSampler,
+    PartsSampler,
+    partition_name,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 FALSE_ALARM = 1e-6
 PARTS = dp.Parts(((dp.Full(8), 2), (dp.Disjoint(3, 7), 3), (dp.Poisson(2, 4), 3), (dp.Fixed(2, 3), 2)), 24)
-DESIGNS = [dp.Disjoint(5, 24), dp.Assigned(5, 24), PARTS]
+KEYED = AssignedParts(((dp.Full(8), 2), (dp.Assigned(3, 10), 4), (dp.Poisson(2, 6), 3)), 24)
+DESIGNS = [dp.Disjoint(5, 24), dp.Assigned(5, 24), PARTS, KEYED]
 
 
 def drawn(sampler: Any) -> list[tuple[str, str, list[int]]]:
@@ -131,7 +139,7 @@ def test_partitions_of_different_cuts_have_different_names() -> None:
     made += [make_sampler(other, seed=seed) for seed in range(5)]
     for sampler in made:
         names |= {name for name, _, _ in drawn(sampler)}
-    assert len(names) == 25
+    assert len(names) == 30
 
 
 def test_the_name_of_a_resumed_partition_is_the_first_one() -> None:
@@ -156,6 +164,7 @@ def test_copies_draw_other_partitions_unless_they_are_drawn(design: Any) -> None
 
 def test_samplers_are_of_their_designs_and_sizes() -> None:
     kinds = {dp.Disjoint: DisjointSampler, dp.Assigned: AssignedSampler, dp.Parts: PartsSampler}
+    kinds[AssignedParts] = AssignedPartsSampler
     for design in DESIGNS:
         assert type(make_sampler(design)) is kinds[type(design)]
         for other in set(kinds.values()) - {kinds[type(design)]}:
@@ -189,11 +198,31 @@ def test_a_record_that_is_removed_moves_no_other_one() -> None:
         assert [i for i in more if i != 23] == less
 
 
+def test_a_record_less_moves_no_other_to_another_part() -> None:
+    design = AssignedParts(((dp.Full(8), 1), (dp.Assigned(4, 16), 4)), 24)
+    with_it, without = (drawn(make_sampler(design, size=size, seed=8)) for size in (24, 23))
+    for (_, part, more), (_, same, less) in zip(with_it, without, strict=True):
+        assert part == same
+        assert [i for i in more if i != 23] == less
+    members = used(drawn(make_sampler(KEYED, size=23, seed=8))), used(drawn(make_sampler(KEYED, size=24, seed=8)))
+    first = [{i for part, own in side.items() if part == "0" for i in own} for side in members]
+    assert first[0] == first[1] - {23}
+
+
 # -- statistics: chi-square tests, false-alarm rate 1e-6 each; seeds fixed --------------------------------------------
 
 
 def uniform(observed: np.ndarray) -> float:
     return float(stats.chisquare(observed.ravel()).pvalue)
+
+
+def test_records_are_assigned_to_parts_as_often_as_their_sizes_say() -> None:
+    design, counts = AssignedParts(((dp.Full(6), 1), (dp.Assigned(6, 18), 3)), 24), np.zeros((24, 4))
+    for seed in range(1500):
+        for k, (_, _, indices) in enumerate(drawn(make_sampler(design, seed=seed))):
+            counts[indices, k] += 1
+    assert counts.sum(axis=1).tolist() == [1500] * 24
+    assert ((counts - 375) ** 2 / 375).sum() < stats.chi2.isf(FALSE_ALARM, 24 * 3)
 
 
 def test_every_record_is_in_every_part_equally_often() -> None:

@@ -22,7 +22,10 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan
 from torch_dpsco.theory.user_level.radius import pair_radius_search
 
-pytestmark = pytest.mark.representatives(10)
+pytestmark = [
+    pytest.mark.representatives(10),
+    pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning"),
+]
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")

@@ -26,7 +26,7 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import Event, event_from_json, event_to_json, scaled_noise
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.accounting.report.figures import NO_BUDGET_DELTA, rounded_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
@@ -263,7 +263,7 @@ def passes(number: float) -> str:
 
 _VALUES = (
     *(Budget, Problem, Phase, Schedule, TableGradBound),
-    *(Assigned, Cyclic, Disjoint, Fixed, Full, Parts, Poisson, Shuffled, Undeclared),
+    *(Assigned, AssignedParts, Cyclic, Disjoint, Fixed, Full, Parts, Poisson, Shuffled, Undeclared),
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 

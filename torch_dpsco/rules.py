@@ -25,6 +25,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
+from torch_dpsco.accounting.adjacency import below_one
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.schedule import Phase, Schedule
 
@@ -145,6 +146,63 @@ class SGD(UpdateRule):
     def settings(self) -> dict[str, Any]:
         """Returns name and average."""
         return {"rule": "SGD", "average": self.average}
+
+
+class Momentum(UpdateRule):
+    """SGD with momentum, as averaging: steps of size h = lr/(1 - momentum) are taken by inner iterates.
+
+        inner <- Proj( inner - h mean )
+        w <- momentum w + (1 - momentum) inner
+
+    Without a projection that is w <- w - lr (mean + momentum mean' + momentum^2 mean'' + ...), the heavy ball.
+
+    Args:
+        average: see `UpdateRule`; of w.
+        momentum: in [0, 1).
+
+    Source: docs/proofs/steps.md#momentum.
+    """
+
+    def __init__(self, average: str = "last", momentum: float = 0.9) -> None:
+        super().__init__(average)
+        self.momentum = below_one(momentum=momentum)
+
+    def step_size(self, lr: float, k: int, phase: Phase) -> float:
+        """Returns lr / (1 - momentum), the step size of the inner iterates."""
+        return super().step_size(lr, k, phase) / (1.0 - self.momentum)
+
+    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
+        """Moves the inner iterates; the parameters stay until `settle`."""
+        for group in groups:
+            params = trained(group)
+            absorb(params, state, k, self.average)
+            inner = [_inner(state, p, k) for p in params]
+            if params:
+                compat.foreach_add_(inner, means(params), alpha=-self.step_size(float(group["lr"]), k, phase))
+
+    def constrain(
+        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+    ) -> None:
+        """Projects the inner iterates, whose averages then are feasible."""
+        prox.apply_([state[p]["inner"] for p in params], steps)
+
+    def settle(self, groups: Groups, state: State, k: int) -> None:
+        """Moves the parameters towards the inner iterates."""
+        for group in groups:
+            for p in trained(group):
+                p.lerp_(state[p]["inner"], 1.0 - self.momentum)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns name, average and momentum."""
+        return {"rule": "Momentum", "average": self.average, "momentum": self.momentum}
+
+
+def _inner(state: State, p: Tensor, k: int) -> Tensor:
+    """Returns the inner iterate of a parameter, which starts where that is (it may have been unfrozen since)."""
+    kept: dict[str, Tensor] = state[p]
+    if k == 0 or "inner" not in kept:
+        kept["inner"] = p.detach().clone()
+    return kept["inner"]
 
 
 class TorchRule(UpdateRule):

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.adjacency import ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Gaussian, Parallel, Repeat, Sequential, clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.parts import AssignedParts
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded
 
@@ -166,6 +167,33 @@ def test_assigned_batches_hold_under_every_adjacency(adjacency: str) -> None:
         assert epsilon(design.event(BASE, k + 1), adjacency) == one
     ledger.add(design.draw_event(BASE, Draw(6, "assigned/x/5", "0")))
     assert ledger.epsilon(DELTA, adjacency) > 1.2 * one
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+def test_records_are_assigned_to_parts_under_every_adjacency(adjacency: str) -> None:
+    """All parts together cost what the costliest of them does; two draws of one part cost more."""
+    design = AssignedParts(((dp.Full(6), 1), (dp.Poisson(5, 20), 4)), 26)
+    trained = epsilon(dp.Poisson(5, 20).event(BASE, 4), adjacency)
+    ledger = Ledger()
+    ledger.add(design.draw_event(Pure(0.1, ADJACENCIES), Draw(6, "parts/x", "0", 0)))
+    for k in range(4):
+        ledger.add(design.draw_event(BASE, Draw(5, "parts/x", "1", 1 + k)))
+    assert ledger.epsilon(DELTA, adjacency) == pytest.approx(max(0.1, trained), rel=1e-9)
+    planned = design.between(0, 5, [Pure(2.0, ADJACENCIES), BASE])
+    assert epsilon(planned, adjacency) == pytest.approx(max(2.0, trained), rel=1e-4)  # pure: delta is to spare
+    assert (design.draws_left(0), design.draws_left(1), design.draws_left(4)) == (1, 4, 1)
+    by_position = dp.Parts(design.parts, 26)
+    if adjacency == "add_remove":
+        with pytest.raises(AdjacencyError):
+            epsilon(by_position.between(0, 5, [BASE, BASE]), adjacency)
+
+
+@pytest.mark.parametrize(
+    ("parts", "n"), [(((dp.Full(6), 1),), 7), (((dp.Full(6), 1), (dp.Fixed(2, 20), 3)), 26), ((), 1)]
+)
+def test_assigned_parts_are_of_all_records_and_of_designs_without_positions(parts: Any, n: int) -> None:
+    with pytest.raises(ValueError, match="parts must"):
+        AssignedParts(parts, n)
 
 
 def test_assigned_batches_of_a_query_of_one_adjacency_hold_under_that_only() -> None:

@@ -242,6 +242,7 @@ for _name, _more in {
 simple("dp.rules.SGD", dp.rules.SGD)
 simple("dp.rules.Accelerated", dp.rules.Accelerated)
 simple("dp.rules.Anchored", dp.rules.Anchored)
+simple("dp.rules.Momentum", dp.rules.Momentum, average="weighted", momentum=0.5)
 simple("dp.rules.ScheduledSGD", dp.rules.ScheduledSGD, factors=(1.0, 0.5), weights=(1.0, 1.0))
 simple("dp.rules.TorchRule", dp.rules.TorchRule, optimizer=lambda: torch.optim.SGD(model().parameters(), lr=0.1))
 simple("dp.Phase", dp.Phase, steps=2, lr=0.1)
@@ -412,6 +413,7 @@ CALLS["dp.UserClippedSGD"] = lambda: (
     {"params": params(), "plan": dp.UserClippedSGD.plan(**_CLIPPED_USERS, noise_multiplier=2.0)},
 )
 simple("dp.UserClippedSGD.plan", dp.UserClippedSGD.plan, budget=lambda: user_budget(), steps=2, **_CLIPPED_USERS)
+simple("dp.UserClippedSGD.plan[searched]", dp.UserClippedSGD.plan, n_users=24, budget=lambda: user_budget(), dim=DIM)
 simple("dp.UserClippedSGD.plan[noise]", dp.UserClippedSGD.plan, noise_multiplier=2.0, **_CLIPPED_USERS)
 CALLS["dp.UserFilteredSGD"] = lambda: (
     dp.UserFilteredSGD,

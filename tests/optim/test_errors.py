@@ -156,7 +156,7 @@ RECORDS: dict[str, Misuse] = {
         r"give Problem a lipschitz constant",
     ),
     "no scale to choose lr by": (
-        lambda a: calibrated(a, problem=dp.losses.Hinge().problem(bound_x=2.0)),
+        lambda a: calibrated(a, problem=dp.Problem(lipschitz=2.0)),
         MissingConstantError,
         r"lr cannot be chosen .*give distance=",
     ),
@@ -337,7 +337,7 @@ def test_the_epsilon_named_for_one_step_works_and_less_does_not(adjacency: str) 
 
 def test_the_epsilon_named_by_a_plan_works() -> None:
     def plan(epsilon: float) -> Any:
-        return dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(epsilon, 1e-12), batch_size=BATCH)
+        return dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(epsilon, 1e-12), batch_size=BATCH, lr=0.1)
 
     with pytest.raises(InfeasibleError, match=r"with any noise up to 1e\+08 \(got 1e-09\); take fewer") as caught:
         plan(1e-9)

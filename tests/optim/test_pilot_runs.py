@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,9 +32,12 @@ from tests.optim.heavy_runs import (
     reloaded,
 )
 from tests.reference import heavy_tailed_literal as literal
+from torch_dpsco.accounting.adjacency import ADJACENCIES
+from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.clip_selection import C_MAX, C_MIN
-from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError
 from torch_dpsco.mechanisms.exponential import geometric_grid
 from torch_dpsco.optim.localized import parts_of
 from torch_dpsco.optim.pilot import PilotPlan
@@ -327,10 +331,36 @@ def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
-def test_add_remove_is_refused(cls: Any) -> None:
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+@pytest.mark.parametrize("sampling", ["assigned", "poisson", "full"])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_pilot_under_add_remove_is_private(cls: Any, sampling: str, adjacency: str) -> None:
+    if sampling != "assigned" and cls is not dp.ClippedSGD:
+        pytest.skip("one pass")
+    made = calibrated(cls, "add_remove", sampling=sampling, batch_size=30 if sampling == "poisson" else None)
+    plan = made.opt._plan
+    assert type(plan.design).__name__ == "AssignedParts"
+    training = plan.design.parts[1][0].event(clipped_gaussian(plan.noise_multiplier), plan.steps - 1)
+    alone = [Ledger([event]).epsilon(DELTA, adjacency) for event in (Pure(1.0, ADJACENCIES), training)]
+    assert plan.epsilon(adjacency=adjacency) == pytest.approx(max(alone), rel=1e-6)
+    assert plan.epsilon() <= 1.0
+    made.train(made.opt.loader(records(N + 3)))  # their number is not the declared one, and private
+    assert made.opt.report().epsilon == plan.epsilon()
+
+
+def test_a_pilot_refuses_means_of_a_private_number() -> None:
+    for padding, reduction, raises in ((False, "mean", True), (False, "sum", False), (True, "mean", False)):
+        made = calibrated(dp.ClippedSGD, "add_remove", sampling="assigned")
+        layer = dp.attach(dp.detach(made.model), loss_reduction=reduction)
+        x, y, _ = next(iter(made.opt.loader(records(N), padding=padding)))
+        (getattr((layer(x) - y).square(), reduction)()).backward()
+        with pytest.raises(SequenceError, match="must be a sum") if raises else nullcontext():
+            made.opt.step()
+
+
+def test_phases_that_are_cut_by_position_refuse_add_remove() -> None:
     with pytest.raises(AdjacencyError, match="replace_one or zero_out"):
-        calibrated(cls, "add_remove")
+        calibrated(dp.LocalizedSGD, "add_remove")
 
 
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])

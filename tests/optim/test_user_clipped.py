@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,16 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, SequenceError, UnitError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    MissingConstantError,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+)
 from torch_dpsco.oracles import AdaptiveClipped, Centered, Clipped
+from torch_dpsco.plan import Plan
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
@@ -403,3 +412,86 @@ def test_a_plan_serves_several_optimizers_with_an_oracle_each() -> None:
     plan = dp.UserClippedSGD.plan(n_users=10, clip=1.0, lr=1.0, noise_multiplier=1.0)
     one, other = (dp.UserClippedSGD(runs.model().parameters(), plan) for _ in range(2))
     assert one.oracle is not other.oracle
+
+
+# -- a clip that is searched ------------------------------------------------------------------------------------------
+
+PEOPLE = dp.Budget(3.0, 1e-5, adjacency="add_remove", unit="user")
+
+
+def searched(n_users: int = 400, **changes: Any) -> Any:
+    return dp.UserClippedSGD.plan(**{"n_users": n_users, "budget": PEOPLE, "dim": 3, **changes})
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_a_searched_clip_is_charged_with_the_mean(adjacency: str) -> None:
+    budget = dp.Budget(3.0, 1e-5, adjacency=adjacency, unit="user")
+    plan = searched(budget=budget)
+    oracle = plan.oracle(plan.prox())
+    mean, votes = oracle._clipping.noise_multiplier, oracle._clipping.count_noise
+    assert oracle.event().sigma <= 1 / math.hypot(1 / mean, 0.9 / votes) <= oracle.event().sigma * (1 + 1e-9)
+    assert mean == pytest.approx(plan.noise_multiplier / math.sqrt(0.98))
+    assert 0.999 * 3.0 < plan.epsilon() <= 3.0
+    assert (plan.clip, plan.search.target, plan.average) == (0.03, 0.1, "weighted")
+    assert 64 <= plan.steps <= 256
+
+
+@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below(scale: float) -> None:
+    """Lengths are uniform in [1, 2] times the scale; the search starts at 0.03, and has its noise.
+
+    It goes down fast and up slowly (to a low quantile), which is enough: below all lengths users have one length.
+    """
+    draw = np.random.default_rng(0)
+    rows = draw.normal(size=(400, 3))
+    rows *= scale * draw.uniform(1, 2, (400, 1)) / np.linalg.norm(rows, axis=1, keepdims=True)
+    plan, layer = searched(budget=dp.Budget(30.0, 1e-5, adjacency="add_remove", unit="user")), runs.model(3, None)
+    run = runs.Run(layer, dp.UserClippedSGD(layer.parameters(), plan), runs.linear_loss)
+    run.train(runs.dataset(rows), torch.arange(400))
+    found = run.opt.oracle.metrics()["clip"]
+    assert float((np.linalg.norm(rows, axis=1) <= found).mean()) <= 0.35
+    assert found > (0.5 * scale if scale < 0.03 else 0.03)
+    assert run.opt.report().epsilon == plan.epsilon()
+
+
+def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
+    data, ids = runs.agreeing(20, rows=6, dim=3)
+    quiet = replace(searched(20), noise_multiplier=0.0, budget=None, steps=4)
+    quiet = replace(quiet, search=replace(quiet.search, count_noise=0.0), lr=0.5, momentum=0.0, average="last")
+    layer = runs.model(3, None)
+    run = runs.Run(layer, dp.UserClippedSGD(layer.parameters(), quiet), runs.linear_loss).train(data, ids)
+    means, found, bound = runs.user_means(data, ids, 20), np.zeros(3), 0.03
+    for t in range(4):
+        found = found + 0.5 * clip(means, bound).sum(axis=0) / 20 / bound
+        below = np.clip((1.125 - np.linalg.norm(means, axis=1) / bound) / 0.25, 0, 1) - 0.1
+        bound *= math.exp(-max(quiet.search.lr, quiet.search.first / (t + 1)) * below.sum() / 20)
+    torch.testing.assert_close(run.weights, torch.tensor(found), rtol=0, atol=1e-6)
+    assert run.opt.oracle._clipping.state()["clip"] == pytest.approx(bound)
+
+
+def test_what_is_given_of_users_wins_one_by_one() -> None:
+    assert (searched(clip=0.2).clip, searched(clip=0.2).search) == (0.2, None)
+    assert searched(clip=0.2).lr == pytest.approx(searched(clip=0.4).lr * 2)
+    assert (searched(lr=0.3).lr, searched(lr=0.3).momentum, searched(lr=0.3).average) == (0.3, 0, "last")
+    assert searched(steps=40).steps == 40
+    assert searched(5_000, batch_size=100).batch_size == 100
+    assert searched(50_000).batch_size >= 1024
+    explicit = searched(clip=0.2, lr=1.0)
+    assert (explicit.steps, explicit.momentum, explicit.average) == (30, 0, "last")
+    with pytest.raises(MissingConstantError, match="clip and lr must be given beside noise of yours"):
+        dp.UserClippedSGD.plan(n_users=20, noise_multiplier=1.0, steps=3)
+
+
+def test_a_searched_clip_has_no_center() -> None:
+    with pytest.raises(ValueError, match="clip must be given beside a center"):
+        searched(center_decay=0.9)
+    with pytest.raises(ValueError, match="clip must be given beside a center"):
+        dp.UserClippedSGD(runs.model(3, None).parameters(), searched(), center=[torch.zeros(1, 3)])
+
+
+def test_a_searched_clip_is_printed_and_saved() -> None:
+    plan = searched()
+    text = " ".join(str(plan).split())
+    assert "found in the run, for 2% of its squared budget: from 0.03 on it follows the 0.1 quantile" in text
+    assert Plan.from_dict(plan.to_dict()) == plan

@@ -6,6 +6,9 @@ import copy
 import itertools
 import math
 import pickle
+import re
+import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ from tests.reference import user_level_literal as literal
 from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.stated import Failure
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, UtilityWarning
 from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
+    for words in ("seed= makes", "users disagree")
+]
 
 
 def kinds(run: runs.Run) -> dict[type, int]:
@@ -317,6 +323,28 @@ def test_a_run_without_any_rows_halts_and_is_charged() -> None:
     run.train(runs.dataset(np.ones((0, 2))), torch.arange(0))
     assert (run.opt.halted, run.opt.steps) == (True, 4)
     assert kinds(run)[Gaussian] == 4
+
+
+@pytest.mark.filterwarnings("default:users disagree")
+def test_a_first_test_that_fails_is_said_at_once_and_one_that_passes_is_not() -> None:
+    for make, (data, ids), warns in (
+        (private, runs.scattered(200), True),
+        (private, runs.agreeing(200, rows=3), False),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UtilityWarning)
+            run = make()
+            for made, batch in enumerate(run.loader(data, ids, padding=None)):
+                run.step(batch)
+                said = [str(one.message) for one in caught if "users disagree" in str(one.message)]
+                assert len(said) == warns, made
+        assert not said or re.search(r"pair_radius=1 of each other; nothing is learned any more", said[0])
+
+
+def test_a_filter_that_halts_for_sure_is_refused_with_its_numbers() -> None:
+    hopeless = replace(runs.plan(), typical_score=runs.plan().threshold)
+    with pytest.raises(InfeasibleError, match=r"halts with probability 1, below threshold=\d+\.?\d* of 200 users"):
+        dp.UserFilteredSGD.plan(filter=hopeless, lr=0.5)
 
 
 @pytest.mark.parametrize("agree", [True, False], ids=["agree", "part"])

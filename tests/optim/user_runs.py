@@ -215,6 +215,7 @@ def quiet(
         "n_users": n_users, "steps": steps, "pair_radius": tau, "filter": kind, "threshold": floor + 1e-6,
         "threshold_scale": 1e-12, "query_scale": 1e-12, "score_floor": floor,
         "ramp_end": best_ramp_end(n_users, floor).ramp_end if end is None else end, "noise_std": noise_std,
+        "typical_score": float(n_users),
     }  # fmt: skip
     for name, value in numbers.items():
         object.__setattr__(made, name, value)

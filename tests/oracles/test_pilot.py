@@ -12,6 +12,7 @@ import torch
 
 import torch_dpsco as dp
 from tests.mechanisms.test_exponential import assert_keeps_epsilon
+from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
@@ -59,6 +60,17 @@ def test_no_replaced_row_breaks_epsilon(monkeypatch, epsilon, dim):
     assert not all(np.array_equal(laws[0], law) for law in laws)
 
 
+@pytest.mark.parametrize("epsilon", [0.2, 3.0])
+def test_no_row_more_breaks_epsilon(monkeypatch, epsilon):
+    common = [0.1, 1.0, 3.0, 1e30, math.nan] * 8
+    pilot = QuantilePilot(41, epsilon, quantile=0.7)
+    without = law_of(monkeypatch, pilot, batch(common))
+    laws = [law_of(monkeypatch, pilot, batch([length, *common])) for length in LENGTHS]
+    for law in laws:
+        assert_keeps_epsilon(law, without, epsilon)
+    assert not all(np.array_equal(without, law) for law in laws)
+
+
 def test_a_row_without_a_norm_counts_as_above(monkeypatch):
     pilot = QuantilePilot(3, 1.0)
     laws = [law_of(monkeypatch, pilot, batch([1.0, 2.0, bad])) for bad in (math.inf, math.nan, -math.inf, 3e38)]
@@ -101,12 +113,10 @@ def test_the_chosen_clip_is_near_the_quantile():
         assert abs(float((lengths <= pilot.chosen).double().mean()) - quantile) < 0.08
 
 
-def test_the_event_is_pure_and_not_for_add_remove():
+def test_the_event_is_pure_under_every_adjacency():
     pilot = QuantilePilot(10, 0.7)
-    assert pilot.event() == Pure(0.7, ("replace_one", "zero_out"))
-    assert pilot.sensitivity("replace_one") == pilot.sensitivity("zero_out") == 0.0
-    with pytest.raises(AdjacencyError, match="add_remove"):
-        pilot.sensitivity("add_remove")
+    assert pilot.event() == Pure(0.7, ADJACENCIES)
+    assert all(pilot.sensitivity(adjacency) == 0.0 for adjacency in ADJACENCIES)
 
 
 def test_an_end_of_the_grid_warns_by_the_output_alone():

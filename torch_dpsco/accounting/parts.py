@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
@@ -137,20 +138,20 @@ class Parts(Design):
         (7, 1, 3)
     """
 
-    parts: tuple[tuple[Full | Poisson | Fixed | Disjoint, int], ...]
+    parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
     n: int
     positional = one_pass = ordered = True
+    inner: ClassVar[tuple[type[Design], ...]] = (Full, Poisson, Fixed, Disjoint)  # designs of a part
 
     def __post_init__(self) -> None:
         check_fields(self)
         check.fields(self, n=check.positive_count)
         object.__setattr__(self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts))
-        if not self.parts or not all(isinstance(design, (Full, Poisson, Fixed, Disjoint)) for design, _ in self.parts):
-            raise ValueError(
-                f"parts must be (Full, Poisson, Fixed or Disjoint, draws) pairs, at least one (got {self.parts})"
-            )
+        if not self.parts or not all(isinstance(design, self.inner) for design, _ in self.parts):
+            names = ", ".join(kind.__name__ for kind in self.inner)
+            raise ValueError(f"parts must be ({names}; draws) pairs, at least one (got {self.parts})")
         for design, draws in self.parts:
-            if isinstance(design, Disjoint) and draws > design.steps_per_epoch:
+            if design.one_pass and draws > design.steps_per_epoch:
                 raise ValueError(f"draws must be <= {design.steps_per_epoch}, one pass over {design} (got {draws})")
         used = sum(design.n for design, _ in self.parts)
         if used > self.n:
@@ -173,7 +174,7 @@ class Parts(Design):
     def draws_left(self, draw: int) -> int:
         """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
         part, left = self._locate(draw)
-        return 1 if isinstance(self.parts[part][0], Disjoint) else left
+        return 1 if self.parts[part][0].one_pass else left
 
     def _locate(self, draw: int) -> tuple[int, int]:
         k = draw
@@ -190,10 +191,10 @@ class Parts(Design):
         for part, ((design, draws), base) in enumerate(zip(self.parts, bases, strict=True)):
             count = min(stop, first + draws) - max(start, first)
             if count > 0:
-                once = isinstance(design, Disjoint) or isinstance(base, Sequential)  # which is that of a whole phase
-                used[str(part)] = (Repeat(_inside(design, base), 1 if once else count),)
+                once = design.one_pass or isinstance(base, Sequential)  # which is that of a whole phase
+                used[str(part)] = (Repeat(self._inside(design, base), 1 if once else count),)
             first += draws
-        return Parallel(used, partition) if used else Sequential(())
+        return self._parallel(used, partition) if used else Sequential(())
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
@@ -208,11 +209,48 @@ class Parts(Design):
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         part = int(draw.part.partition("/")[0])  # a batch k of a part that is cut further is "part/k"
-        return Parallel({draw.part: (_inside(self.parts[part][0], base),)}, draw.partition)
+        return self._parallel({draw.part: (self._inside(self.parts[part][0], base),)}, draw.partition)
+
+    def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
+        return Parallel(used, partition)
+
+    def _inside(self, design: Design, base: BaseEvent) -> Event:
+        """Returns the event of a draw of a part's design; the part is one of positions: add_remove is refused."""
+        if isinstance(design, (Full, Disjoint)):
+            return positional_event(base)
+        return design.draw_event(base, Draw(0))
 
 
-def _inside(design: Design, base: BaseEvent) -> Event:
-    """Returns the event of a draw of a part's design; the part is one of positions, so that add_remove is refused."""
-    if isinstance(design, (Full, Disjoint)):
-        return positional_event(base)
-    return design.draw_event(base, Draw(0))
+@dataclass(frozen=True)
+class AssignedParts(Parts):
+    """Parts to which each record was assigned independently, with probabilities as their sizes; all three adjacencies.
+
+    What `Parts` is for a public number of records. The sizes of the parts are random, hence private; those of the
+    designs are public divisors, and their sum is n, the (reference) number of records.
+
+    Args:
+        parts: (design, draws) per part; designs are Full, Poisson, or Assigned (which is cut further).
+        n: public number of records.
+    """
+
+    positional = ordered = False
+    inner = (Full, Poisson, Assigned)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        used = sum(design.n for design, _ in self.parts)
+        if used != self.n:
+            raise ValueError(f"parts must have n={self.n} records together (got {used})")
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})")
+        return self.between(0, draws, [base] * len(self.parts))
+
+    def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
+        # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
+        return Parallel(used, partition, "keyed", key_public=True)
+
+    def _inside(self, design: Design, base: BaseEvent) -> Event:
+        return base if isinstance(design, (Full, Assigned)) else design.draw_event(base, Draw(0))

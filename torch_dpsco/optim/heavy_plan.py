@@ -12,7 +12,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
@@ -24,9 +24,11 @@ from torch_dpsco.optim.planned import (
     dimension,
     noise_for,
     noise_on_mean,
+    release_noise,
     sampled,
     steps_of,
 )
+from torch_dpsco.optim.step_rule import Scale, one_pass, pace_of, run_of, scale_of_clip
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped
@@ -37,6 +39,7 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
 from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan, check_mode
+from torch_dpsco.theory.steps import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,18 +153,18 @@ class ProximalPlan(ClippedPlan):
     """Public numbers of a run of ProximalSGD."""
 
 
-def after_pilot(size: int, design: Design, steps: int, n: int) -> Parts:
+def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjacency) -> Parts:
     """Returns the design of a pilot's step and the others, on records of their own."""
+    if adjacency == ADD_REMOVE:
+        # PRIVACY: cut by position, a record less would move all later ones (test_a_pilot_under_add_remove_is_private)
+        if not isinstance(design, (Assigned, Full, Poisson)):
+            raise AdjacencyError(f"sampling must be 'assigned', 'poisson' or 'full' after a pilot (got {design})")
+        return AssignedParts(((Full(size), 1), (design, steps)), n)
     if not isinstance(design, (Disjoint, Fixed, Full, Poisson)):
         raise ValueError(
             f"sampling must be 'shuffled' (one pass), 'poisson', 'fixed' or 'full' after a pilot (got {design})"
         )
     return Parts(((Full(size), 1), (design, steps)), n)
-
-
-def release_noise(budget: Budget) -> float:
-    """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
-    return noise_for(budget, Full(1), 1)
 
 
 def zcdp_of(noise_multiplier: float, adjacency: Adjacency) -> float:
@@ -193,6 +196,7 @@ class HeavyTailed(PlannedOptimizer):
     words: ClassVar[tuple[str, ...]] = _PASS
     needs: ClassVar[tuple[str, ...]] = ()  # of the theorem, beside moments and smoothness
     most: ClassVar[float]  # the theorem admits step sizes up to 1 / (most * smoothness), the default
+    momentum: ClassVar[bool | None] = None  # whether the step rule may take momentum; None where there is no such rule
 
     @classmethod
     @abstractmethod
@@ -248,16 +252,19 @@ class HeavyTailed(PlannedOptimizer):
             noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
             clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
                 chooses.
-            steps: number of steps, without that of a pilot; default by theory, else 5 in one pass, 30 of "full"
-                batches.
-            epochs: passes over the data on average, in place of steps; default 10 of other batches in many passes,
-                without limit for noise of your own.
-            batch_size: public divisor; default such that the steps are one pass, or 512 (at most n) in many passes.
-            lr: step size; default by theory, or its largest one where the clip is not known in advance.
+            steps: number of steps, without that of a pilot; default by theory, or by the step rule
+                (docs/proofs/steps.md) where a smoothness is promised, the noise is chosen and lr is not given; else 5
+                in one pass, 30 of "full" batches.
+            epochs: passes over the data on average, in place of steps; default 20 in many passes by the step rule; else
+                10 of other batches than "full", without limit for noise of your own.
+            batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
+                512 (at most n) in many passes.
+            lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
             sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove). `ClippedSGD` makes many
                 passes too: "poisson", "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
                 dp.Poisson(batch_size, n).
-            average: which iterates are the answer, "last" (default), "uniform" or "weighted". In one pass of
+            average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
+                with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
                 `AcceleratedSGD` has an answer of its own.
             adjacency: default the budget's, or "replace_one".
@@ -270,7 +277,7 @@ class HeavyTailed(PlannedOptimizer):
 
         Raises:
             MissingConstantError: a promise is missing; says which, and how to do without.
-            AdjacencyError: a pilot, mode "paper" or batches cut by position, under add_remove.
+            AdjacencyError: mode "paper" or batches cut by position, under add_remove.
             ValueError: an argument is out of range.
         """
         problem, dim, adjacency = problem or Problem(), dimension(dim), agreed_adjacency(adjacency, budget)
@@ -289,6 +296,9 @@ class HeavyTailed(PlannedOptimizer):
             left = check.positive_count(n=left - clip.records(left))
         theory: OnePassPlan | None = None
         made: AveragingSchedule | None = None
+        scale: Scale | None = None
+        pace: Pace | None = None
+        by_rule = lr is None and cls.momentum is not None and mode != "paper"
         if once and left is not None:
             noise = noise if goal is None else release_noise(goal)
             if steps is None and (isinstance(sampling, Design) or batch_size is not None):
@@ -299,27 +309,41 @@ class HeavyTailed(PlannedOptimizer):
                 theory = cls._chosen(problem, distance, inputs)
             if theory is not None:
                 steps, clip = theory.steps, theory.clip
+            elif by_rule and goal is not None and not problem.strong_convexity:
+                scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
+                steps = one_pass(scale, left, goal, bool(cls.momentum)) if steps is None else steps
             steps = _FEW_STEPS if steps is None else check.positive_count(steps=steps)
             if steps > left:
                 raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
             design = _one_pass(sampling, batch_size, left, adjacency, steps)
             steps = steps_of(design, steps, None, None) or steps
             made = cls._averaging(problem, steps) if average is None else None
+            if scale is not None and made is None:
+                pace = pace_of(scale, design, steps, noise)
+                pace = pace if cls.momentum else Pace(min(cls._lr(problem), pace.lr / (1.0 - pace.momentum)))
         else:
             if clip is None:
                 raise MissingConstantError(
                     f"{cls.__name__} needs a clip for many passes, which no theorem chooses: clip=dp.Pilot(), or a "
                     f"number"
                 )
-            if batch_size is None and left is not None and sampling in SAMPLING:
-                batch_size = min(_DEFAULT_BATCH, left)
-            design = sampled(sampling, batch_size, left, adjacency)
-            default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
-            steps = steps_of(design, steps, epochs, None if goal is None and not isinstance(clip, Pilot) else default)
-            if goal is not None:
-                noise = noise_for(goal, design, steps)
+            if by_rule and goal is not None and left is not None:
+                scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
+                run = run_of(scale, left, goal, sampling, adjacency, batch_size, steps, epochs)
+                design, steps, noise, pace = run.design, run.steps, run.noise, run.pace
+            else:
+                if batch_size is None and left is not None and sampling in SAMPLING:
+                    batch_size = min(_DEFAULT_BATCH, left)
+                design = sampled(sampling, batch_size, left, adjacency)
+                default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
+                free = goal is None and not isinstance(clip, Pilot)
+                steps = steps_of(design, steps, epochs, None if free else default)
+                noise = noise if goal is None else noise_for(goal, design, steps)
         covered = lr is None and average is None
-        if lr is None:
+        if pace is not None:
+            lr = pace.lr
+            average = average or ("weighted" if pace.momentum else "last")
+        elif lr is None:
             lr = theory.lr if theory is not None else cls._lr(problem) if made is None else made.lr[0]
         if goal is not None and n and dim and steps and mode != "paper":
             checks.warn_if_buried(noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=goal.epsilon)
@@ -336,13 +360,14 @@ class HeavyTailed(PlannedOptimizer):
             if once:
                 rate = cls._exchange_rate(problem, left, dim, steps, rho, adjacency)
             pilot, clip = clip.plan(n, budget, rate), None
-            design, steps = after_pilot(pilot.size, design, steps, n), steps + 1
+            design, steps = after_pilot(pilot.size, design, steps, n, adjacency), steps + 1
         return cls.plans(
             budget=budget,
             adjacency=adjacency,
             design=design,
             steps=steps,
             lr=check.positive(lr=lr),
+            momentum=0.0 if pace is None else pace.momentum,
             radius=problem.radius,
             average=average or ("weighted" if made is not None else cls.plans.average),
             secure=secure,

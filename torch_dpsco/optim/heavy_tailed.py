@@ -73,7 +73,7 @@ class ClippedSGD(HeavyTailed):
 
     words: ClassVar[tuple[str, ...]] = (*SAMPLING, "full")
     needs = ("strong_convexity",)
-    most = 1.0
+    most, momentum = 1.0, True
 
     @classmethod
     def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
@@ -182,7 +182,7 @@ class ProximalSGD(HeavyTailed):
 
     plans: ClassVar[type[ClippedPlan]] = ProximalPlan
     needs = ("pl_constant",)
-    most = 2.0
+    most, momentum = 2.0, False
 
     @classmethod
     def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:

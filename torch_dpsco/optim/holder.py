@@ -38,12 +38,14 @@ from torch_dpsco.optim.planned import (
     sampled,
     steps_of,
 )
-from torch_dpsco.oracles.holder import NOISES, HolderAbsolute, HolderClipped
+from torch_dpsco.optim.step_rule import Run, loudness, run_of, scale_of_problem
+from torch_dpsco.oracles.holder import NOISES, HolderAbsolute, HolderClipped, require_share, shared_bound
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.theory.holder.paper import search_split_paper
 from torch_dpsco.theory.holder.schedules import average_risk_bound, balanced_lr
+from torch_dpsco.theory.steps import clip_share
 
 _DEFAULT_BATCH, _DEFAULT_EPOCHS = 512, 10
 
@@ -59,6 +61,7 @@ class HolderPlan(StepPlan):
         noise_std: of the noise on the mean: with "absolute" as given; else at `grad_bound`.
         grad_bound: clip at the radius, or at the start on an unbounded domain.
         mode: "tight" or "paper".
+        clip: share of the promised bound past which rows are clipped; 1 where none is.
         risk_bound: on the expected excess risk of the average; None where no theorem applies.
         split: the paper's beta (mode "paper").
     """
@@ -69,8 +72,14 @@ class HolderPlan(StepPlan):
     noise_std: float | tuple[float, ...]
     grad_bound: float
     mode: str = "tight"
+    clip: float = 1.0
     risk_bound: float | None = None
     split: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if require_share(clip=self.clip) < 1 and (self.noise == "paper" or self.noise_multiplier is None):
+            raise ValueError(f"clip must be 1 for noise={self.noise!r} (got {self.clip})")
 
     def oracle(self, prox: Prox) -> HolderClipped | HolderAbsolute:
         """Returns a new oracle with the plan's numbers."""
@@ -78,7 +87,14 @@ class HolderPlan(StepPlan):
             raise ValueError(f"prox must have a feasible set that contains 0 (got {prox})")
         if self.noise_multiplier is None:
             return HolderAbsolute(self.problem, self.noise_std, self.batch_size, radius=prox.radius)
-        return HolderClipped(self.problem, self.noise_multiplier, self.batch_size, noise=self.noise, radius=prox.radius)
+        return HolderClipped(
+            self.problem,
+            self.noise_multiplier,
+            self.batch_size,
+            noise=self.noise,
+            radius=prox.radius,
+            clip_share=self.clip,
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -86,6 +102,8 @@ class HolderPlan(StepPlan):
         if isinstance(self.noise_std, float) and self.grad_bound > 0:  # 0: promised gradients of 0 at the start
             where = " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
             yield noise_on_mean(self.noise_std / self.grad_bound, self.grad_bound, where)
+        if self.clip < 1:
+            yield "clip", f"rows are clipped at {self.clip:.3g} of the bound that the loss promises, for less noise"
         yield "assumed", "rows do not depend on other records; the bounds of the problem are enforced by clipping"
         if self.risk_bound is not None:
             yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
@@ -148,9 +166,14 @@ class HolderSGD(PlannedOptimizer):
         mode: str = "tight",
         dim: Any = None,
         distance: float | None = None,
+        clip: float | None = None,
         secure: str | None = None,
     ) -> HolderPlan:
         """Returns noise, steps, epsilon and risk bound of a run, before anything is spent.
+
+        For losses of the table (`losses.<Loss>().problem(...)`), a budget and no lr, what is not given follows from the
+        noise: the step rule of docs/proofs/steps.md. "Without the rule" below is all else, and average="uniform" in a
+        ball, which the bound on the risk is for.
 
         Args:
             problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
@@ -161,22 +184,29 @@ class HolderSGD(PlannedOptimizer):
             noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
             steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
                 choose there is no limit but the budget.
-            epochs: passes over the data on average; default 10 where the noise is chosen, 1 for "assigned".
-            batch_size: expected batch size, the public divisor; default 512 (at most n) for smooth losses, else a power
-                of 2 that makes the noise per record pair, noise_multiplier/2, closest to 2.
-            lr: step size; default 1/smoothness, or `theory.holder.schedules.balanced_lr`.
+            epochs: passes over the data on average; default 20, more for less than 50,000 records and "full" batches;
+                without the rule 10 where the noise is chosen; 1 for "assigned".
+            batch_size: expected batch size, the public divisor; default such that 64 to 1024 steps make those passes;
+                without the rule 512 (at most n) for smooth losses, else a power of 2 that makes the noise per record
+                pair, noise_multiplier/2, closest to 2.
+            lr: step size, without momentum; default by the rule, or 1/smoothness, or
+                `theory.holder.schedules.balanced_lr`.
             sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass) or
                 "full"; or a design such as dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
                 it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
                 batches), and the run stops where a step is refused; without a budget `get_epsilon` is an odometer.
-            average: default "last" for smooth losses or where the noise is given, else "uniform".
+            average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
+                "uniform".
             adjacency: default the budget's, or "replace_one".
             mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
-            dim: number of parameters, or the model; needed to choose lr for a loss that is not smooth, and for the
-                risk bound.
-            distance: guess of |w_1 - w*|; default the radius.
+            dim: number of parameters, or the model: the step rule takes 64 without it. Needed for the risk bound, and
+                without the rule to choose lr for a loss that is not smooth.
+            distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
+                radius), or the radius.
+            clip: share in (0, 1] of the promised bound at which rows are clipped; default 1, and down to 1/2 where the
+                rule sees much noise and the loss has one score. Privacy does not depend on it: noise is in proportion.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -200,31 +230,45 @@ class HolderSGD(PlannedOptimizer):
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
         if n is not None and budget is not None and budget.delta >= 1.0 / check.positive_count(n=n):
             warn(f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record")
-        smooth = problem.smoothness is not None
-        if batch_size is None and n is not None and sampling != "full":
-            if smooth or paper or given or budget is None or sampling not in ("poisson", "fixed"):
-                batch_size = min(_DEFAULT_BATCH, n)
-            else:
-                batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
-        design = sampled(sampling, batch_size, n, adjacency)
+        if distance is not None:
+            check.positive(distance=distance)
+        smooth, by_theorem = problem.smoothness is not None, average == "uniform" and math.isfinite(problem.radius)
+        ruled: Run | None = None
+        if not (lr is not None or given or paper or by_theorem) and n is not None and budget is not None:
+            share = _clip(problem, n, budget, dim) if clip is None else require_share(clip=clip)
+            scale = scale_of_problem(problem, share, distance, dim)
+            if scale is not None:
+                ruled, clip = run_of(scale, n, budget, sampling, adjacency, batch_size, steps, epochs), share
+        clip = 1.0 if clip is None else require_share(clip=clip)
+        multiplier, split, momentum = noise_multiplier, None, 0.0
+        if ruled is not None:
+            design, steps, multiplier = ruled.design, ruled.steps, ruled.noise
+        else:
+            if batch_size is None and n is not None and sampling != "full":
+                if smooth or paper or given or budget is None or sampling not in ("poisson", "fixed"):
+                    batch_size = min(_DEFAULT_BATCH, n)
+                else:
+                    batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
+            design = sampled(sampling, batch_size, n, adjacency)
+            steps = steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
+            if not given and budget is not None and steps is not None:
+                multiplier, split = _noise(design, steps, budget, paper)
         batch_size = design.batch_size
-        steps = steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
-        multiplier, split = noise_multiplier, None
-        if not given and budget is not None and steps is not None:
-            multiplier, split = _noise(design, steps, budget, paper)
-        radius = problem.radius if distance is None else min(problem.radius, check.positive(distance=distance))
-        start = noise in ("adaptive", "absolute") and math.isinf(radius)
-        bound = problem.paper_grad_bound() if noise == "paper" else problem.grad_bound(0.0 if start else radius)
+        radius = problem.radius if distance is None else min(problem.radius, distance)
+        bound = _bound(problem, noise, radius, clip)
         std = _stds(noise_std) if multiplier is None else multiplier * bound / batch_size
-        if lr is None:
+        if ruled is not None:
+            lr, momentum = ruled.pace.lr, ruled.pace.momentum
+        elif lr is None:
             spread = std if isinstance(std, float) else max(std)
             lr = 1.0 / problem.smoothness if problem.smoothness else _lr(radius, steps, bound, dim, spread)
         elif problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
             warn(f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge")
-        average = average or ("last" if given or (smooth and not paper) else "uniform")
+        if average is None:
+            average = "weighted" if ruled is not None else "last" if given or (smooth and not paper) else "uniform"
         risk = None
-        if dim is not None and math.isfinite(problem.radius) and average == "uniform" and multiplier and steps:
-            risk = _risk(problem, noise, steps, lr, dim, multiplier, batch_size)
+        if dim is not None and ruled is None and clip == 1 and math.isfinite(problem.radius) and multiplier and steps:
+            risk = _risk(problem, noise, steps, lr, dim, multiplier, batch_size) if average == "uniform" else None
         if not given and multiplier and steps and n and dim and budget and not paper:
             checks.warn_if_buried(multiplier / batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon)
         return HolderPlan(
@@ -242,6 +286,8 @@ class HolderSGD(PlannedOptimizer):
             noise_std=std,
             grad_bound=bound,
             mode=mode,
+            clip=clip,
+            momentum=momentum,
             risk_bound=risk,
             split=split,
         )
@@ -268,6 +314,24 @@ def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budge
         raise ValueError(f"noise_std must not be given for noise={noise!r}: noise_multiplier, or a budget (got {std})")
     if multiplier is None and budget is None:
         raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+
+
+def _clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> float:
+    """Returns the default share of the bound: of losses of one score, whose clipped gradients are those of a loss."""
+    return clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
+
+
+def _bound(problem: Problem, noise: str, radius: float, clip: float) -> float:
+    """Returns the clip at the radius, or at the start on an unbounded domain."""
+    if noise == "paper":
+        return problem.paper_grad_bound()
+    if noise not in ("adaptive", "absolute") or math.isfinite(radius):
+        return clip * problem.grad_bound(radius)
+    try:
+        largest = problem.grad_bound(problem.radius)
+    except MissingConstantError:
+        largest = math.inf
+    return shared_bound(problem.grad_bound(0.0), largest, clip)
 
 
 def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...]:

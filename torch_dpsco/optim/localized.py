@@ -27,9 +27,17 @@ from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.heavy_plan import release_noise, scale_of, zcdp_of
+from torch_dpsco.optim.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
-from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, costs, dimension, noise_for
+from torch_dpsco.optim.planned import (
+    PlannedOptimizer,
+    StepPlan,
+    agreed_adjacency,
+    costs,
+    dimension,
+    noise_for,
+    release_noise,
+)
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot

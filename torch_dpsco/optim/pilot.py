@@ -54,14 +54,8 @@ class Pilot:
             exchange_rate: what a unit of clip costs in noise, see `theory.clipping`.
 
         Raises:
-            AdjacencyError: add_remove, where a group that is cut by position has no bound.
             InfeasibleError: too few records.
         """
-        if budget.adjacency == ADD_REMOVE:
-            raise AdjacencyError(
-                "adjacency must be replace_one or zero_out for a pilot group, which is cut out by position (got "
-                "add_remove): give clip= a number"
-            )
         size = self.records(n)
         quantile = target_quantile(
             self.rule,
@@ -84,8 +78,14 @@ class Pilot:
             sampling: of minibatches, whose noise depends on the records that are left.
 
         Raises:
+            AdjacencyError: add_remove, where phases that are cut by position have no bound.
             InfeasibleError: not even the first phase is large enough.
         """
+        if budget.adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                "adjacency must be replace_one or zero_out for pilots of phases, which are cut out by position (got "
+                "add_remove): give clip= a number"
+            )
         phases: list[LocalizedPhase] = []
         pilots: list[PilotPlan | None] = []
         for phase in schedule.phases:

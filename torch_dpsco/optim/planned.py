@@ -15,7 +15,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import Event
@@ -29,7 +29,7 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
-from torch_dpsco.rules import AVERAGES, SGD, TorchRule, UpdateRule
+from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.rounding import asks_exact
@@ -83,16 +83,19 @@ class StepPlan(BatchPlan):
         lr: step size, > 0.
         radius: of the ball that the iterates stay in; inf for none.
         reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
+        momentum: in [0, 1), see `rules.Momentum`; of the rule that is taken where none is given.
     """
 
     steps: int | None
     lr: float
     radius: float = math.inf
     reg: float = 0.0
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
+        below_one(momentum=self.momentum)
         if self.steps is not None:
             check.positive_count(steps=self.steps)
 
@@ -102,7 +105,7 @@ class StepPlan(BatchPlan):
 
     def rule(self) -> UpdateRule:
         """Returns the update rule that is taken where none is given."""
-        return SGD(self.average)
+        return Momentum(self.average, self.momentum) if self.momentum else SGD(self.average)
 
     def prox(self) -> Prox:
         """Returns the constraint that is taken where none is given."""
@@ -149,14 +152,15 @@ class StepPlan(BatchPlan):
             declared = not isinstance(self.design, Undeclared)
             over = f", {passes(_rows(self.design, self.steps) / self.design.n)}" if declared else ""
             often = f"{self.steps} steps{over}"
-        yield "steps", f"{often}, step size {self.lr:g}, answer: {ANSWERS[self.average]}"
+        pace = f"step size {self.lr:g}" + (f", momentum {self.momentum:.3g}" if self.momentum else "")
+        yield "steps", f"{often}, {pace}, answer: {ANSWERS[self.average]}"
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
 
 
 ANSWERS = {
     "last": "the last iterate",
     "uniform": "the average of all iterates",
-    "weighted": "an average in which later iterates weigh more",
+    "weighted": "an average weighted by step",
 }
 
 
@@ -362,6 +366,11 @@ def noise_for(budget: Budget, design: Design, steps: int | None) -> float:
     return calibrate.noise_multiplier(
         budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency
     )
+
+
+def release_noise(budget: Budget) -> float:
+    """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
+    return noise_for(budget, Full(1), 1)
 
 
 def given_noise(noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None) -> float:

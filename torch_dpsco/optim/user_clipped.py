@@ -5,22 +5,63 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import Adjacency, below_one
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Full
+from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import agreed_adjacency, dimension, given_noise, noise_on_mean, sampled, steps_of
+from torch_dpsco.optim.step_rule import loudness
 from torch_dpsco.optim.user_plan import UserOptimizer, UserPlan
-from torch_dpsco.oracles.clipped import Clipped
+from torch_dpsco.oracles.adaptive import AdaptiveClipped
+from torch_dpsco.oracles.base import Release
+from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.oracles.users.centered import Centered
 from torch_dpsco.prox import Prox
+from torch_dpsco.schedule import Phase
+from torch_dpsco.theory.steps import Pace, noise_of_mean, relative_pace, relative_steps
 
 _FULL_STEPS, _EPOCHS = 30, 10
+_PASSES, _LEAST_BATCH = 20, 1024  # of users
+_START, _TARGET, _VOTES = 0.03, 0.1, 0.02  # of a search: first clip, quantile, share of the squared budget
+
+
+@dataclass(frozen=True)
+class ClipSearch:
+    """How a clip follows a low quantile of the lengths of users' gradients: `oracles.AdaptiveClipped`.
+
+    Args:
+        target: quantile.
+        count_noise: noise std of the votes.
+        lr: of the logarithm of the clip.
+        first: lr is at least first/(t + 1) in step t.
+    """
+
+    target: float
+    count_noise: float
+    lr: float
+    first: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @classmethod
+    def within(cls, noise_multiplier: float, batch_size: int) -> ClipSearch:
+        """Returns a search that takes 2 % of the squared budget of each step.
+
+        Args:
+            noise_multiplier: of mean and votes together.
+            batch_size: expected number of users of a batch.
+        """
+        count_noise = (1.0 - _TARGET) * noise_multiplier / math.sqrt(_VOTES)
+        spread = count_noise / batch_size  # of the noise on the share of users below the clip
+        return cls(_TARGET, count_noise, min(0.2, 0.1 / spread), min(1.0, 1.0 / spread))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +69,42 @@ class UserClippedPlan(UserPlan):
     """Public numbers of a run of UserClippedSGD.
 
     Args:
-        clip: of a user's mean gradient, or of its distance from the center.
-        noise_multiplier: noise std on the sum over users over the clip.
+        clip: of a user's mean gradient, or of its distance from the center; the first one of a search.
+        noise_multiplier: noise std on the sum over users over the clip; of a search that of a whole step, in which sum
+            and votes are released together.
+        search: how the clip is found; None keeps it. With a search, means are divided by the clip: lr is in its units.
         center_decay: of the average of releases that the center follows; None keeps it.
     """
 
     clip: float
     noise_multiplier: float
+    search: ClipSearch | None = None
     center_decay: float | None = None
+
+    values: ClassVar[tuple[type, ...]] = (ClipSearch,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search is not None and self.center_decay is not None:
+            raise ValueError(f"clip must be given beside a center (got {self.center_decay} as center_decay)")
 
     def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> Centered:
         """Returns a new oracle with the plan's numbers."""
-        clipping = Clipped(self.clip, self.noise_multiplier, self.batch_size)
+        clipping: ClippedMean = Clipped(self.clip, self.noise_multiplier, self.batch_size)
+        if self.search is not None:
+            if center is not None:
+                raise ValueError("clip must be given beside a center (got a center, and a clip that is searched)")
+            own = self.search
+            clipping = AdaptiveClipped(
+                self.clip,
+                None,
+                self.batch_size,
+                own.target,
+                lr=own.lr,
+                first=own.first,
+                count_noise=own.count_noise,
+                total_noise_multiplier=self.noise_multiplier,
+            )
         return Centered(clipping, self.n, center=center, decay=self.center_decay, min_items=self.min_items)
 
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
@@ -49,7 +114,20 @@ class UserClippedPlan(UserPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        yield noise_on_mean(self.noise_multiplier / self.batch_size, self.clip)
+        share = self.noise_multiplier / self.batch_size
+        if self.search is None:
+            yield noise_on_mean(share, self.clip)
+        else:
+            yield (
+                "noise",
+                f"std {share:.3g} of the clip per coordinate of a mean of gradients, of norm at most the clip",
+            )
+            yield (
+                "clip",
+                f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g} on it follows the "
+                f"{self.search.target:g} quantile of the lengths of users' mean gradients; a user should have some ten "
+                f"rows",
+            )
         if self.center_decay is not None:
             yield "center", f"gradients are measured from a running average of releases, of decay {self.center_decay:g}"
         yield "assumed", self.assumed
@@ -97,8 +175,8 @@ class UserClippedSGD(UserOptimizer):
         cls,
         *,
         n_users: int,
-        clip: float,
-        lr: float,
+        clip: float | None = None,
+        lr: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         batch_size: int | None = None,
@@ -107,31 +185,39 @@ class UserClippedSGD(UserOptimizer):
         sampling: str | Design = "poisson",
         center_decay: float | None = None,
         min_items: int = 1,
-        average: str = "last",
+        average: str | None = None,
         adjacency: Adjacency | None = None,
         dim: Any = None,
+        distance: float | None = None,
         secure: str | None = None,
     ) -> UserClippedPlan:
         """Returns noise, steps and epsilon of a run, before anything is spent.
 
+        What is not given follows from the number of users and the budget alone (docs/proofs/steps.md#users).
+
         Args:
             n_users: public number of users (a reference under add_remove).
-            clip: C > 0, of each user's mean gradient (its distance from the center), public.
-            lr: step size, > 0.
+            clip: C > 0, of each user's mean gradient (its distance from the center), public; default a search in the
+                run, whose cost is in the noise.
+            lr: step size, > 0, without momentum; default by the step rule. With a search in units of the clip.
             budget: target, of unit "user"; the noise is chosen for it unless it is given, and then the budget only
                 limits the run.
             noise_multiplier: z >= 0, noise std on the sum over users over C; 0 is not private.
-            batch_size: expected number of users of a batch, the public divisor; default all of them.
-            steps: number of steps, in place of epochs. Without both, and with a noise of yours, there is no limit but
-                the budget.
-            epochs: passes over users; default 30 (all users: 30 steps), 10 for smaller batches.
+            batch_size: expected number of users of a batch, the public divisor; default all of them, or at least 1024
+                that make 20 passes in the steps of the rule.
+            steps: number of steps, in place of epochs; default by the step rule, 64 to 256. Without both, and with a
+                noise of yours, there is no limit but the budget.
+            epochs: passes over users; where clip and lr are given default 30 (all users: 30 steps), 10 for smaller
+                batches.
             sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "assigned" (one pass) or
                 "full"; or a design of users.
             center_decay: in [0, 1): the center follows the releases; None keeps it.
             min_items: rows that a user must have, public; others contribute 0.
-            average: "last", "uniform" or "weighted".
+            average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
             adjacency: default the budget's, or "replace_one".
-            dim: number of parameters, or the model: a warning tells where noise buries the signal.
+            dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
+                buries the signal.
+            distance: guess of how far the parameters have to go, for the step rule; default 6.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -141,12 +227,30 @@ class UserClippedSGD(UserOptimizer):
         """
         adjacency, dim = agreed_adjacency(adjacency, budget, "user"), dimension(dim)
         n_users = check.positive_count(n_users=n_users)
+        if distance is not None:
+            check.positive(distance=distance)
+        if noise_multiplier is not None and (clip is None or lr is None):
+            raise MissingConstantError(f"clip and lr must be given beside noise of yours (got {clip} and {lr})")
+        wanted: int | None = None
+        if budget is not None and (clip is None or lr is None):
+            wanted = relative_steps(loudness(n_users, budget, dim))
+            if batch_size is None and sampling in ("poisson", "fixed"):
+                share = _PASSES / (steps or wanted) if epochs is None else epochs / wanted
+                batch_size = min(n_users, max(_LEAST_BATCH, math.ceil(share * n_users)))
         if sampling in ("poisson", "fixed") and batch_size in (None, n_users):
             sampling = "full"
         design = sampled(sampling, batch_size, n_users, adjacency)
+        if wanted is not None and epochs is None and not design.one_pass:
+            steps = wanted if steps is None else steps
         default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
         steps = steps_of(design, steps, epochs, None if noise_multiplier is not None else default)
         noise = given_noise(noise_multiplier, budget, design, steps)
+        search = ClipSearch.within(noise, design.batch_size) if clip is None else None
+        pace: Pace | None = None
+        if lr is None and steps is not None:
+            level = noise_of_mean(noise, 1.0, design.batch_size, steps, dim, sampled=False)
+            pace = relative_pace(level, steps, distance)
+            lr = pace.lr / (1.0 if clip is None else check.positive(clip=clip))
         if noise_multiplier is None and budget and steps and dim:
             of_all = noise / design.batch_size / math.sqrt(steps)
             checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
@@ -156,10 +260,18 @@ class UserClippedSGD(UserOptimizer):
             design=design,
             steps=steps,
             lr=check.positive(lr=lr),
-            average=average,
+            momentum=0.0 if pace is None else pace.momentum,
+            average=average or ("last" if pace is None else "weighted"),
             secure=secure,
-            clip=check.positive(clip=clip),
+            clip=_START if clip is None else check.positive(clip=clip),
             noise_multiplier=noise,
+            search=search,
             center_decay=None if center_decay is None else below_one(center_decay=center_decay),
             min_items=min_items,
         )
+
+    def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
+        if self._plan.search is not None:  # the clip is a release as well
+            clip = self.oracle.metrics()["clip"]
+            release = release._replace(mean=[mean.div_(clip) for mean in release.mean])
+        super()._move(params, release, phase, k)

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Full, Poisson
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_plan import (
@@ -39,6 +39,7 @@ from torch_dpsco.optim.user_plan import (
     near,
     warn_if_users_are_buried,
 )
+from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.users.filtered import UserFiltered
 from torch_dpsco.oracles.users.poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.problem import Problem
@@ -50,6 +51,8 @@ from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
 from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid
 from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
+
+_HOPELESS = 0.5  # of a run to halt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +280,12 @@ class UserFilteredSGD(UserOptimizer):
                 f"the search may end above all distances, with probability {search.overshoot:.2g}: give it more "
                 f"epsilon (got {search.epsilon:g} for {search.n_users} users)"
             )
+        if isinstance(filter, UserFilterPlan) and filter.halt_probability() > _HOPELESS:
+            raise InfeasibleError(
+                f"filter must be such that a run goes on: with a typical score of {filter.typical_score or n_users} it "
+                f"halts with probability {filter.halt_probability():.2g}, below threshold={filter.threshold:.5g} of "
+                f"{filter.n_users} users"
+            )
         risk = None
         if lr is None:
             bound, sigma_1 = lipschitz_of(problem, "lr"), filter.noise_std / math.sqrt(filter.steps)
@@ -319,6 +328,17 @@ class UserFilteredSGD(UserOptimizer):
                 p.copy_(self.state[p].get("initial", p))  # one unfrozen since has not moved
             return
         super()._install_answer()
+
+    def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        first, radius = self._steps == (self._plan.search is not None), self.oracle.metrics().get("pair_radius")
+        if first and radius is not None and release.still and release.mean:  # an answer that is lost has none
+            rest = "in this step" if isinstance(self._plan.filter, PoissonFilterPlan) else "any more"
+            warn(  # of what is released: that a test has failed
+                f"users disagree: the first test has failed, since they are not within pair_radius={radius:.3g} of "
+                f"each other; nothing is learned {rest}. Give a larger pair_radius, a pair_radius_search, or take "
+                f"UserClippedSGD, which tests nothing"
+            )
+        super()._apply(params, release)
 
 
 def _tau(

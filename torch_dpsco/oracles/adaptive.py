@@ -101,6 +101,7 @@ class AdaptiveClipped(ClippedMean):
         batch_size: public divisor, expected batch size.
         target: q in (0, 1); 1/2 for deep nets.
         lr: > 0, of the logarithm of the threshold.
+        first: >= 0; in step t = 0, 1, ... lr is at least first/(t + 1), for a start that may be far off.
         count_noise: s_b in [0, 2^256], noise std of the votes; 0 gives no privacy. Default batch_size / 20.
         total_noise_multiplier: z_eff >= 0 of a whole step, mean and votes together; `noise_multiplier` follows.
 
@@ -132,6 +133,7 @@ class AdaptiveClipped(ClippedMean):
         target: float = 0.5,
         *,
         lr: float = 0.2,
+        first: float = 0.0,
         count_noise: float | None = None,
         total_noise_multiplier: float | None = None,
     ) -> None:
@@ -142,6 +144,7 @@ class AdaptiveClipped(ClippedMean):
             )
         self.target = check.open_interval(0.0, 1.0, target=target)
         self.clip0, self.lr = check.between(_LEAST, _LARGEST, clip0=clip0), check.positive(lr=lr)
+        self.first, self._step = check.nonnegative(first=first), 0
         size = check.positive_count(batch_size=batch_size)
         self.count_noise = check.between(
             0.0, _MOST_NOISE, count_noise=size / 20 if count_noise is None else count_noise
@@ -199,6 +202,7 @@ class AdaptiveClipped(ClippedMean):
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Fixes the threshold of the batch and forgets an unfinished one."""
         super().open(query, step)
+        self._step = step
         self._null = _NULL * math.sqrt(max(1, sum(shape.numel() for shape in self._shapes)))
 
     def weights(self, norms: Tensor, clip: float) -> Tensor:
@@ -230,7 +234,8 @@ class AdaptiveClipped(ClippedMean):
         else:
             total += normal(std, generator)
         fraction = self.target + total / self.batch_size
-        moved = adaptive_clip_update(self.clip, fraction, self.target, self.lr)
+        rate = max(self.lr, self.first / (self._step + 1))
+        moved = adaptive_clip_update(self.clip, fraction, self.target, rate)
         self._current = min(max(moved, _LEAST), _LARGEST)
         return answer
 
@@ -245,7 +250,8 @@ class AdaptiveClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return self._named("clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr)
+        first = {"first": self.first} if self.first else {}
+        return self._named("clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first)
 
 
 def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:

@@ -70,6 +70,7 @@ class MeanOracle(ABC):
 
     unit = "example"  # whose rows count as one
     assumptions: tuple[str, ...] = ()  # what it takes for granted beside what all oracles do, in sentences
+    jumps = False  # whether a release may jump if all rows change in their last bits
     _taken = False
     _sampled: tuple[BaseEvent, Design, Event] | None = None  # the last draw that was charged
 

@@ -41,6 +41,8 @@ class HolderClipped(ClippedMean):
         batch_size: public divisor.
         noise: "adaptive", "constant" or "paper".
         radius: bound of the feasible set; inf for the whole space.
+        clip_share: in (0, 1], of the bound over the feasible set (of that at the iterate, where it has none), past
+            which rows are clipped; 1 clips none.
 
     Raises:
         MissingConstantError: constants are missing, or a constant bound does not exist on an unbounded domain.
@@ -56,9 +58,11 @@ class HolderClipped(ClippedMean):
         *,
         noise: str = "adaptive",
         radius: float = math.inf,
+        clip_share: float = 1.0,
     ) -> None:
         super().__init__(noise_multiplier, batch_size)
         self.noise = check.choice(NOISES, noise=noise)
+        self.clip_share = require_share(clip_share=clip_share)
         self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
         if noise == "paper" and math.isinf(self.radius):
             raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")
@@ -75,21 +79,41 @@ class HolderClipped(ClippedMean):
                 raise
             self._constant = math.inf
         # a bound that is the same everywhere need not follow the iterate
-        self._follows = noise == "adaptive" and self._constant > at_zero
+        self._follows = noise == "adaptive" and self._constant * self.clip_share > at_zero
 
     def bound(self, query: Sequence[Tensor]) -> float:
         """Returns C for gradients at `query`; raises ValueError if the iterate is not finite."""
         if not self._follows:
-            return self._constant
+            return self._constant * self.clip_share
         norm = joint_norm(query)
         if math.isinf(norm):
             raise ValueError("the iterate must be finite: training diverged, lower lr or bound the domain (radius=)")
-        return min(self.problem.grad_bound(min(norm, self._reach)), self._constant)
+        here = self.problem.grad_bound(min(norm, self._reach))
+        return shared_bound(here, self._constant, self.clip_share)
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         at_one = self.problem.grad_bound(min(1.0, self._reach))  # repr leaves exact_grad_bound out
-        return self._named("noise", "noise_multiplier", "radius", problem=repr(self.problem), grad_bound=at_one)
+        own = {"problem": repr(self.problem), "grad_bound": at_one}
+        own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
+        return self._named("noise", "noise_multiplier", "radius", **own)
+
+
+def require_share(**field: Any) -> float:
+    """Returns the field, a share of the bound on gradients; raises ValueError unless it is in (0, 1]."""
+    ((name, value),) = field.items()
+    return check.between(0.0, 1.0, **{name: check.positive(**{name: value})})
+
+
+def shared_bound(here: float, largest: float, share: float) -> float:
+    """Returns the clip: a share of the largest bound, or of the bound here where there is no largest one.
+
+    Args:
+        here: bound on gradients at an iterate.
+        largest: bound over the feasible set, inf for none.
+        share: in (0, 1].
+    """
+    return min(here, share * largest) if math.isfinite(largest) else share * here
 
 
 _BITS = 10  # of the ratio that the ledger sees

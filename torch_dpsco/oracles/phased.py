@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.clip_selection import C_MAX, C_MIN, warn_at_grid_end
@@ -177,9 +177,9 @@ class QuantilePilot(MeanOracle):
         ValueError: an argument is out of range.
 
     Guarantee:
-        Unit: one row per record. Event: Pure(epsilon) under replace_one and zero_out, where neighboring groups have the
-        same number of records; not under add_remove, where a mean loss rounds 1/B, so that one record more could move
-        all norms past a threshold. Assumes that a record's row does not depend on other records.
+        Unit: one row per record. Event: Pure(epsilon) under all adjacencies, since the rank is that of the announced
+        size. Assumes that a record's row does not depend on other records, to the last bit: where sizes are private, a
+        mean loss, which rounds 1/B, needs batches that are filled up (others are refused, `MeanOracle.jumps`).
 
     Example:
         >>> from torch_dpsco.rows import DenseBlock
@@ -191,6 +191,8 @@ class QuantilePilot(MeanOracle):
         (True, True)
     """
 
+    jumps = True
+
     def __init__(
         self, batch_size: int, epsilon: float, *, quantile: float = 0.9, c_min: float = C_MIN, c_max: float = C_MAX
     ) -> None:
@@ -200,7 +202,7 @@ class QuantilePilot(MeanOracle):
         self.c_min, self.c_max = check.positive(c_min=c_min), check.positive(c_max=c_max)
         self._grid = geometric_grid(self.c_min, self.c_max)
         quantile_law([], self._grid, self.quantile, self.epsilon, self.batch_size)  # its checks, before rows are read
-        self._event = Pure(self.epsilon, (REPLACE_ONE, ZERO_OUT))
+        self._event = Pure(self.epsilon, ADJACENCIES)
         self._query: list[Tensor] | None = None
         self._norms: list[Tensor] = []
         self._chosen: float | None = None
@@ -237,7 +239,7 @@ class QuantilePilot(MeanOracle):
         self._query, self._norms = None, []
 
     def sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns 0: the released mean is constant. Raises AdjacencyError under add_remove."""
+        """Returns 0: the released mean is constant."""
         self._event.require(adjacency)
         return 0.0
 

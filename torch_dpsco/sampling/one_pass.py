@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw
-from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
@@ -134,27 +134,40 @@ class CyclicSampler(DisjointSampler):
     kind = Cyclic
 
 
-class AssignedSampler(OnePassSampler):
-    """One pass over batches to which each record was assigned independently and uniformly.
+class _KeyedSampler(OnePassSampler):
+    """Parts to which each record was assigned by itself.
 
     Under add_remove the keys must stay secret: they go with positions, so that with known keys a record less would move
-    all records after it to other batches. Its cut is a secret key of 256 bits, from which they are drawn.
+    all records after it to other parts. The cut is a secret key of 256 bits, from which they are drawn.
     """
-
-    kind = Assigned
 
     def _new_cut(self) -> _Indices:
         return np.frombuffer(self.rng.read(_KEY), dtype=np.uint8).copy()
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+    def _require_key(self, cut: _Indices) -> None:
         if cut.dtype != np.uint8 or len(cut) != _KEY:
             # PRIVACY: other keys would be drawn from it (test_a_cut_of_an_older_version_is_refused)
             raise SequenceError("resume must be of this version: an older one drew other parts from a partition")
+
+
+class AssignedSampler(_KeyedSampler):
+    """One pass over batches to which each record was assigned independently and uniformly."""
+
+    kind: ClassVar[type[Design]] = Assigned
+
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        self._require_key(cut)
         keys = KeyedStream(cut.tobytes(), "assigned").integers(self.design.steps_per_epoch, self.size)
-        by_part = np.argsort(keys, kind="stable")
-        ends = np.cumsum(np.bincount(keys, minlength=self.design.steps_per_epoch))
-        for k, end in enumerate(ends):
-            yield str(k), by_part[ends[k - 1] if k else 0 : end]
+        for k, members in enumerate(_grouped(keys, self.design.steps_per_epoch)):
+            yield str(k), members
+
+
+def _grouped(keys: _Indices, parts: int) -> Iterator[_Indices]:
+    """Yields the positions of each key, in order."""
+    by_part = np.argsort(keys, kind="stable")
+    ends = np.cumsum(np.bincount(keys, minlength=parts))
+    for k, end in enumerate(ends):
+        yield by_part[ends[k - 1] if k else 0 : end]
 
 
 class PartsSampler(OnePassSampler):
@@ -162,6 +175,14 @@ class PartsSampler(OnePassSampler):
 
     kind = Parts
     design: Parts
+
+    @classmethod
+    def require_kind(cls, design: Design) -> None:
+        """Raises UnknownSamplerError unless the design is of parts that are cut by position."""
+        # PRIVACY: it is charged under add_remove (test_samplers_are_of_their_designs_and_sizes)
+        if isinstance(design, AssignedParts):
+            raise UnknownSamplerError(f"design must be Parts for {cls.__name__} (got {design})")
+        super().require_kind(design)
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         first = 0
@@ -179,7 +200,34 @@ class PartsSampler(OnePassSampler):
                 yield str(part), members[positions]
 
 
-_KINDS: tuple[type[OnePassSampler], ...] = (DisjointSampler, CyclicSampler, AssignedSampler, PartsSampler)
+class AssignedPartsSampler(_KeyedSampler):
+    """Phases on parts to which each record was assigned independently."""
+
+    kind: ClassVar[type[Design]] = AssignedParts
+    design: AssignedParts
+
+    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        self._require_key(cut)
+        tickets = KeyedStream(cut.tobytes(), "parts").integers(self.design.n, self.size)
+        ends = np.cumsum([design.n for design, _ in self.design.parts])
+        # PRIVACY: where a record goes depends on its ticket alone (test_a_record_less_moves_no_other_to_another_part)
+        groups = _grouped(np.searchsorted(ends, tickets, side="right"), len(ends))
+        for part, ((design, draws), members) in enumerate(zip(self.design.parts, groups, strict=True)):
+            if isinstance(design, Assigned):
+                batches = KeyedStream(cut.tobytes(), f"assigned {part}").integers(design.steps_per_epoch, self.size)
+                inner = _grouped(batches[members], design.steps_per_epoch)
+                yield from ((f"{part}/{k}", members[batch]) for k, batch in enumerate(inner))
+                continue
+            drawn: Any = kind_of(design)(design, size=len(members), steps=draws)
+            drawn.rng = self.rng
+            for _, positions in drawn.draws():
+                yield str(part), members[positions]
+
+
+_KINDS: tuple[type[OnePassSampler], ...] = (
+    *(DisjointSampler, CyclicSampler, AssignedSampler),
+    *(AssignedPartsSampler, PartsSampler),  # the first is of a subclass of the second's design
+)
 
 
 def partition_name(design: Design, partition: Partition) -> str:

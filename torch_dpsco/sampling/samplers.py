@@ -30,7 +30,7 @@ from torch.utils.data import Sampler
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import type_members, typed
 from torch_dpsco.accounting.designs import Design, Draw, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.parts import Assigned, AssignedParts
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.rng import Stream, rank_generator, sampling_generator
 from torch_dpsco.sampling.draws import Chunk, DrawLog, Drawn
@@ -43,7 +43,7 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     Args:
         design: how to draw, of the sampler's kind; its `n` must be the data set's size where that is public.
-        size: number of records there are; default design.n. A Poisson, Full or Assigned design under add_remove may
+        size: number of records there are; default design.n. A Poisson, Full or assigned design under add_remove may
             have another size, because then the true one is private and `n` only a public reference.
         steps: draws per iteration; default one epoch (`Design.steps_per_epoch`). A public constant.
         seed: makes the draws repeatable (and warns); tests only.
@@ -72,7 +72,7 @@ class DesignSampler(Sampler[list[int]], ABC):
         self.log = DrawLog(self.size)
         self.seeded = seed is not None
         self.rng = sampling_generator(seed)
-        if self.size != design.n and not isinstance(design, (Poisson, Full, Assigned)):
+        if self.size != design.n and not isinstance(design, (Poisson, Full, Assigned, AssignedParts)):
             raise UnitError(f"size must be n={design.n}, the declared number of records (got {self.size})")
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared, is_exact
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, Sequential
-from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.accounting.report.figures import (
     OneRelease,
     PrivacyReport,
@@ -50,6 +50,9 @@ _SAMPLING: dict[type[Design], str] = {
     "secret who was in which batch.",
     Parts: "Phases on disjoint parts: {n} {unit}s in a random order, cut into {parts} parts; each {unit} is used in "
     "one phase at most, and what counts is the phase that costs most.",
+    AssignedParts: "Phases on disjoint parts: each of {n} {unit}s is put into one of {parts} parts, at random and "
+    "independently of all others; each {unit} is used in one phase at most, and what counts is the phase that costs "
+    "most. It must stay secret who was in which part.",
     Full: "No sampling: each step uses all {unit}s, and divides by the public constant {n}.",
     Undeclared: "Not declared: each step is charged as a full release, and nothing is gained from random batches. It "
     "is taken for granted that a batch of {b} holds each {unit} at most once and is not chosen by looking at the data.",

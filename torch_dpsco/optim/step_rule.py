@@ -1,0 +1,157 @@
+"""The step rule: batches, number of steps, step size and momentum of a run, from public numbers.
+
+`HolderSGD`, `ClippedSGD`, `ProximalSGD` and `UserClippedSGD` take it for what is not given. Privacy does not rest on
+it: noise is calibrated afterwards, for the design and the number of steps that come out.
+
+Source: `theory.steps`, docs/proofs/steps.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_dpsco.accounting import calibrate
+from torch_dpsco.accounting.adjacency import Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.losses.base import TableGradBound
+from torch_dpsco.optim.planned import noise_for, release_noise, sampled, steps_of
+from torch_dpsco.problem import Problem
+from torch_dpsco.theory import steps as theory
+from torch_dpsco.theory.steps import Pace
+
+_FEW_ROWS, _MOST_ROWS = 1e6, 2e7  # gradients of rows in a run
+_SHORT = 0.25  # rows are longer than the mean, and so are their gradients
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a run is measured by.
+
+    Args:
+        bound: on gradients of rows, clipped.
+        distance: guess of |w_1 - w*|.
+        smoothness: of the loss; None for kinks.
+        dim: number of parameters; None for a usual one.
+    """
+
+    bound: float
+    distance: float
+    smoothness: float | None
+    dim: int | None
+
+    def horizon(self, n: int, budget: Budget) -> float:
+        """Returns the sum of the step sizes of a run on all records."""
+        return self.distance / theory.noise_of_mean(release_noise(budget), self.bound, n, 1, self.dim, sampled=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What comes out."""
+
+    design: Design
+    steps: int
+    noise: float
+    pace: Pace
+
+
+def scale_of_problem(problem: Problem, clip: float, distance: float | None, dim: int | None) -> Scale | None:
+    """Returns the scale of a loss of the table; None where the promises do not say it.
+
+    Args:
+        problem: promises of one record.
+        clip: share of the bound on gradients that is left.
+        distance: guess of |w_1 - w*|; default the usual one, at most the radius.
+        dim: number of parameters.
+    """
+    at_zero, rows = problem.grad_at_zero, problem.bound_x
+    if not at_zero or rows is None:
+        return None
+    table = problem.exact_grad_bound
+    real = isinstance(table, TableGradBound) and table.loss.target_kind == "real"
+    smooth = problem.smoothness is not None
+    if distance is None:
+        distance = theory.usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
+        distance = min(distance, problem.radius)
+    return Scale(clip * (problem.lipschitz or at_zero), distance, problem.smoothness or None, dim)
+
+
+def scale_of_clip(problem: Problem, clip: float | None, distance: float | None, dim: int | None, by: str) -> Scale:
+    """Returns the scale of rows that are clipped, in units of the clip, which nobody needs to know.
+
+    Args:
+        problem: that promises a smoothness, and maybe a ball.
+        clip: C; None where it is not known yet: gradients are then taken to be four times as long as a distance that is
+            given says, smoothness times it.
+        distance: guess of |w_1 - w*|; default the radius, or else the usual one.
+        dim: number of parameters.
+        by: name of the class.
+    """
+    (smoothness,) = problem.require("smoothness", by=by)
+    known = min(distance or math.inf, problem.radius)
+    if math.isfinite(known):
+        return Scale(1.0, _SHORT / smoothness if clip is None else known / clip, smoothness, dim)
+    rows = problem.bound_x or math.sqrt(smoothness)
+    return Scale(1.0, theory.usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
+
+
+def loudness(n: int, budget: Budget, dim: int | None) -> float:
+    """Returns the norm of the noise of the mean of all steps over the clip."""
+    return theory.noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
+
+
+def run_of(
+    scale: Scale,
+    n: int,
+    budget: Budget,
+    sampling: str | Design,
+    adjacency: Adjacency,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+) -> Run:
+    """Returns what is not given of a run in many steps, its noise, and its step size.
+
+    Args:
+        scale: what it is measured by.
+        n: public number of records or users.
+        budget: to be met.
+        sampling: as in `planned.sampled`.
+        adjacency: of the guarantee.
+        batch_size: expected size of a batch; default such that the steps make 20 passes, or 1e6 gradients if these
+            are more, and at most 2e7.
+        steps: number of steps, in place of epochs; default by the horizon, and 20 passes at least.
+        epochs: passes over the data.
+    """
+    wanted = steps
+    if wanted is None:
+        wanted = theory.steps_to(scale.horizon(n, budget), scale.smoothness)
+    passes = min(theory.PASSES, max(1.0, _MOST_ROWS / n))
+    if batch_size is None and sampling != "full" and not isinstance(sampling, Design):
+        once = sampling == "assigned"
+        rows = 1.0 if once else max(passes, _FEW_ROWS / n) if epochs is None else epochs
+        share = rows / (theory.LEAST if once else wanted)
+        batch_size = min(n, max(1, math.ceil(share * n)))
+    design = sampled(sampling, batch_size, n, adjacency)
+    if steps is None and epochs is None and not design.one_pass:
+        steps = max(wanted, calibrate.epoch_steps(design, passes) if design.batch_size < n else 0)
+    made = steps_of(design, steps, epochs, 1)
+    assert made is not None  # one pass at least
+    noise = noise_for(budget, design, made)
+    return Run(design, made, noise, pace_of(scale, design, made, noise))
+
+
+def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool) -> int:
+    """Returns the number of batches of one pass."""
+    return min(n, theory.one_pass_steps(scale.horizon(n, budget), scale.smoothness or 1.0, momentum))
+
+
+def pace_of(scale: Scale, design: Design, steps: int, noise: float) -> Pace:
+    """Returns the step size and the momentum of these steps."""
+    level = theory.noise_of_mean(
+        noise, scale.bound, design.batch_size, steps, scale.dim, sampled=design.batch_size < design.n
+    )
+    if scale.smoothness is None:
+        return theory.rough_pace(scale.distance, level, steps, scale.bound)
+    return theory.smooth_pace(scale.distance / level, steps, scale.smoothness)
