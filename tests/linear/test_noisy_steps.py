@@ -217,12 +217,14 @@ def test_a_run_with_momentum_is_the_loop_of_its_docstring() -> None:
 
 
 def test_more_noise_shortens_the_way() -> None:
-    momenta = []
+    momenta, steps = [], []
     for epsilon in (0.05, 0.2, 1.0, 5.0):
         given = task(reg=None, dim=20, n=5000, n_max=10_000, budget=dp.Budget(epsilon, 1e-6, adjacency="add_remove"))
-        momenta.append(plan_noisy_gd(given, released="all").momentum)
+        plan = plan_noisy_gd(given, released="all")
+        momenta.append(plan.momentum), steps.append(plan.steps)
     assert momenta == sorted(momenta)
-    assert 0 <= momenta[0] < momenta[-1] <= 0.96
+    assert 0 <= momenta[0] < momenta[-1] <= 1 - 10 / (steps[-1] + 5)
+    assert 64 <= steps[0] <= steps[1] < steps[2] < steps[3] <= 1024
     with pytest.raises(ValueError, match="momentum must be in"):
         dataclasses.replace(plan_noisy_gd(task(reg=None), released="all"), momentum=1.0)
     with pytest.raises(ValueError, match="released"):

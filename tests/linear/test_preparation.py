@@ -370,7 +370,10 @@ def test_a_threshold_in_units_of_the_target_needs_no_spread() -> None:
     chosen, given = (HuberRegressor(threshold=value, **settings).plan(2).task for value in ("auto", 0.25))
     assert (chosen.bound_y, given.bound_y) == (1000.0, 2 * TARGET)
     assert given.loss == dp.losses.Huber(threshold=0.25)
-    assert 0.5 <= chosen.loss.threshold <= 1.5
+    assert chosen.loss.threshold == 0.3
+    by_objective = HuberRegressor(mechanism="objective", **settings).plan(2).task.loss.threshold
+    for_users = HuberRegressor(**settings).plan(2, "user").task.loss.threshold
+    assert 0.5 <= by_objective == for_users <= 1.5
     with pytest.raises(ValueError, match="threshold must be one of auto"):
         HuberRegressor(threshold="mad", **settings).plan(2)
 

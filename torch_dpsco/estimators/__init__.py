@@ -8,8 +8,8 @@
 | `LogisticRegression` | logistic, gradients clipped | objective perturbation |
 | `SoftmaxRegression` | softmax cross-entropy | objective perturbation |
 | `LinearSVC` | hinge, smoothed | objective perturbation |
-| `HuberRegressor` | Huber | objective perturbation |
-| `QuantileRegressor` | pinball | output perturbation |
+| `HuberRegressor` | Huber | noisy gradient descent |
+| `QuantileRegressor` | pinball, smoothed | noisy gradient descent |
 | `Ridge` | squared | AdaSSP |
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |

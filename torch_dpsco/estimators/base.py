@@ -133,7 +133,7 @@ class LinearModel(BaseEstimator):
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         """The loss, of public settings, in the units that are measured; see `signal_to_noise`."""
 
     @abstractmethod
@@ -271,7 +271,7 @@ class LinearModel(BaseEstimator):
         constant = default if self.intercept_scaling is None else self.intercept_scaling
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         return LinearTask(
-            loss=self._loss(prepare, signal),
+            loss=self._loss(prepare, signal, unit),
             preparation=replace(rows, intercept=constant, whole=rows is not given),
             prepare=prepare,
             dim=dim,

@@ -152,7 +152,7 @@ class LogisticRegression(BinaryClassifier):
 
     residual_clip: float | str | None = "auto"
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
 
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class SoftmaxRegression(Classifier):
         docs/proofs/output.md; docs/proofs/objective.md
     """
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return SoftmaxCrossEntropy(num_classes=len(self._classes()))
 
     def _coded(self, codes: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class LinearSVC(BinaryClassifier):
     loss: str = "smoothed_hinge"
     width: float = 1.0
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         chosen = check.choice(("smoothed_hinge", "hinge"), loss=self.loss)
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
@@ -300,7 +300,7 @@ class TiltedClassifier(BinaryClassifier):
     def _measurements(self, *public: Any) -> None:
         """Measures nothing: the constants of a tilt or an attack are in public units."""
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
 
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
@@ -339,7 +339,7 @@ class AdversarialClassifier(BinaryClassifier):
     def _measurements(self, *public: Any) -> None:
         """Measures nothing: the constants of a tilt or an attack are in public units."""
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
 
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch_dpsco.estimators.protocol import RegressorMixin
 from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.theory.linear.preparation import robust_width
+from torch_dpsco.theory.linear.preparation import NARROW, robust_width
 
 Array = NDArray[np.float64]
 
@@ -50,6 +50,10 @@ class Regressor(RegressorMixin, LinearModel):
     def _wanted(self) -> tuple[float | None, bool, float] | None:
         return None, False, self._bound()
 
+    def _kink(self, signal: float, unit: str) -> float:
+        """Threshold of Huber's loss in spreads of the targets, where none is given."""
+        return NARROW if unit == "example" and self.mechanism in ("auto", "noisy_gd") else robust_width(signal)
+
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
 
@@ -69,9 +73,9 @@ class HuberRegressor(Regressor):
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
             intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
-        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for a half to
-            one and a half of the median distance of targets from their median, which is measured (and a twentieth of
-            bound_y where that does not pay).
+        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
+            the median distance of targets from their median, which is measured (a half to one and a half for users
+            and objective perturbation; a twentieth of bound_y where measuring does not pay).
 
     Example:
         >>> import numpy as np
@@ -89,13 +93,14 @@ class HuberRegressor(Regressor):
     def _wanted(self) -> tuple[float | None, bool, float]:
         return 0.5, self.threshold == "auto", self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
-        return Huber(threshold=_width("threshold", self.threshold, robust_width(signal), self._bound() / 20, prepare))
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+        spreads = self._kink(signal, unit)
+        return Huber(threshold=_width("threshold", self.threshold, spreads, self._bound() / 20, prepare))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class QuantileRegressor(Regressor):
-    """Private quantile regression, whose loss is smoothed at its kink so that objective perturbation applies.
+    """Private quantile regression, whose loss is smoothed at its kink, as smooth mechanisms need it.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
@@ -103,15 +108,15 @@ class QuantileRegressor(Regressor):
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
         width: >= 0, in units of the target, public, over which the kink is smoothed; 0 keeps it, by output
-            perturbation. "auto" for one to three median distances of targets from their median, which are measured
-            (and a tenth of bound_y where that does not pay), and for less at other quantiles.
+            perturbation. "auto" for twice the threshold of `HuberRegressor` (a tenth of bound_y where measuring does
+            not pay), and for less at other quantiles.
 
     Example:
         >>> import numpy as np
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = QuantileRegressor(epsilon=8.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> model.mechanism_
-        'objective'
+        'noisy_gd'
 
     Source:
         docs/proofs/objective.md; docs/proofs/output.md#a-duality-gap-certifies
@@ -123,10 +128,10 @@ class QuantileRegressor(Regressor):
     def _wanted(self) -> tuple[float | None, bool, float]:
         return self.quantile, self.width == "auto", self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         least = 2 * min(self.quantile, 1 - self.quantile)  # smoothing moves other quantiles towards the median
-        spreads, unit = 2 * least * robust_width(signal), least * self._bound() / 10
-        width = _width("width", self.width, spreads, unit, prepare)
+        spreads, public = 2 * least * self._kink(signal, unit), least * self._bound() / 10
+        width = _width("width", self.width, spreads, public, prepare)
         return SmoothedPinball(quantile=self.quantile, width=width) if width else Pinball(quantile=self.quantile)
 
 
@@ -151,7 +156,7 @@ class Ridge(Regressor):
         docs/proofs/output.md#least-squares-from-noisy-statistics
     """
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Squared()
 
 

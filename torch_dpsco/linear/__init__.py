@@ -41,7 +41,7 @@ __all__ = [
     "plan_linear",
 ]
 
-_NOISY_LABELS, _NOISY_TARGETS = 400, 800  # n mu / sqrt(d)
+_NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
 MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
 
 

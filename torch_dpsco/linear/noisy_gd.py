@@ -34,9 +34,10 @@ from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.objective import objpert_reg
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
+from torch_dpsco.theory.steps import smooth_pace, steps_to
 
-_MOST_STEPS, _STEPS = 500, 200  # of the last iterate, at most; of all sums. A step reads all records
-_LEAST_FRICTION = 0.04  # 1 - momentum
+_MOST_STEPS, _STEPS = 500, 200  # of the last iterate; of all sums, with noise of one's own. A step reads all records
+_OF_TARGETS = 2.0  # times the guess of the weights, where targets are real
 _FAR = 1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 
@@ -72,7 +73,7 @@ class NoisyGDPlan(LinearPlan):
     def lr(self) -> float:
         """Step size eta, on the sum."""
         if self.momentum is not None:
-            return 1.0 / (self.task.n * smooth_constants(self.task)[1] + self.reg)
+            return (1.0 + self.momentum) / (self.task.n * smooth_constants(self.task)[1] + self.reg)
         return 2.0 / (self._smoothness + self.reg)
 
     @property
@@ -162,7 +163,8 @@ def plan_noisy_gd(
 
     Args:
         task: its public numbers; delta > 0.
-        steps: T; default 3 beta / reg, where the last iterate has converged, at most 500; 200 for all sums.
+        steps: T; default 3 beta / reg, where the last iterate has converged, at most 500; for all sums as many as the
+            way that the noise allows needs, 64 to 1024.
         secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
         released: "last" for the last iterate, with a regularizer; "all" for all sums, with momentum, and without one
             unless it is given.
@@ -179,7 +181,7 @@ def plan_noisy_gd(
     )
     lipschitz, smoothness = smooth_constants(task)
     if check.choice(("last", "all"), released=released) == "all":
-        return _all_sums(task, _STEPS if steps is None else steps)
+        return _all_sums(task, steps)
     if task.reg is None:
         task = replace(task, reg=objpert_reg(task.target.epsilon, smoothness))
     draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0)
@@ -190,19 +192,23 @@ def plan_noisy_gd(
     return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
 
 
-def _all_sums(task: LinearTask, steps: int) -> NoisyGDPlan:
+def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
     """Returns the plan whose steps reach as far as the noise allows, see docs/proofs/output.md#how-far-to-go."""
-    lipschitz, _ = smooth_constants(task)
-    draft = NoisyGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0)
-    if task.noise_multiplier is not None:
-        std = task.noise_multiplier * lipschitz
+    lipschitz, smoothness = smooth_constants(task)
+    draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0, momentum=0.0)
+    curvature = task.n * smoothness + draft.reg
+    if task.noise_multiplier is None:
+        once = draft.own_event().mu / task.level  # noise of one sum at the cost of all T of them
     else:
-        std = safe(draft.own_event().mu / task.level)
-    # noise of one sum at the cost of all T of them: std / sqrt(T)
-    signal = task.n * lipschitz / (std / math.sqrt(steps) * math.sqrt(task.parameters))
-    reach = draft.lr * task.n * lipschitz * steps  # of gradients of the largest norm, without momentum
-    friction = min(max(reach / (weight_guess(task) * signal), _LEAST_FRICTION), 1.0)
-    return replace(draft, noise_std=std, momentum=1.0 - friction)
+        steps = _STEPS if steps is None else steps
+        once = task.noise_multiplier * lipschitz / math.sqrt(steps)
+    distance = weight_guess(task) * (_OF_TARGETS if task.loss.target_kind == "real" else 1.0)
+    horizon = distance / (once * math.sqrt(task.parameters))
+    steps = steps_to(horizon, curvature) if steps is None else steps
+    draft = replace(draft, steps=steps, momentum=smooth_pace(horizon, steps, curvature).momentum)
+    if task.noise_multiplier is not None:
+        return replace(draft, noise_std=task.noise_multiplier * lipschitz)
+    return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
 
 
 def smooth_constants(task: LinearTask) -> tuple[float, float]:

@@ -18,6 +18,7 @@ _SHARE = 0.05  # of mu^2, at most, for sums, and for counts
 _SUM_ERROR, _SUM_USELESS = 0.05, 0.4  # norm of the noise on the center over B: wanted, and not worth it
 _COUNT_ERROR, _COUNT_USELESS = 0.003, 0.15  # std of the noise on a count over n: wanted, and not worth it
 RADIUS_COUNTS, LOCATION_COUNTS, SPREAD_COUNTS = 7, 16, 8
+NARROW = 0.3  # threshold of Huber's loss in spreads of the targets, for steps with momentum, which bear the curvature
 
 
 def number_of_counts(*, rows: bool, targets: bool, spreads: bool) -> int:
@@ -107,7 +108,8 @@ def residual_clip(signal: float) -> float:
 def robust_width(signal: float) -> float:
     """Returns the threshold of Huber's loss in spreads of the targets: the more noise, the more records count in full.
 
-    A slope is worth its noise only with curvature beside it, which a narrow parabola has in few records.
+    For users, and objective perturbation. A slope is worth its noise only with curvature beside it, which a narrow
+    parabola has in few records.
 
     Example:
         >>> robust_width(100.0), robust_width(1000.0), robust_width(10_000.0)
