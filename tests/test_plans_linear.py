@@ -26,6 +26,7 @@ from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, plan_linear, preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan
+from torch_dpsco.linear.boosted import BoostedPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.output import OutputPlan, _sensitivity
@@ -203,13 +204,16 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     model = estimators.Ridge(n=N, bound_x=1.0, bound_y=1.0, secure=secure).fit(ROWS, SIGNS)
     plan = model.plan_
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
-    assert f"exact noise {'chosen' if secure else 'on request'}" in str(plan)
+    assert isinstance(plan, AdaSSPPlan if secure else BoostedPlan)
+    if secure:
+        assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
+        assert "exact noise chosen" in str(plan)
+        assert "exact noise on request" in str(ridge()())
 
 
-def ridge(**kind: Any) -> Callable[[], LinearPlan]:
+def ridge(mechanism: str = "adassp", **kind: Any) -> Callable[[], LinearPlan]:
     given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": N, "bound_y": 1.0}
-    return lambda: plan_linear(LinearTask(**given, budget=ADDED), "adassp", **kind)
+    return lambda: plan_linear(LinearTask(**given, budget=kind.pop("budget", ADDED)), mechanism, **kind)
 
 
 def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
@@ -226,6 +230,8 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "adassp": ridge(),
     "adassp, exact": ridge(secure="exact"),
     "adassp, paper": ridge(mode="paper"),
+    "boosted": ridge("boosted_adassp"),
+    "boosted, replace_one": ridge("boosted_adassp", budget=BUDGET),
     "noisy, all sums": lambda: plan_linear(
         LinearTask(loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=DIM, n=N, budget=ADDED), "noisy_gd"
     ),
@@ -234,6 +240,7 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "noisy, measured": prepared("noisy_gd", loss=dp.losses.Huber()),
     "output, measured": prepared("output", reg=30.0),
     "adassp, measured": prepared("adassp", loss=dp.losses.Squared()),
+    "boosted, measured": prepared("boosted_adassp", loss=dp.losses.Squared()),
 }
 
 
@@ -334,6 +341,10 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
                 determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
             jump = (sides * task.lipschitz, sides * max(1, classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+    elif isinstance(plan, BoostedPlan):
+        gram, *sums = scales
+        levels = [math.sqrt(sides) * task.preparation.bound**2 / gram] + [sides * plan.clip / std for std in sums]
+        assert event.mu * hair >= math.hypot(*levels)
     else:
         assert isinstance(plan, AdaSSPPlan)
         square, product = task.preparation.bound**2, task.preparation.bound * task.bound_y

@@ -10,7 +10,7 @@
 | `LinearSVC` | hinge, smoothed | objective perturbation |
 | `HuberRegressor` | Huber | objective perturbation |
 | `QuantileRegressor` | pinball | output perturbation |
-| `Ridge` | squared | AdaSSP |
+| `Ridge` | squared | boosted AdaSSP |
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 

@@ -80,8 +80,8 @@ class LinearModel(BaseEstimator):
         n: public number of records; required. It must be the true one but under add_remove.
         bound_x: B > 0, norm that rows are clipped to; required.
         prepare: "auto" measures privately what rows and targets look like where that pays by public numbers (needs
-            delta > 0, and neither feature_center, feature_scale, reg nor radius, which are in public units); None
-            measures nothing.
+            delta > 0, an intercept, and neither feature_center, feature_scale, reg nor radius, which are in public
+            units); None measures nothing.
         feature_center: (d,), subtracted from rows; None for 0.
         feature_scale: (d,), > 0, that they are divided by; None for 1.
         fit_intercept: whether a constant is appended to rows.
@@ -89,7 +89,7 @@ class LinearModel(BaseEstimator):
             where rows are measured, which then have norms of at most 1.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
-        mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
+        mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd", "adassp" or "boosted_adassp".
         solver: see `linear.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
@@ -285,8 +285,8 @@ class LinearModel(BaseEstimator):
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
-        if (self.reg, self.radius) != (None, math.inf):
-            return None  # these are in public units
+        if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept:
+            return None  # these are in public units, and so is the origin that a line without an intercept goes through
         mu, wanted = gaussian_mu(budget.epsilon, budget.delta), self._wanted()
         rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
         quantile, spreads, bound = (None, False, None) if wanted is None else wanted

@@ -132,12 +132,12 @@ class QuantileRegressor(Regressor):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Ridge(Regressor):
-    """Private least squares: AdaSSP, whose ridge adapts privately to the data; output perturbation at delta = 0.
+    """Private least squares: boosted AdaSSP, rounds on clipped residuals; output perturbation at delta = 0.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
             intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
-        reg: >= 0 added to the ridge of AdaSSP; None for nothing.
+        reg: > 0, a ridge of the answer; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
 
     Example:
@@ -145,11 +145,16 @@ class Ridge(Regressor):
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = Ridge(epsilon=4.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> bool(abs(model.coef_[0] - 2) < 0.6), model.mechanism_
-        (True, 'adassp')
+        (True, 'boosted_adassp')
 
     Source:
-        docs/proofs/output.md#least-squares-from-noisy-statistics
+        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics
     """
+
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        if self.mechanism not in ("auto", "boosted_adassp"):
+            return None, False, self._bound()  # the noise of the others is for the bound on targets, in any units
+        return 0.5, True, self._bound()
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Squared()
