@@ -7,7 +7,7 @@ targets if they lie far from 0, and divide them by a public scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
-from torch_dpsco.linear import PrivatePreparation
+from torch_dpsco.linear import NO_BOUND, PrivatePreparation
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.theory.linear.preparation import robust_width
@@ -43,7 +43,7 @@ class Regressor(RegressorMixin, LinearModel):
         if self.bound_y is None:
             raise ValueError(
                 "bound_y must be given: a public bound on targets, which are clipped to [-bound_y, bound_y]; take what "
-                "a target can be by its meaning, never the largest in the data (got None)"
+                f"a target can be by its meaning, never the largest in the data{self._boundless} (got None)"
             )
         return check.positive(bound_y=self.bound_y)
 
@@ -136,9 +136,12 @@ class Ridge(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, radius, solver, n_max, secure, accountant: see `LinearModel`.
         reg: > 0, a ridge of the answer; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
+        mechanism: also "tukey", a deep one among least squares of many parts of the table: bound_x and bound_y may be
+            None then, n must be hundreds of times the number of features, and "none" (weights of 0, with a warning)
+            may be the answer.
 
     Example:
         >>> import numpy as np
@@ -148,8 +151,16 @@ class Ridge(Regressor):
         (True, 'boosted_adassp')
 
     Source:
-        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics
+        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics; docs/proofs/tukey.md
     """
+
+    _boundless: ClassVar[str] = ". Without bounds, mechanism='tukey' fits a large table"
+
+    def _bound_on_rows(self) -> float:
+        return NO_BOUND if self.mechanism == "tukey" and self.bound_x is None else super()._bound_on_rows()
+
+    def _bound(self) -> float:
+        return NO_BOUND if self.mechanism == "tukey" and self.bound_y is None else super()._bound()
 
     def _wanted(self) -> tuple[float | None, bool, float]:
         if self.mechanism not in ("auto", "boosted_adassp"):

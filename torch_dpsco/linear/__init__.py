@@ -1,7 +1,7 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`: a plan for each mechanism, which solves and releases;
+* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `tukey`: a plan for each mechanism, which releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.
 """
@@ -24,6 +24,7 @@ from torch_dpsco.linear.output import plan_output
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.linear.tukey import NO_BOUND, plan_tukey
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
@@ -33,6 +34,7 @@ from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
 __all__ = [
     "MECHANISMS",
+    "NO_BOUND",
     "LinearFit",
     "LinearTask",
     "Preparation",
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 800  # n mu / sqrt(d)
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp")
+MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "tukey")
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -104,7 +106,8 @@ def plan_linear(
 
     Args:
         task: public numbers.
-        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd", "adassp" or "boosted_adassp".
+        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd", "adassp", "boosted_adassp" or
+            "tukey".
         mode: "tight" or "paper" (output, adassp).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `linear.solvers.solve`; never trusted.
@@ -122,6 +125,8 @@ def plan_linear(
         return plan_adassp(task, mode, secure)
     if chosen == "boosted_adassp":
         return plan_boosted(task, secure=secure)
+    if chosen == "tukey":
+        return plan_tukey(task)
     if chosen == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
     if chosen == "objective":
