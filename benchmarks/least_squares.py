@@ -3,9 +3,9 @@
     python benchmarks/least_squares.py               # about two minutes on one core
     python benchmarks/least_squares.py --smoke       # rows that are made up, one run: shows that it runs
 
-add_remove, delta = 1e-6, the unit is a row; medians of runs with fresh noise. AdaSSP and its boosted form get the bounds
-of tables.py, "tukey" gets none: "-" where it refuses, since n is too small, and its answer may be "none" (weights of 0).
-The numbers of `linear.boosted` and `linear.tukey` were chosen on these tables; accuracy.py has others.
+add_remove, delta = 1e-6, the unit is a row; medians of runs with fresh noise. AdaSSP and its boosted form get the
+bounds of tables.py, "tukey" gets none: "-" where it refuses, since n is too small; its answer may be "none" (weights of
+0). The numbers of `linear.boosted` and `linear.tukey` were chosen on these tables; accuracy.py has others.
 """
 
 from __future__ import annotations

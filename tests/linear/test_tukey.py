@@ -241,6 +241,7 @@ def test_numbers_stay_within_the_budget(epsilon: float, delta: float) -> None:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 NAN, INF = math.nan, math.inf
+ABSENT = torch.linspace(-1, 1, 36, dtype=torch.float64).view(12, 3)
 ODD = [NAN, INF, -INF, 1e300, -1e300, 0.0, 1e-300, 1e45, 1.0]
 
 
@@ -274,7 +275,7 @@ def test_a_record_moves_one_model(adjacency: str, first: float, second: float, t
     models = []
     for features, values, own in pair:
         given = task(adjacency, n=len(features), n_max=100)
-        models.append(models_of(make_records(given, features, values), own, 12))
+        models.append(models_of(make_records(given, features, values), own, ABSENT))
     differs = [k for k in range(12) if not torch.equal(models[0][k], models[1][k])]
     assert differs in ([], [int(parts[place])])
 
@@ -283,7 +284,7 @@ def test_a_record_moves_one_model(adjacency: str, first: float, second: float, t
 def test_no_value_raises_in_a_deep_model(values: list[float]) -> None:
     table = torch.tensor(values, dtype=torch.float64).view(10, 3)
     given = task("replace_one", n=10)
-    models = models_of(make_records(given, table[:, :2], table[:, 2]), torch.arange(10) % 4, 6)
+    models = models_of(make_records(given, table[:, :2], table[:, 2]), torch.arange(10) % 4, ABSENT[:6])
     for model in models:
         for number in map(on_lattice, model.tolist()):
             assert abs(number) <= 2**400
@@ -300,13 +301,28 @@ def test_parts_are_least_squares_of_their_rows() -> None:
     targets = torch.randn(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weights = torch.rand(40, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     parts = torch.arange(40) % 3
-    models = models_of(make_records(task("replace_one", n=40), rows, targets, weights), parts, 3)
+    models = models_of(make_records(task("replace_one", n=40), rows, targets, weights), parts, ABSENT[:3])
     for part, model in enumerate(models):
         own = parts == part
         root = weights[own].sqrt().unsqueeze(1)
         design = torch.cat([rows[own], torch.ones(int(own.sum()), 1)], dim=1)
         wanted = torch.linalg.lstsq(root * design, root * targets[own].unsqueeze(1)).solution.flatten()
         torch.testing.assert_close(model, wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_weights_of_features_that_most_parts_lack_are_no_single_point() -> None:
+    """Else the boxes around them would shrink to one lattice point at once, and the check would fail."""
+    draws = np.random.default_rng(4)
+    X = np.c_[draws.standard_normal((20_000, 2)), draws.uniform(size=(20_000, 2)) < 0.02]
+    y = X @ [1.0, -2.0, 3.0, -1.0] + draws.standard_normal(20_000)
+    model = Ridge(epsilon=4.0, n=20_000, mechanism="tukey").fit(X, y)
+    np.testing.assert_allclose(model.coef_[:2], [1.0, -2.0], atol=0.2)
+    empty = torch.zeros(4, 2, dtype=torch.float64)
+    lacking = models_of(
+        make_records(task("replace_one", n=4), empty, torch.arange(4.0)), torch.zeros(4).long(), ABSENT[:2]
+    )
+    assert lacking[0][:2].abs().max() > 0
+    assert float(lacking[0][2]) == pytest.approx(1.5)
 
 
 # -- what a user sees -------------------------------------------------------------------------------------------------
@@ -334,9 +350,19 @@ def test_a_table_without_bounds_is_fitted_and_charged_once(monkeypatch: pytest.M
     assert event.adjacencies == ("add_remove",)
     assert model.privacy_.epsilon == model.plan_.epsilon() <= 2.0
     assert "no bounds on rows and targets" in str(model.plan_)
+    assert "It is not the chance that" not in str(model.report())  # delta may be that of a failed check
     with pytest.raises(BudgetExceeded):
         model.fit(X, y)
     assert order == [1]  # the refused fit has drawn nothing
+
+
+def test_a_preview_without_bounds_is_in_units_of_the_sample() -> None:
+    rows, targets = table(400)
+    noisy = targets + torch.randn(400, generator=torch.Generator().manual_seed(1)).double()
+    seen = Ridge(n=8000, mechanism="tukey").preview(rows * 1e3, noisy, epsilons=(4.0,), runs=3)
+    (reached,), (constant,) = seen.not_private.values(), seen.constant.values()
+    assert 0.7 < reached < 1.3 < constant
+    assert seen.mechanisms == ("tukey",)
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])

@@ -27,11 +27,13 @@ from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask
 from torch_dpsco.losses import Squared
 from torch_dpsco.mechanisms.tukey import draw_deep, from_lattice, on_lattice
+from torch_dpsco.noise import uniform
 from torch_dpsco.rng import Source, stream_of
 from torch_dpsco.theory.linear.tukey import TukeyNumbers, tukey_numbers
 
 NO_BOUND = 1e50  # rows and targets beyond are clipped: squares of them are finite
 _RIDGE = 1e-9  # of a part, beside a Gram matrix with ones on its diagonal
+_ABSENT = 0.1  # spreads of the targets, in which weights of features that a part lacks are spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ class TukeyPlan(LinearPlan):
         """Fits all parts, draws a deep model: returns it, or 0 with a warning for "none"; see `LinearPlan`."""
         # PRIVACY: whatever the other records are (test_a_record_moves_one_model)
         parts = torch.from_numpy(stream_of(generator).integers(self.numbers.parts, solved.count))
-        found = draw_deep(
-            [_lattice(model) for model in models_of(solved, parts, self.numbers.parts)], self.numbers, generator
-        )
+        absent = 2 * uniform((self.numbers.parts, solved.dim), generator) - 1
+        points = [[on_lattice(value) for value in model.tolist()] for model in models_of(solved, parts, absent)]
+        found = draw_deep(points, self.numbers, generator)
         if found is None:
             warnings.warn(
                 "too few models of parts agree: the released answer is 'none', and weights are 0. State bounds, or "
@@ -131,32 +133,31 @@ def _require_covered(task: LinearTask) -> None:
         raise ConditionError("mechanism 'tukey' needs neither reg nor prepare: give None")
 
 
-def models_of(records: Records, parts: Tensor, count: int) -> list[Tensor]:
+def models_of(records: Records, parts: Tensor, absent: Tensor) -> list[Tensor]:
     """Returns the least squares (d,) of each part of the records: NOT private.
 
     Args:
         records: n of them.
-        parts: (n,) integers below `count`.
-        count: number of parts.
+        parts: (n,) integers below m.
+        absent: (m, d) numbers in [-1, 1], drawn without a look at the records, for features that are 0 in all of a
+            part. Were all their weights 0, no box around the others would be much larger than the next one.
     """
-    sizes = torch.bincount(parts, minlength=count).tolist()
+    sizes = torch.bincount(parts, minlength=len(absent)).tolist()
     order = torch.argsort(parts, stable=True).to(records.device)
-    return [_model(records, chosen) for chosen in torch.split(order, sizes)]
+    return [_model(records, *of) for of in zip(torch.split(order, sizes), absent, strict=True)]
 
 
-def _model(records: Records, chosen: Tensor) -> Tensor:
+def _model(records: Records, chosen: Tensor, absent: Tensor) -> Tensor:
     # PRIVACY: of these rows alone, to the last bit (test_a_record_moves_one_model)
-    rows, weights = records.select(chosen).contiguous(), records.weights[chosen]
+    rows, weights, targets = records.select(chosen).contiguous(), records.weights[chosen], records.targets[chosen]
     gram = (rows * weights.unsqueeze(1)).T @ rows
     scale = gram.diagonal().sqrt()
-    scale = torch.where(scale > 0, scale, 1.0)
+    lacks = scale == 0
+    scale = torch.where(lacks, 1.0, scale)
     gram = gram / scale / scale.unsqueeze(1)
     gram.diagonal().add_(_RIDGE)
-    moment = rows.T @ (weights * records.targets[chosen])
+    moment = rows.T @ (weights * targets) / scale
     # PRIVACY: an error would tell of the data (test_no_value_raises_in_a_deep_model)
-    answer: Tensor = torch.linalg.solve_ex(gram, moment / scale).result / scale
-    return answer
-
-
-def _lattice(model: Tensor) -> list[int]:
-    return [on_lattice(value) for value in model.tolist()]
+    answer: Tensor = torch.linalg.solve_ex(gram, moment).result / scale
+    spread = (targets - targets.mean()).square().mean().sqrt() / torch.where(lacks, torch.inf, scale).amin()
+    return torch.where(lacks, _ABSENT * spread * absent.to(answer), answer)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared, is_exact
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, Sequential
+from torch_dpsco.accounting.events import ApproxDP, Gaussian, NonPrivate, Sequential
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report.figures import (
     OneRelease,
@@ -287,7 +287,7 @@ def _delta(report: PrivacyReport) -> Iterator[str]:
     )
     if any(isinstance(charge.event, Gaussian) and charge.event.failure for charge in report.charges):
         yield "A part of it is the probability that the bound on what one record contributes does not hold."
-    else:
+    elif not any(isinstance(charge.event, ApproxDP) for charge in report.charges):  # whose delta may be such a chance
         yield (
             "It is not the chance that a given person is exposed. With the Gaussian noise used here the ratio of the "
             "two probabilities passes e^epsilon gradually: rarely, and then by little."
