@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared, is_exact
-from torch_dpsco.accounting.events import ApproxDP, Gaussian, NonPrivate, Sequential
+from torch_dpsco.accounting.events import Gaussian, NonPrivate, Sequential
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.accounting.report.figures import (
     OneRelease,
@@ -21,6 +21,7 @@ from torch_dpsco.accounting.report.figures import (
     group_guarantee,
     rounded_up,
 )
+from torch_dpsco.accounting.stated import ApproxDP
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
 WORLDS = {
