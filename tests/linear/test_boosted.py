@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from itertools import permutations
 
 import numpy as np
@@ -120,6 +121,21 @@ def test_each_round_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> None
         plan = plan_boosted(given, rounds)
         run(given, plan, torch.ones(4, 3), torch.ones(4))
         assert drawn == [(6, plan.gram_std)] + [(3, plan.noise_std)] * rounds
+
+
+def test_the_noise_of_the_matrix_is_not_rounded_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64))
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: seen.append(matrix.clone()) or eigh(matrix))
+    given = task(dim=3)
+    plan = plan_boosted(given)
+    run(given, plan, torch.zeros(4, 3), torch.ones(4))
+    (noise,) = seen
+    assert noise.diagonal().tolist() == [plan.gram_std] * 3
+    for row, column in ((1, 0), (2, 0), (2, 1)):  # the triangle that is read
+        exact = Fraction(float(noise[row, column])) ** 2
+        assert exact * 2 >= Fraction(plan.gram_std) ** 2 * (1 - Fraction(1, 2**51))
 
 
 @pytest.mark.parametrize("reg", [None, 7.0])

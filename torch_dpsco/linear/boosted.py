@@ -110,9 +110,11 @@ class BoostedPlan(LinearPlan):
         """Adds noise to X'X and to the sum of each round: returns the private vector; see `LinearPlan`."""
         dim, device = solved.dim, solved.device
         row, column = torch.tril_indices(dim, dim, device=device)
-        # squares off the diagonal count twice in the Frobenius norm
-        units = torch.where(row == column, 1.0, math.sqrt(0.5)).double()
         noisy = solved.gram(solved.weights)
+        # PRIVACY: squares off the diagonal count twice in the Frobenius norm; in float64, since float32 rounds 1/sqrt(2)
+        # down (test_the_noise_of_the_matrix_is_not_rounded_down)
+        units = noisy.new_full((len(row),), math.sqrt(0.5))
+        units[row == column] = 1.0
         # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
         noisy[row, column] += units * gaussian_vector(len(row), self.gram_std, generator)
         values, vectors = torch.linalg.eigh(noisy)  # of the lower triangle
