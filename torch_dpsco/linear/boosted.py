@@ -111,8 +111,8 @@ class BoostedPlan(LinearPlan):
         dim, device = solved.dim, solved.device
         row, column = torch.tril_indices(dim, dim, device=device)
         noisy = solved.gram(solved.weights)
-        # PRIVACY: squares off the diagonal count twice in the Frobenius norm; in float64, since float32 rounds 1/sqrt(2)
-        # down (test_the_noise_of_the_matrix_is_not_rounded_down)
+        # PRIVACY: squares off the diagonal count twice in the Frobenius norm; float32 would round 1/sqrt(2) down
+        # (test_the_noise_of_the_matrix_is_not_rounded_down)
         units = noisy.new_full((len(row),), math.sqrt(0.5))
         units[row == column] = 1.0
         # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
