@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given as examples
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -68,6 +69,7 @@ def moved(given: LinearTask, plan: BoostedPlan, rest: list[tuple[float, ...]], p
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
+@settings(max_examples=25)
 @examples(st.floats(0, 2 * math.pi), st.floats(0, 1))
 def test_no_record_moves_the_rounds_by_more_than_the_level(adjacency: str, angle: float, share: float) -> None:
     given = task(adjacency)
