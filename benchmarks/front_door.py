@@ -9,7 +9,7 @@ Logistic regression on the rows of examples/adult.py, whose norm bound 3.61 is p
 medians of seeds, which are fresh noise and batches.
 
 * ours: `LogisticRegression`, and `HolderSGD` with `fit`, both by default. Not tuned.
-* Opacus: DP-SGD by `make_private_with_epsilon`, in 10 passes and batches of 512, with clip 1 and step size 0.05 as in its
+* Opacus: DP-SGD by `make_private_with_epsilon`, 10 passes in batches of 512, with clip 1 and step size 0.05 as in its
   README, not tuned; and with the best of three larger step sizes by the test score of one run each, which is not
   private: what a private search would cost is not charged.
 * diffprivlib: its LogisticRegression by default, with the norm bound. Its guarantee, as its documentation has it, is

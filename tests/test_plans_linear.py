@@ -26,15 +26,18 @@ from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, plan_linear, preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan
+from torch_dpsco.linear.boosted import BoostedPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.output import OutputPlan, _sensitivity
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
+from torch_dpsco.linear.tukey import TukeyPlan
 from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
+from torch_dpsco.theory.linear.tukey import TukeyNumbers
 
 pytestmark = pytest.mark.representatives(6)
 
@@ -203,13 +206,18 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     model = estimators.Ridge(n=N, bound_x=1.0, bound_y=1.0, secure=secure).fit(ROWS, SIGNS)
     plan = model.plan_
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
-    assert f"exact noise {'chosen' if secure else 'on request'}" in str(plan)
+    assert isinstance(plan, AdaSSPPlan if secure else BoostedPlan)
+    deep = estimators.Ridge(n=30_000, mechanism="tukey").plan(DIM)
+    assert Plan.from_dict(json.loads(json.dumps(deep.to_dict()))) == deep
+    if secure:
+        assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
+        assert "exact noise chosen" in str(plan)
+        assert "exact noise on request" in str(ridge()())
 
 
-def ridge(**kind: Any) -> Callable[[], LinearPlan]:
-    given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": N, "bound_y": 1.0}
-    return lambda: plan_linear(LinearTask(**given, budget=ADDED), "adassp", **kind)
+def ridge(mechanism: str = "adassp", n: int = N, budget: dp.Budget = ADDED, **kind: Any) -> Callable[[], LinearPlan]:
+    given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": n, "bound_y": 1.0}
+    return lambda: plan_linear(LinearTask(**given, budget=budget), mechanism, **kind)
 
 
 def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
@@ -226,6 +234,9 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "adassp": ridge(),
     "adassp, exact": ridge(secure="exact"),
     "adassp, paper": ridge(mode="paper"),
+    "boosted": ridge("boosted_adassp"),
+    "boosted, replace_one": ridge("boosted_adassp", budget=BUDGET),
+    "tukey": ridge("tukey", n=9000, budget=dp.Budget(3.0, 1e-6, "add_remove")),
     "noisy, all sums": lambda: plan_linear(
         LinearTask(loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=DIM, n=N, budget=ADDED), "noisy_gd"
     ),
@@ -234,6 +245,7 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "noisy, measured": prepared("noisy_gd", loss=dp.losses.Huber()),
     "output, measured": prepared("output", reg=30.0),
     "adassp, measured": prepared("adassp", loss=dp.losses.Squared()),
+    "boosted, measured": prepared("boosted_adassp", loss=dp.losses.Squared()),
 }
 
 
@@ -248,6 +260,7 @@ class Draws:
             monkeypatch.setattr(module, name, self._vector, raising=False)
         monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
         monkeypatch.setattr(module, "solve", self._solve, raising=False)
+        monkeypatch.setattr(module, "draw_deep", self._deep, raising=False)
         monkeypatch.setattr(module, "build_objective", self._objective, raising=False)
         size = plan.task.n
         rows, targets = torch.zeros(size, plan.task.dim), torch.ones(size)
@@ -268,6 +281,11 @@ class Draws:
     def _vector(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.scales.append(scale)
         return torch.zeros(size, dtype=torch.float64)
+
+    def _deep(self, points: list[list[int]], numbers: TukeyNumbers, _: Any) -> list[int]:
+        assert len(points) == numbers.parts
+        self.scales += [numbers.base, numbers.rarity, numbers.scale, numbers.threshold]
+        return points[0]
 
     def _measure(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.measured.append((size, scale))
@@ -334,6 +352,14 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
                 determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
             jump = (sides * task.lipschitz, sides * max(1, classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+    elif isinstance(plan, TukeyPlan):
+        base, rarity, scale, threshold = scales
+        assert event.eps * hair >= 1 / scale + 2 * math.log(base) + math.log1p(rarity)
+        assert event.delta * hair >= max(rarity, math.exp(-threshold / scale) / (1 + math.exp(-1 / scale)))
+    elif isinstance(plan, BoostedPlan):
+        gram, *sums = scales
+        levels = [math.sqrt(sides) * task.preparation.bound**2 / gram] + [sides * plan.clip / std for std in sums]
+        assert event.mu * hair >= math.hypot(*levels)
     else:
         assert isinstance(plan, AdaSSPPlan)
         square, product = task.preparation.bound**2, task.preparation.bound * task.bound_y

@@ -431,7 +431,7 @@ def test_mechanisms_can_be_chosen():
     for mechanism in ("output", "objective", "noisy_gd"):
         assert fitted("LogisticRegression", mechanism=mechanism).mechanism_ == mechanism
     assert [fitted(name).mechanism_ for name in NAMES] == [
-        *("noisy_gd", "objective", "noisy_gd", "noisy_gd", "noisy_gd", "adassp", "output", "output")
+        *("noisy_gd", "objective", "noisy_gd", "noisy_gd", "noisy_gd", "boosted_adassp", "output", "output")
     ]
     assert fitted("LinearSVC", loss="hinge").mechanism_ == "output"
 

@@ -204,7 +204,7 @@ def test_preparation_and_release_together_have_the_level_of_the_budget() -> None
         level_left(0.1, 0.1)
 
 
-@pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd", "adassp"])
+@pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd", "adassp", "boosted_adassp"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_what_is_measured_is_charged_with_the_release(
     mechanism: str, adjacency: str, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +212,8 @@ def test_what_is_measured_is_charged_with_the_release(
     given = measured(adjacency)
     if mechanism == "adassp":
         given = replace(measured(adjacency, quantile=None), loss=dp.losses.Squared(), bound_y=TARGET)
+    elif mechanism == "boosted_adassp":
+        given = replace(given, loss=dp.losses.Squared())
     plan = plan_linear(given, mechanism)
     ledger = dp.Accountant(given.budget)
     seen: list[float] = []

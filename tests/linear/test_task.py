@@ -246,7 +246,7 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "gaussian", "pure"),
     [
-        ({"loss": dp.losses.Squared(), "bound_y": 1.0}, "adassp", "output"),
+        ({"loss": dp.losses.Squared(), "bound_y": 1.0}, "boosted_adassp", "output"),
         ({"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}, "noisy_gd", "objective"),
         ({}, "noisy_gd", "objective"),
         ({"n": 10_000}, "objective", "objective"),

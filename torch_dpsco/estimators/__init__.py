@@ -10,7 +10,7 @@
 | `LinearSVC` | hinge, smoothed | objective perturbation |
 | `HuberRegressor` | Huber | noisy gradient descent |
 | `QuantileRegressor` | pinball, smoothed | noisy gradient descent |
-| `Ridge` | squared | AdaSSP |
+| `Ridge` | squared | boosted AdaSSP |
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 

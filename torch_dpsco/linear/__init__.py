@@ -1,7 +1,7 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`: a plan for each mechanism, which solves and releases;
+* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `tukey`: a plan for each mechanism, which releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.
 """
@@ -17,12 +17,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
+from torch_dpsco.linear.boosted import plan_boosted
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.linear.tukey import NO_BOUND, plan_tukey
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
@@ -32,6 +34,7 @@ from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
 __all__ = [
     "MECHANISMS",
+    "NO_BOUND",
     "LinearFit",
     "LinearTask",
     "Preparation",
@@ -42,7 +45,7 @@ __all__ = [
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
+MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "tukey")
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -50,7 +53,7 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
 
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
-    | squared, not clipped | adassp | output |
+    | squared, not clipped | boosted_adassp, adassp where `secure` | output |
     | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
     | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
     | softmax | objective | output |
@@ -69,7 +72,9 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if task.tilt or task.attack_radius:
         return "output"
     if isinstance(task.loss, Squared) and task.residual_clip is None:
-        return "output" if task.pure else "adassp"
+        if task.pure:
+            return "output"
+        return "adassp" if asks_exact(secure) else "boosted_adassp"
     if task.lipschitz is None or task.smoothness is None or asks_exact(secure):
         return "output"
     if not task.pure:
@@ -101,7 +106,8 @@ def plan_linear(
 
     Args:
         task: public numbers.
-        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd" or "adassp".
+        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd", "adassp", "boosted_adassp" or
+            "tukey".
         mode: "tight" or "paper" (output, adassp).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `linear.solvers.solve`; never trusted.
@@ -117,6 +123,10 @@ def plan_linear(
     chosen = choose_mechanism(task, secure) if mechanism == "auto" else mechanism
     if chosen == "adassp":
         return plan_adassp(task, mode, secure)
+    if chosen == "boosted_adassp":
+        return plan_boosted(task, secure=secure)
+    if chosen == "tukey":
+        return plan_tukey(task)
     if chosen == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
     if chosen == "objective":
