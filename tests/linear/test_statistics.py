@@ -42,13 +42,13 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
 
 def statistics(records: Records, plan: AdaSSPPlan) -> Tensor:
     """lambda_min, X'X in the coordinates that the noise is independent in, X'y: each over its std."""
-    given, gram = plan.constants, records.gram(records.weights)
+    given, (least, gram, moment) = plan.constants, plan.statistics(records)
     rows, columns = torch.triu_indices(records.dim, records.dim, 1)
     parts = [
-        torch.linalg.eigvalsh(gram)[:1] / given.std_lmin,
+        gram.new_tensor([least / given.std_lmin]),
         gram.diagonal() / given.std_xtx_diag,
         gram[rows, columns] / given.std_xtx_offdiag,
-        records.combine(records.weights * records.targets) / given.std_xty,
+        moment / given.std_xty,
     ]
     return torch.cat(parts)
 
@@ -59,7 +59,10 @@ def levels(given: LinearTask, plan: AdaSSPPlan) -> list[float]:
 
     def released(records: list[tuple[float, ...]]) -> Tensor:
         table = torch.tensor(records, dtype=torch.float64)
-        return statistics(make_records(given, table[:, :2], table[:, 2]), plan)
+        targets = table[:, 2]
+        if given.num_scores > 1:  # 2 and -2 are classes of 3, the last one and none; 1e308 and NaN are unknown
+            targets = torch.where(targets.abs() < 3, targets.round(), -1.0).long()
+        return statistics(make_records(given, table[:, :2], targets), plan)
 
     found = []
     for rest in (shared, [(BOUND, 0.0, TARGET), (BOUND, 0.0, TARGET), (0.0, BOUND, TARGET)]):
@@ -73,10 +76,16 @@ def levels(given: LinearTask, plan: AdaSSPPlan) -> list[float]:
     return found
 
 
+CLASSES = {"loss": dp.losses.SoftmaxCrossEntropy(3), "bound_y": None}
+
+
+@pytest.mark.parametrize("kind", [{}, CLASSES], ids=["real", "classes"])
 @pytest.mark.parametrize("intercept", [0.0, 0.8])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
-def test_no_record_moves_the_three_statistics_by_more_than_the_level(adjacency: str, intercept: float) -> None:
-    given = task(adjacency, preparation=Preparation(BOUND, intercept=intercept))
+def test_no_record_moves_the_three_statistics_by_more_than_the_level(
+    adjacency: str, intercept: float, kind: dict[str, object]
+) -> None:
+    given = task(adjacency, preparation=Preparation(BOUND, intercept=intercept), **kind)
     plan = plan_adassp(given)
     found = levels(given, plan)
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-13) < plan.event().mu <= gaussian_mu(1.0, 1e-6)

@@ -1,7 +1,8 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`: a plan for each mechanism, which solves and releases;
+* `output`, `objective`, `noisy_gd`, `adassp`, `preconditioned_gd`: a plan for each mechanism, which solves and
+  releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.
 """
@@ -18,6 +19,7 @@ from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
+from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
 from torch_dpsco.losses import Squared
@@ -27,7 +29,7 @@ from torch_dpsco.theory.rounding import asks_exact
 
 __all__ = ["MECHANISMS", "LinearTask", "Preparation", "choose_mechanism", "fit_linear", "plan_linear"]
 
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
+MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "preconditioned_gd")
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -37,10 +39,11 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     |---|---|---|
     | squared, not clipped | adassp | output |
     | smooth, bounded gradients, one score | objective | objective where reg allows it, else output |
-    | softmax | objective | output |
+    | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
     | with kinks, tilted, adversarial | output | output |
 
-    Source: docs/proofs/objective.md#default-regularizer (the ranking), and docs/choosing.md.
+    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/heads.md#which-mechanism (the ranking), and
+    docs/choosing.md.
 
     Example:
         >>> import torch_dpsco as dp
@@ -54,11 +57,14 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
         return "output"
     if isinstance(task.loss, Squared) and task.residual_clip is None:
         return "output" if task.pure else "adassp"
-    if task.lipschitz is None or task.smoothness is None or asks_exact(secure):
+    classes, exact = isinstance(task.loss, SoftmaxCrossEntropy), asks_exact(secure)
+    if classes and not task.pure:
+        return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
+    if task.lipschitz is None or task.smoothness is None or exact:
         return "output"
     if not task.pure:
         return "objective"
-    if isinstance(task.loss, SoftmaxCrossEntropy):
+    if classes:
         return "output"
     try:
         plan_objective(task)
@@ -74,7 +80,7 @@ def plan_linear(
 
     Args:
         task: public numbers.
-        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd" or "adassp".
+        mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
         mode: "tight" or "paper" (output, adassp).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `linear.solvers.solve`; never trusted.
@@ -86,6 +92,8 @@ def plan_linear(
     chosen = choose_mechanism(task, secure) if chosen == "auto" else chosen
     if chosen == "adassp":
         return plan_adassp(task, mode, secure)
+    if chosen == "preconditioned_gd":
+        return plan_preconditioned_gd(task, secure)
     if chosen == "noisy_gd":
         return plan_noisy_gd(task, secure=secure)
     if chosen == "objective":
