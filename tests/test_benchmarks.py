@@ -75,7 +75,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["correlated", "front_door", "heavy_tailed", "holder", "user_level_risk"])
+@pytest.mark.parametrize("script", ["correlated", "front_door", "heads", "heavy_tailed", "holder", "user_level_risk"])
 def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
     script: str, performance: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
 
 def test_every_benchmark_is_run_by_a_test() -> None:
     suites = {"performance", "memory", "user_level", "equality", "step_time", "loaders", "accountant", "noise"}
-    accuracy = {"correlated", "front_door", "heavy_tailed", "holder", "user_level_risk"}
+    accuracy = {"correlated", "front_door", "heads", "heavy_tailed", "holder", "user_level_risk"}
     assert suites | accuracy | ELSEWHERE | PARTS | FOREIGN == SCRIPTS
     for script in suites | accuracy:
         assert "--smoke" in (FOLDER / f"{script}.py").read_text(encoding="utf-8")

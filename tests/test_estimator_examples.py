@@ -144,6 +144,7 @@ def test_the_document_names_every_class_and_its_mechanism():
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| ([^|]*) \|", text, flags=re.MULTILINE)
     assert {name for name, _, _ in rows} == set(estimators.__all__)
     kinds = {"objective perturbation": "objective", "output perturbation": "output", "AdaSSP": "adassp"}
+    kinds |= {"preconditioned gradient descent": "preconditioned_gd"}
     for name, said, pure in rows:
         model = getattr(estimators, name)(n=100, bound_x=1.0)
         further = {"bound_y": 1.0} if hasattr(model, "bound_y") else {"classes": (0, 1)}

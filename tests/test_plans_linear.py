@@ -29,6 +29,7 @@ from torch_dpsco.linear.adassp import AdaSSPPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.output import OutputPlan, _sensitivity
+from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
 from torch_dpsco.optim import checks
@@ -207,15 +208,22 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     assert f"exact noise {'chosen' if secure else 'on request'}" in str(plan)
 
 
-def ridge(**kind: Any) -> Callable[[], LinearPlan]:
-    given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": N, "bound_y": 1.0}
-    return lambda: plan_linear(LinearTask(**given, budget=ADDED), "adassp", **kind)
+REAL = {"loss": dp.losses.Squared(), "bound_y": 1.0}
+
+
+def of_task(mechanism: str, kind: dict[str, Any], budget: dp.Budget = ADDED, **asked: Any) -> Callable[[], LinearPlan]:
+    given = {"preparation": Preparation(1.0), "dim": DIM, "n": N, "budget": budget, **kind}
+    return lambda: plan_linear(LinearTask(**given), mechanism, **asked)
 
 
 EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
-    "adassp": ridge(),
-    "adassp, exact": ridge(secure="exact"),
-    "adassp, paper": ridge(mode="paper"),
+    "adassp": of_task("adassp", REAL),
+    "adassp, exact": of_task("adassp", REAL, secure="exact"),
+    "adassp, paper": of_task("adassp", REAL, mode="paper"),
+    "adassp, classes": of_task("adassp", {"loss": SOFTMAX}, BUDGET),
+    "preconditioned": of_task("auto", {"loss": SOFTMAX}),
+    "preconditioned, replace_one": of_task("preconditioned_gd", {"loss": SOFTMAX}, BUDGET),
+    "preconditioned, signs": of_task("preconditioned_gd", {"loss": dp.losses.Logistic(), "residual_clip": 0.3}),
 }
 
 
@@ -296,9 +304,15 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
             jump = (sides * task.lipschitz, sides * (classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+    elif isinstance(plan, PreconditionedGDPlan):
+        gram, *steps = scales
+        clip = plan.clip  # of the gradients in draws: see test_no_record_moves_a_preconditioned_step_by_more_than_...
+        levels = (math.sqrt(sides) * task.preparation.bound**2 / gram, *(sides * clip / std for std in steps))
+        assert event.mu * hair >= math.hypot(*levels)
     else:
         assert isinstance(plan, AdaSSPPlan)
-        square, product = task.preparation.bound**2, task.preparation.bound * task.bound_y
+        bound_y = task.bound_y or math.sqrt(1 - 1 / task.num_scores)
+        square, product = task.preparation.bound**2, task.preparation.bound * bound_y
         if plan.secure:
             assert scales == [1.0]
             scales = [plan.constants.std_lmin, plan.constants.std_xtx_offdiag, plan.constants.std_xtx_diag]

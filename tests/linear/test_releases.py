@@ -215,12 +215,14 @@ MECHANISMS = [
     ("objective", {"budget": dp.Budget(1.0, 0.0)}),
     ("noisy_gd", {}),
     ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
+    ("preconditioned_gd", {"reg": None}),
 ]
 DRAWERS = {
     "output": ("gaussian_vector", "knorm_vector"),
     "objective": ("gaussian_vector", "knorm_vector"),
     "noisy_gd": ("gaussian_vector",),
     "adassp": ("gaussian_vector",),
+    "preconditioned_gd": ("gaussian_vector",),
 }
 
 

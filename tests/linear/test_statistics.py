@@ -187,3 +187,36 @@ def test_rounding_is_in_the_noise_of_the_statistics() -> None:
         exact = math.fsum((prepared[:, k] * prepared[:, 1]).tolist())
         assert 2 * abs(float(records.gram(records.weights)[k, 1]) - exact) <= spare[1] * BOUND**2
     assert min(spare) > count * 2.0**-53 * 1024
+
+
+def test_without_noise_classes_are_regressed_on_their_indicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
+    draws = torch.Generator().manual_seed(4)
+    rows, labels = torch.randn(40_000, 2, generator=draws, dtype=torch.float64) / 5, torch.arange(40_000) % 3
+    rows[:, 0] += 0.1 * labels
+    given = task(n=40_000, **CLASSES)
+    plan, records = plan_adassp(given), make_records(given, rows, torch.where(torch.arange(40_000) > 9, labels, 7))
+    prepared, known = torch.cat([block for _, block in records.blocks()]), torch.nn.functional.one_hot(labels).double()
+    known[:10] = 1 / 3  # of an unknown class: a null record
+    wanted = torch.linalg.lstsq(prepared, known - 1 / 3).solution.T  # the ridge is 0 for so many records
+    answer = plan.release(records, dp.Accountant(given.budget), torch.Generator())
+    torch.testing.assert_close(answer.view(3, 2), 3 * wanted)
+
+
+def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-square with 2 of 3 degrees of freedom per row, false alarms: 1e-6."""
+    dim = 400
+    given = task(dim=dim, **CLASSES)
+    plan = plan_adassp(given)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda gram: gram.diagonal())
+    identity = torch.eye(dim, dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (identity.diagonal(), identity))
+    monkeypatch.setattr("torch_dpsco.linear.adassp._symmetric", lambda dim, given, generator: 0.0)
+    records = make_records(given, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
+    answer = plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)).view(3, dim)
+    assert float(answer.sum(0).abs().max()) < 1e-9
+    scale = float(answer.norm()) / (3 * plan.constants.std_xty)  # times 1 + ridge, which its own noise decides
+    low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], 2 * dim)
+    most = plan.constants.lam_cap + 1
+    least = plan.constants.lam_cap - 6 * plan.constants.std_lmin + 1
+    assert math.sqrt(low) / most <= scale <= math.sqrt(high) / max(least, plan.constants.lam_cap / 10)

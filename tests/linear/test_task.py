@@ -250,7 +250,8 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         ({"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}, "objective", "objective"),
         ({}, "objective", "objective"),
         ({"reg": 1e-3}, "objective", "output"),
-        ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "objective", "output"),
+        ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "preconditioned_gd", "output"),
+        ({"loss": dp.losses.SoftmaxCrossEntropy(3), "reg": 9.0}, "objective", "output"),
         ({"loss": dp.losses.Hinge()}, "output", "output"),
         ({"tilt": 1.0}, "output", "output"),
         ({"attack_radius": 1.0}, "output", "output"),
@@ -261,9 +262,23 @@ def test_the_mechanism_is_chosen_by_public_facts(settings: dict[str, object], ga
     assert choose_mechanism(task(**(settings | {"budget": dp.Budget(1.0, 0.0)}))) == pure
 
 
+def test_exact_noise_leaves_the_mechanisms_that_have_it() -> None:
+    classes = task(loss=dp.losses.SoftmaxCrossEntropy(3))
+    assert choose_mechanism(classes, "exact") == "adassp"
+    assert choose_mechanism(task(), "exact") == "output"
+
+
+def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked_for() -> None:
+    classes = task(loss=dp.losses.SoftmaxCrossEntropy(3))
+    chosen, asked = plan_linear(classes), plan_linear(classes, "preconditioned_gd")
+    assert chosen == asked
+    assert "  chosen      " in str(chosen)
+    assert "  chosen      " not in str(asked)
+
+
 def test_a_ledger_of_another_adjacency_is_refused() -> None:
     add_remove = task(budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
-    for mechanism in ("output", "objective", "noisy_gd"):
+    for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         ledger = dp.Accountant(adjacency="replace_one")
         with pytest.raises(AdjacencyError):
             fit_linear(plan_linear(add_remove, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)

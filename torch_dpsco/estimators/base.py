@@ -71,7 +71,7 @@ class LinearModel(BaseEstimator):
         intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
-        mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
+        mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
         solver: see `linear.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.

@@ -188,7 +188,10 @@ def _sigmoid(scores: Array) -> Array:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SoftmaxRegression(Classifier):
-    """Private softmax (multinomial logistic) regression for any number of classes.
+    """Private softmax (multinomial logistic) regression for any number of classes, as on the features of a network.
+
+    By default steps on clipped gradients, preconditioned by a noisy covariance; with a reg of yours the minimizer of
+    the objective, by objective perturbation. Rows that are centered by public constants need a smaller bound_x.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
@@ -203,7 +206,7 @@ class SoftmaxRegression(Classifier):
         ['a', 'b', 'c']
 
     Source:
-        docs/proofs/output.md; docs/proofs/objective.md
+        docs/proofs/heads.md; docs/proofs/objective.md
     """
 
     def _loss(self) -> TableLoss:

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -88,17 +90,24 @@ def plan_linear(
     Raises:
         ConditionError: the mechanism does not cover the task.
     """
-    chosen, solver = check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
-    chosen = choose_mechanism(task, secure) if chosen == "auto" else chosen
+    asked, solver = check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
+    chosen = choose_mechanism(task, secure) if asked == "auto" else asked
     if chosen == "adassp":
         return plan_adassp(task, mode, secure)
     if chosen == "preconditioned_gd":
-        return plan_preconditioned_gd(task, secure)
+        plan = plan_preconditioned_gd(task, secure)
+        return replace(plan, reason=_MANY_SCORES) if asked == "auto" else plan
     if chosen == "noisy_gd":
         return plan_noisy_gd(task, secure=secure)
     if chosen == "objective":
         return plan_objective(task, secure=secure, solver=solver)
     return plan_output(task, mode, secure, solver)
+
+
+_MANY_SCORES = (
+    "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and epsilon: see "
+    "docs/choosing.md#heads-with-many-classes"
+)
 
 
 def fit_linear(

@@ -131,7 +131,8 @@ class PreconditionedGDPlan(LinearPlan):
         values, vectors = torch.linalg.eigh(solved.gram(solved.weights) + (noise + noise.T) / 2)
         inverse = (vectors / (values.clamp(min=0) + self.ridge)) @ vectors.T
         lr = self._step_size(values)
-        w, total = torch.zeros(task.num_scores, task.width, dtype=torch.float64, device=solved.device), 0.0
+        w = torch.zeros(task.num_scores, task.width, dtype=torch.float64, device=solved.device)
+        total = torch.zeros_like(w)
         for step in range(self.steps):
             # PRIVACY: to the sum of all records, in each step (test_a_preconditioned_step_without_noise_is_caught)
             noisy = self.gradient(solved, w).flatten() + gaussian_vector(task.parameters, self.noise_std, generator)
@@ -181,16 +182,17 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
     require_gaussian(secure, "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'")
     _require_covered(task)
     level, dim = _level(task), task.width
-    chosen = preconditioned_numbers(level, task.n, dim, task.num_scores, _curvature(task))
-    clip = (task.residual_clip or chosen.clip) * task.preparation.bound
-    draft = PreconditionedGDPlan(task=task, steps=chosen.steps, clip=clip, noise_std=1.0, gram_std=1.0, ridge=1.0)
+    steps, share, clip = preconditioned_numbers(
+        level, task.n, dim, task.num_scores, _curvature(task), task.residual_clip
+    )
+    draft = PreconditionedGDPlan(
+        task=task, steps=steps, clip=clip * task.preparation.bound, noise_std=1.0, gram_std=1.0, ridge=1.0
+    )
     gram, moved = draft._moves
-    gram_std = gram / (level * math.sqrt(chosen.share))
-    noise_std = moved * math.sqrt(chosen.steps / (1 - chosen.share)) / level
-    draft = replace(draft, gram_std=gram_std, noise_std=noise_std)
+    gram_std, noise_std = gram / (level * math.sqrt(share)), moved * math.sqrt(steps / (1 - share)) / level
+    draft = replace(draft, gram_std=gram_std, noise_std=noise_std, ridge=ridge_of(gram_std, dim))
     more = safe(draft.event().mu / level)  # 1 but for rounding
-    ridge = ridge_of(gram_std, dim)
-    return replace(draft, gram_std=gram_std * more, noise_std=noise_std * more, ridge=ridge)
+    return replace(draft, gram_std=gram_std * more, noise_std=noise_std * more)
 
 
 def _level(task: LinearTask) -> float:

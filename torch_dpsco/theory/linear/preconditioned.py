@@ -10,8 +10,8 @@ s0 = s / sqrt(T), on the weights along the eigenvector j of X'X, with the eigenv
 
     (tau s0)^2 S,      S = (1/n) sum_j v_j / (v_j + ridge)^2,
 
-on the score of a row. tau is chosen so that this is 0.85^2, near the size of a score at which a softmax begins to decide: less
-learns too little, more drowns what was learned.
+on the score of a row, on average. tau is chosen so that its std is 0.7, where scores of a softmax begin to decide at 1:
+less learns too little, more drowns what was learned. No privacy rests on that.
 
 Source: docs/proofs/heads.md#what-is-released, docs/proofs/heads.md#steps-that-know-their-noise.
 """
@@ -26,7 +26,7 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.theory.rounding import FloatArray, scaled_up
 
-_SCORE_NOISE = 0.85  # std of the noise on a score that decides how long to go on
+_SCORE_NOISE = 0.7  # std of the noise on a score that decides how long to go on
 _DAMPING = 2.0  # ridge, over the norm of the noise on X'X
 _SHARES = (0.02, 0.2)  # of mu^2, for X'X
 _STEPS = (32, 128)
@@ -65,8 +65,8 @@ def preconditioned_numbers(
         >>> preconditioned_numbers(mu=0.21, n=20_000, dim=129, num_scores=20, curvature=0.05).steps
         32
     """
+    signal = check.positive(mu=mu) * check.positive_count(n=n) / math.sqrt(num_scores * dim)
     if clip is None:
-        signal = check.positive(mu=mu) * check.positive_count(n=n) / math.sqrt(num_scores * dim)
         clip = min(max(signal / _LOUD, _CLIPS[0]), _CLIPS[1])
     needed = _DAMPING * _REACH * math.sqrt(2 * check.positive_count(dim=dim)) * curvature / clip
     least, most = _SHARES
@@ -122,7 +122,7 @@ def preconditioned_mu(
 
 
 def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float, n: int) -> float:
-    """Returns tau, the sum of the step sizes at which the noise on a score has the std 1.
+    """Returns tau, the sum of the step sizes at which the noise on a score has the std 0.7.
 
     Args:
         eigenvalues: of the noisy X'X, (d,). Those within its noise are replaced by their mean.
@@ -135,7 +135,7 @@ def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float
 
     Example:
         >>> round(horizon(np.array([100.0, 100.0]), ridge=100.0, gram_std=1.0, noise=2.0, n=50), 6)
-        50.0
+        35.0
     """
     values, edge = np.asarray(eigenvalues, dtype=np.float64), gram_std * math.sqrt(2 * len(eigenvalues))
     hidden = values < edge
