@@ -20,7 +20,6 @@ adding or removing one. The records are those of `flights.py`; it says which con
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -44,35 +43,10 @@ BATCH_SIZE, EPOCHS = {"gradient": 512, "output": 512, "output, smoothed": 256}, 
 QUICK_ROWS = 20_000
 
 
-@dataclasses.dataclass(frozen=True)
-class SmoothedPinball(dp.losses.Loss):
-    """c r - width c^2/2 with slope c = clip(r/width, tau - 1, tau): at most width/2 below the pinball loss.
-
-    Its values and slopes are bounded by those of the pinball loss, and its slope is 1/width-Lipschitz in the score.
-    """
-
-    quantile: float
-    width: float
-
-    def value(self, score: Tensor, target: Tensor) -> Tensor:
-        """Losses."""
-        slope = -self.derivative(score, target)
-        return slope * (target - score - 0.5 * self.width * slope)
-
-    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
-        """Derivative with respect to the score."""
-        return -((target - score) / self.width).clamp(self.quantile - 1, self.quantile)
-
-    def problem(self, *, bound_x: float, bound_y: float, radius: float) -> dp.Problem:
-        """The pinball loss's promises, with another exponent; the constant is rounded up."""
-        kinked = dp.losses.Pinball(quantile=self.quantile).problem(bound_x=bound_x, bound_y=bound_y, radius=radius)
-        smoothness = bound_x**2 / self.width * (1 + 1e-15)
-        return dataclasses.replace(kinked, holder_exponent=1.0, holder_constant=smoothness, smoothness=smoothness)
-
-
-def make_loss(method: str, quantile: float) -> dp.losses.Pinball | SmoothedPinball:
+def make_loss(method: str, quantile: float) -> dp.losses.Pinball | dp.losses.SmoothedPinball:
     """Returns the loss that a method minimizes."""
-    return SmoothedPinball(quantile, SMOOTHING) if "smoothed" in method else dp.losses.Pinball(quantile=quantile)
+    smoothed = "smoothed" in method
+    return dp.losses.SmoothedPinball(quantile, SMOOTHING) if smoothed else dp.losses.Pinball(quantile=quantile)
 
 
 def train(method: str, quantile: float, dataset: TensorDataset, epsilon: float, ledger: dp.Accountant):
@@ -114,7 +88,7 @@ def fit_public(quantile: float, features: Tensor, hours: Tensor, *, reg: float =
     rows, targets = _with_bias(features), hours.double()
     w = torch.zeros(rows.shape[1], dtype=torch.float64, requires_grad=True)
     for width in (1.0, 0.1, 0.01):
-        loss = SmoothedPinball(quantile, width)
+        loss = dp.losses.SmoothedPinball(quantile, width)
         optimizer = torch.optim.LBFGS([w], max_iter=50, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
 
         def closure(optimizer=optimizer, loss=loss) -> Tensor:

@@ -19,8 +19,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 FOLDER, DOC = ROOT / "benchmarks", ROOT / "docs" / "performance.md"
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
-ELSEWHERE = {"linear_models"}  # tests/test_output_examples.py runs all of it
-PARTS = {"cases", "timing", "variants", "peers"}  # of the others, no scripts
+ACCURACY = {"accuracy", "correlated", "front_door", "heads", "heavy_tailed", "holder", "user_level_risk"}
+ELSEWHERE = {"linear_models", "tables"}  # tests/test_output_examples.py and tests/test_tables.py run all of it
+PARTS = {"cases", "timing", "variants", "peers", "anchors", "ours", "table_parts", "table_rows", "table_users"}
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
 
 
@@ -34,7 +35,7 @@ def performance() -> Iterator[ModuleType]:
         import performance as module
 
         yield module
-        for name in (SCRIPTS | {"flights"}) & (set(sys.modules) - before):
+        for name in (SCRIPTS | {"adult", "flights"}) & (set(sys.modules) - before):
             del sys.modules[name]
 
 
@@ -75,7 +76,9 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["correlated", "front_door", "heads", "heavy_tailed", "holder", "user_level_risk"])
+@pytest.mark.parametrize(
+    "script", ["accuracy", "correlated", "front_door", "heads", "heavy_tailed", "holder", "user_level_risk"]
+)
 def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
     script: str, performance: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,9 +91,8 @@ def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
 
 def test_every_benchmark_is_run_by_a_test() -> None:
     suites = {"performance", "memory", "user_level", "equality", "step_time", "loaders", "accountant", "noise"}
-    accuracy = {"correlated", "front_door", "heads", "heavy_tailed", "holder", "user_level_risk"}
-    assert suites | accuracy | ELSEWHERE | PARTS | FOREIGN == SCRIPTS
-    for script in suites | accuracy:
+    assert suites | ACCURACY | ELSEWHERE | PARTS | FOREIGN == SCRIPTS
+    for script in suites | ACCURACY:
         assert "--smoke" in (FOLDER / f"{script}.py").read_text(encoding="utf-8")
 
 

@@ -129,7 +129,7 @@ def test_the_example_says_how_to_run_it(example):
 def test_the_code_of_the_document_runs_as_it_stands(capsys):
     text = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/estimators.md", "exec"), names)
@@ -146,9 +146,9 @@ def test_the_document_names_every_class_and_its_mechanism():
     kinds = {"objective perturbation": "objective", "output perturbation": "output", "AdaSSP": "adassp"}
     kinds |= {"preconditioned gradient descent": "preconditioned_gd"}
     for name, said, pure in rows:
-        model = getattr(estimators, name)(n=100, bound_x=1.0)
+        model = getattr(estimators, name)(n=100_000, bound_x=1.0)
         further = {"bound_y": 1.0} if hasattr(model, "bound_y") else {"classes": (0, 1)}
-        model.set_params(**further, **({"n_min": 50} if name == "TiltedClassifier" else {}))
+        model.set_params(**further, **({"n_min": 50_000} if name == "TiltedClassifier" else {}))
         assert choose_mechanism(model._task(1)) == kinds[said]
         pure_kind = choose_mechanism(model.set_params(delta=0.0)._task(1))
         assert pure_kind == (kinds[said] if pure == "the same, else output perturbation" else kinds[pure])

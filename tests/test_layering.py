@@ -34,7 +34,7 @@ ORDER = (
     "distributed",
     "optim linear",
     "doctor audit",
-    "loggers train checkpoint make_private estimators",
+    "loggers train checkpoint make_private preview estimators",
     "cli __main__",
 )
 

@@ -23,6 +23,7 @@ from torch_dpsco.losses import (
     Pinball,
     PowerLoss,
     SmoothedHinge,
+    SmoothedPinball,
     SoftmaxCrossEntropy,
     Squared,
     TableLoss,
@@ -31,11 +32,12 @@ from torch_dpsco.losses import (
 MARGIN = [Hinge(), Hinge(1.1), Hinge(1.5), Hinge(2), Logistic(), SmoothedHinge(0.5), SmoothedHinge(2)]
 RESIDUAL = [PowerLoss(q) for q in (1, 1.1, 1.5, 2)]
 RESIDUAL += [Absolute(), Squared(), Huber(0.7), Huber(3), Pinball(), Pinball(0.1), Pinball(0.9)]
+RESIDUAL += [SmoothedPinball(), SmoothedPinball(0.9, 0.3), SmoothedPinball(0.2, 3)]
 RESIDUAL += [EpsilonInsensitive(), EpsilonInsensitive(0), EpsilonInsensitive(5)]
 SCALAR: list[TableLoss] = [*MARGIN, *RESIDUAL]
 SOFTMAX = [SoftmaxCrossEntropy(2), SoftmaxCrossEntropy(5)]
 ALL: list[TableLoss] = [*SCALAR, *SOFTMAX]
-INTERPOLATED = [Logistic(), Huber(0.7), SmoothedHinge(0.5)]
+INTERPOLATED = [Logistic(), Huber(0.7), SmoothedHinge(0.5), SmoothedPinball(0.9, 0.3)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 B, Y = 2.0, 0.5
 numbers = st.floats(-20, 20)

@@ -24,7 +24,7 @@ from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
-from torch_dpsco.linear import LinearTask, Preparation, plan_linear
+from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, plan_linear, preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
@@ -216,6 +216,16 @@ def of_task(mechanism: str, kind: dict[str, Any], budget: dp.Budget = ADDED, **a
     return lambda: plan_linear(LinearTask(**given), mechanism, **asked)
 
 
+def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
+    """A plan of rows, and of targets if the loss has real ones, that are measured before."""
+    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0, intercept=0.3, whole=True), **kind}
+    prepare = PrivatePreparation(given=Preparation(2.0), rows=0.03, counts=0.05)
+    if given["loss"].target_kind == "real":
+        prepare = replace(prepare, bound_y=2.0, quantile=None if mechanism == "adassp" else 0.5)
+        given["bound_y"] = prepare.most
+    return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=ADDED, prepare=prepare, **given), mechanism)
+
+
 EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
@@ -224,6 +234,13 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "preconditioned": of_task("auto", {"loss": SOFTMAX}),
     "preconditioned, replace_one": of_task("preconditioned_gd", {"loss": SOFTMAX}, BUDGET),
     "preconditioned, signs": of_task("preconditioned_gd", {"loss": dp.losses.Logistic(), "residual_clip": 0.3}),
+    "noisy, all sums": of_task("noisy_gd", {"loss": dp.losses.Logistic()}),
+    "objective, measured": prepared("objective"),
+    "objective, targets measured": prepared("objective", loss=dp.losses.Huber(), reg=30.0),
+    "noisy, measured": prepared("noisy_gd", loss=dp.losses.Huber()),
+    "output, measured": prepared("output", reg=30.0),
+    "adassp, measured": prepared("adassp", loss=dp.losses.Squared()),
+    "preconditioned, measured": prepared("preconditioned_gd", loss=SOFTMAX),
 }
 
 
@@ -245,10 +262,22 @@ class Draws:
             targets = torch.zeros(size, dtype=torch.int64)
         start = torch.zeros(plan.task.parameters, dtype=torch.float64)
         self.accountant = dp.Accountant(adjacency=plan.adjacency)
-        plan.release(plan.solve(make_records(plan.task, rows, targets), start), self.accountant, torch.Generator())
+        self.measured: list[tuple[int, float]] = []
+        units = None
+        if plan.task.prepare is not None:
+            monkeypatch.setattr(preparation, "gaussian_vector", self._measure)
+            records = make_records(plan.task, rows, targets)
+            unit, most = plan.task.preparation, plan.task.most_records
+            units = plan.task.prepare.measure(records, unit, most, plan.adjacency, torch.Generator())
+        records = make_records(plan.task, rows, targets, units=units)
+        plan.release(plan.solve(records, start), self.accountant, torch.Generator())
 
     def _vector(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.scales.append(scale)
+        return torch.zeros(size, dtype=torch.float64)
+
+    def _measure(self, size: int, scale: float, _: Any) -> torch.Tensor:
+        self.measured.append((size, scale))
         return torch.zeros(size, dtype=torch.float64)
 
     def _exact(self, value: torch.Tensor, event: Gaussian, _: Any) -> torch.Tensor:
@@ -268,6 +297,10 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
     """The event costs no less than theory says of what was drawn."""
     event, task, scales, reg, hair = plan.event(), plan.task, draws.scales, plan.task.reg, 1 + 1e-9
     sides = 2 if plan.adjacency == "replace_one" else 1
+    measured = math.hypot(*((sides if size == task.dim else 1) / scale for size, scale in draws.measured))
+    if measured and not isinstance(plan, ObjectivePlan):
+        first, event = event.events
+        assert first.mu * hair >= measured
     if isinstance(plan, OutputPlan):
         sensitivity, mu = _sensitivity(replace(task, radius=math.inf) if plan.trusted else task, reg)
         moved = sensitivity + 2 * draws.distance
@@ -286,11 +319,13 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
     elif isinstance(plan, NoisyGDPlan):
         beta = task.most_records * task.smoothness + draws.reg
         contraction = min(1.0, max(abs(1 - plan.lr * draws.reg), abs(1 - plan.lr * beta)))
+        if plan.momentum is not None:
+            contraction = 1.0  # all sums are released
         assert len(set(scales)) == 1
         assert event.mu * hair >= noisy_gd_mu(len(scales), contraction, sides * task.lipschitz, scales[0])
     elif isinstance(plan, ObjectivePlan):
         noise, out = scales
-        spent = 2 * draws.distance / out
+        spent = math.hypot(2 * draws.distance / out, measured)
         law = (noise, draws.reg, task.lipschitz, task.smoothness)
         if isinstance(event, Pure):
             assert event.eps * hair >= log_det(draws.reg, task.smoothness) + sides * task.lipschitz / noise + spent
@@ -301,8 +336,10 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             assert event.delta * (1 + 1e-6) >= amp_delta_monotone(event.eps, *law, spent, plan.adjacency)
         else:
             classes = task.num_scores
-            determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
-            jump = (sides * task.lipschitz, sides * (classes - 1))
+            determinant = log_det(draws.reg, task.smoothness)
+            if classes > 1:
+                determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
+            jump = (sides * task.lipschitz, sides * max(1, classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
     elif isinstance(plan, PreconditionedGDPlan):
         gram, *steps = scales

@@ -12,6 +12,7 @@ import torch
 import torch_dpsco as dp
 from torch_dpsco import plots
 from torch_dpsco.accounting.events import GDP, Gaussian, PoissonGaussian, Repeat, Sequential, scaled_noise
+from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.errors import ConditionError
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -114,3 +115,20 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'torch_dpsco\[plots\]'"):
         plots.figure("x", plots.words("y", "z"))
+
+
+def test_a_diagnosis_draws_each_finding_at_its_severity():
+    found = [
+        Finding("warning", "mean-loss", "evidence", "fix"),
+        Finding("critical", "coupled-records", "evidence", "fix"),
+        Finding("critical", "no-accountant", "evidence", "fix"),
+    ]
+    (axes,) = Diagnosis.of(found).plot().axes
+    assert axes.get_title() == "2 critical, 1 warning"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["coupled-records", "no-accountant", "mean-loss"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["critical", "error", "warning"]
+    drawn = sorted((x, y) for line in axes.lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True))
+    assert drawn == [(0, 0), (0, 1), (2, 2)]
+    assert len({line.get_marker() for line in axes.lines}) == 3
+    (healthy,) = Diagnosis.of([]).plot().axes
+    assert "healthy: nothing found" in [text.get_text() for text in healthy.texts]

@@ -135,6 +135,28 @@ def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float],
     return panel
 
 
+def marks(title: str, rows: Sequence[str], columns: Sequence[str], places: Sequence[int]) -> Panel:
+    """Returns a panel like a table with one mark in each row.
+
+    Args:
+        title: in plain words.
+        rows: from the top down.
+        columns: from left to right.
+        places: of the mark of each row among the columns.
+    """
+
+    def panel(axes: Axes) -> None:
+        for place, (color, _, marker) in zip(range(len(columns)), LOOKS, strict=False):
+            marked = [row for row, own in enumerate(places) if own == place]
+            axes.plot([place] * len(marked), marked, marker, color=color, markersize=10)
+        _name_rows(axes, rows)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+        axes.set(title=title)
+
+    return panel
+
+
 def words(title: str, text: str) -> Panel:
     """Returns a panel that says why there is no picture."""
 

@@ -45,6 +45,8 @@ WHEN = pytest.mark.parametrize("when", ["before attach", "after attach", pytest.
 # refused there too, by an internal error of dynamo or a warning of torch.fx in the place of what the test expects
 EARLY_DYNAMO = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 fails with errors of its own")
 ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
+# its compiled code takes no tensor subclass, by which the first step looks at a loss (torch 2.15 does)
+LOOKED_AT = not torch.__version__.startswith("2.14.")
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +139,7 @@ def test_two_backward_passes_of_a_compiled_model_stay_apart(when, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["auto", pytest.param("dense", marks=SLOW)])
 def test_a_compiled_loss_has_right_rows(rows):
-    model = dp.attach(build(), rows=rows)
+    model = dp.attach(build(), rows=rows, check_first_step=LOOKED_AT)
     case = Case(build, tuple)
     loss = torch.compile(lambda x: case.losses(model, (x,)).mean(), backend="aot_eager")
     for k in range(2):

@@ -111,6 +111,9 @@ LIBRARY = (
 ALIASES = {
     "X": r"\bX\b|features|2D",
     "y": r"\by\b|targets",
+    "X_like": r"X_like|\bX\b|2D",
+    "y_like": r"y_like|\by\b",
+    "groups": "groups|users",
     "sens": "sens|adjacency",
     "kind": "kind|filter",
     "adjacencies": "adjacenc",

@@ -213,6 +213,7 @@ for _name, _more in {
     "Squared": {},
     "Huber": {},
     "Pinball": {},
+    "SmoothedPinball": {},
     "EpsilonInsensitive": {},
     "SoftmaxCrossEntropy": {"num_classes": 3},
 }.items():
@@ -717,6 +718,10 @@ def fresh() -> estimators.LogisticRegression:
 
 CALLS["estimators.LogisticRegression.fit"] = lambda: (fresh().fit, {"X": FEATURES(), "y": LABELS()})
 CALLS["estimators.LogisticRegression.predict"] = lambda: (fresh().fit(FEATURES(), LABELS()).predict, {"X": FEATURES()})
+CALLS["estimators.LogisticRegression.preview"] = lambda: (
+    fresh().preview,
+    {"X_like": FEATURES(), "y_like": LABELS(), "epsilons": (1.0,), "runs": 3},
+)
 CALLS["estimators.Ridge.fit"] = lambda: (
     estimators.Ridge(n=N, bound_x=2.0, bound_y=1.0).fit,
     {"X": FEATURES(), "y": TARGETS()},

@@ -141,8 +141,9 @@ def test_coefficients_are_those_of_raw_rows(name, same_noise):
     X = 3.0 + 2.0 * rows()
     y = targets(name, rows())
     constant = 2.0 if name == "Ridge" else 1.0
-    model = make(name, feature_center=[3.0] * 3, feature_scale=[2.0] * 3, intercept_scaling=constant).fit(X, y)
-    plain = make(name, intercept_scaling=constant).fit(rows(), y)
+    settings = {"intercept_scaling": constant, "prepare": None}
+    model = make(name, feature_center=[3.0] * 3, feature_scale=[2.0] * 3, **settings).fit(X, y)
+    plain = make(name, **settings).fit(rows(), y)
     within = np.linalg.norm(rows(), axis=1) < 5.0
     scores = X[within] @ np.atleast_2d(model.coef_).T + model.intercept_
     np.testing.assert_allclose(scores, model._scores(X[within]), rtol=1e-9)
@@ -254,7 +255,7 @@ def test_a_shared_ledger_is_charged_by_every_fit_and_refuses_the_one_too_many():
     ledger = dp.Accountant(dp.Budget(2.0, 1e-3, adjacency="add_remove"))
     X = rows()
     y = targets("LogisticRegression", X)
-    model = make("LogisticRegression", epsilon=0.9, delta=1e-4, accountant=ledger)
+    model = make("LogisticRegression", epsilon=0.9, delta=1e-4, mechanism="objective", accountant=ledger)
     twin = copy.deepcopy(model)
     assert twin.accountant is ledger
     model.fit(X, y), twin.fit(X, y)
@@ -277,9 +278,10 @@ def test_a_ledger_of_another_adjacency_is_refused():
 def test_a_pure_fit_on_a_ledger_that_is_not_pure_is_refused_before_it_is_charged():
     ledger = dp.Accountant(adjacency="add_remove")
     fitted("Ridge", accountant=ledger)
+    charged = len(ledger)
     with pytest.raises(CalibrationError):
         fitted("LogisticRegression", delta=0.0, accountant=ledger)
-    assert len(ledger) == 1
+    assert len(ledger) == charged > 0
 
 
 def leaves(value: Any) -> list[float]:
@@ -315,7 +317,8 @@ def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     monkeypatch.setattr(output, "solve", spy)
     monkeypatch.setattr(objective, "solve", spy)
     monkeypatch.setattr(PreconditionedGDPlan, "gradient", spy_of_sums)
-    model = fitted(name)
+    kinds = {"TiltedClassifier": "output", "AdversarialClassifier": "output", "SoftmaxRegression": "preconditioned_gd"}
+    model = fitted(name, mechanism=kinds.get(name, "objective"))
     # a certificate names its kind by small whole numbers; the rest has 15 digits
     secrets = [secret for secret in secrets if secret != round(secret, 3)]
     assert len(secrets) >= 4
@@ -348,7 +351,7 @@ def test_the_exact_answer_of_ridge_is_not_kept():
 
 def test_no_attribute_tells_an_iteration_count_or_a_loss():
     for name in NAMES:
-        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "plan_"}
+        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "plan_", "units_"}
         model = fitted(name)
         assert set(vars(model)) <= public | set(model.get_params())
 
@@ -414,7 +417,7 @@ def test_probabilities_are_those_of_the_scores(name):
 
 def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
     """q that minimizes p min(1 - q, k) ... over a population is mapped back to p; k is of the row's own norm."""
-    model = fitted("LogisticRegression", bound_x=1.0, intercept_scaling=1.0)
+    model = fitted("LogisticRegression", bound_x=1.0, intercept_scaling=1.0, residual_clip=0.5, prepare=None)
     limit = model.plan_.task.clipped.clip / math.sqrt(2.0)
     assert limit == pytest.approx(0.5, rel=1e-9)
     row = np.array([[1.0, 0.0, 0.0]])
@@ -434,7 +437,7 @@ def test_mechanisms_can_be_chosen():
     for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         assert fitted("LogisticRegression", mechanism=mechanism).mechanism_ == mechanism
     assert [fitted(name).mechanism_ for name in NAMES] == [
-        *("objective", "preconditioned_gd", "objective", "objective", "output", "adassp", "output", "output")
+        *("noisy_gd", "preconditioned_gd", "noisy_gd", "noisy_gd", "noisy_gd", "adassp", "output", "output")
     ]
     assert fitted("LinearSVC", loss="hinge").mechanism_ == "output"
     for mechanism in ("objective", "adassp"):
@@ -458,9 +461,10 @@ def test_a_public_center_is_worth_more_than_a_mechanism(same_noise):
     X = 10 + rows(4000)
     y = rows(4000) @ [1.0, 1.0, 1.0]
     settings = {"epsilon": 1.0, "n": 4000, "bound_y": 5.0}
-    plain = Ridge(bound_x=22.0, **settings).fit(X, y).score(X, y)
+    plain = Ridge(bound_x=22.0, prepare=None, **settings).fit(X, y).score(X, y)
+    measured = Ridge(bound_x=22.0, **settings).fit(X, y).score(X, y)
     centered = Ridge(bound_x=4.0, feature_center=[10.0] * 3, **settings).fit(X, y).score(X, y)
-    assert plain < 0.6 < 0.9 < centered
+    assert plain < 0.6 < 0.9 < min(centered, measured)
 
 
 def test_a_name_that_is_no_setting_is_refused():

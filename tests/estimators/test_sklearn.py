@@ -113,7 +113,7 @@ def test_a_grid_search_is_charged_for_every_fit():
 def test_a_grid_search_past_the_budget_is_refused():
     X, y = folds("LogisticRegression")
     ledger = dp.Accountant(dp.Budget(3.0, 1e-3, adjacency="add_remove"))
-    model = make("LogisticRegression", epsilon=1.0, delta=1e-5, accountant=ledger)
+    model = make("LogisticRegression", epsilon=1.0, delta=1e-5, mechanism="objective", accountant=ledger)
     with pytest.raises(BudgetExceeded):
         GridSearchCV(model, {"residual_clip": [0.5, 1.0]}, cv=2, error_score="raise").fit(X, y)
     assert len(ledger) <= 3

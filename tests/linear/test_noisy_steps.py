@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -180,3 +181,49 @@ def test_a_number_of_steps_that_is_none_is_named() -> None:
     for steps in (0, -1, 2.5):
         with pytest.raises(ValueError, match="steps"):
             plan_noisy_gd(task("replace_one"), steps)
+
+
+# -- all sums released ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
+def test_all_steps_of_a_run_with_momentum_are_charged(adjacency: str) -> None:
+    given = task(adjacency, reg=None, dim=2, n=500, n_max=500, bound_y=3.0)
+    plan = plan_noisy_gd(given, steps=30, released="all")
+    moved = (2 if adjacency == "replace_one" else 1) * 0.25
+    level = math.sqrt(30) * moved / plan.noise_std
+    assert level <= plan.event().mu <= level * (1 + 1e-6)
+    assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
+    # the last iterate alone would be cheaper at the same noise, and is not what is charged
+    alone = plan_noisy_gd(task(adjacency, dim=2, n=500, n_max=500, reg=50.0), steps=30)
+    assert dataclasses.replace(alone, noise_std=plan.noise_std).event().mu < plan.event().mu
+
+
+def test_a_run_with_momentum_is_the_loop_of_its_docstring() -> None:
+    given = task(reg=None, dim=2, n=50, n_max=50, loss=dp.losses.Huber(1.0), bound_y=3.0)
+    plan = dataclasses.replace(plan_noisy_gd(given, steps=9, released="all"), momentum=0.7)
+    draws = torch.Generator().manual_seed(4)
+    rows, targets = torch.randn(50, 2, generator=draws).double() * 0.3, torch.randn(50, generator=draws).double()
+    found = last_iterate(given, plan, rows, targets, seed=7)
+    noise, w, moved, later = torch.Generator().manual_seed(7), torch.zeros(2).double(), torch.zeros(2).double(), []
+    for step in range(9):
+        slopes = -(targets - rows @ w).clamp(-1.0, 1.0)
+        gradient = slopes @ rows + gaussian_vector(2, plan.noise_std, noise)
+        moved = 0.7 * moved - plan.lr * gradient
+        w = w + moved
+        if step >= 4:
+            later.append(w)
+    torch.testing.assert_close(found, torch.stack(later).mean(0))
+
+
+def test_more_noise_shortens_the_way() -> None:
+    momenta = []
+    for epsilon in (0.05, 0.2, 1.0, 5.0):
+        given = task(reg=None, dim=20, n=5000, n_max=10_000, budget=dp.Budget(epsilon, 1e-6, adjacency="add_remove"))
+        momenta.append(plan_noisy_gd(given, released="all").momentum)
+    assert momenta == sorted(momenta)
+    assert 0 <= momenta[0] < momenta[-1] <= 0.96
+    with pytest.raises(ValueError, match="momentum must be in"):
+        dataclasses.replace(plan_noisy_gd(task(reg=None), released="all"), momentum=1.0)
+    with pytest.raises(ValueError, match="released"):
+        plan_noisy_gd(task(), released="some")

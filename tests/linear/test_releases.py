@@ -134,7 +134,7 @@ def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_the_answer_is_projected_onto_the_ball() -> None:
     for mechanism in ("output", "objective", "noisy_gd"):
         given = task(radius=1e-3)
-        answer = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4))
+        answer = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4)).weights
         assert float(answer.norm()) <= 1e-3 * (1 + 1e-12)
 
 
@@ -261,13 +261,13 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
             return original(*arguments)
 
         monkeypatch.setattr(module, name, watched)
-    first = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)
+    first = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger).weights
     assert set(charges) == {len(ledger)}
     assert len(ledger) >= 1
     assert 0.9 < ledger.get_epsilon(given.budget.delta) <= given.budget.epsilon
     fresh = dp.Accountant(given.budget)
     assert not torch.equal(
-        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh)
+        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh).weights
     )
 
 

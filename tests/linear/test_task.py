@@ -247,8 +247,9 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
     ("settings", "gaussian", "pure"),
     [
         ({"loss": dp.losses.Squared(), "bound_y": 1.0}, "adassp", "output"),
-        ({"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}, "objective", "objective"),
-        ({}, "objective", "objective"),
+        ({"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}, "noisy_gd", "objective"),
+        ({}, "noisy_gd", "objective"),
+        ({"n": 10_000}, "objective", "objective"),
         ({"reg": 1e-3}, "objective", "output"),
         ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "preconditioned_gd", "output"),
         ({"loss": dp.losses.SoftmaxCrossEntropy(3), "reg": 9.0}, "objective", "output"),

@@ -19,6 +19,7 @@ from torch_dpsco.losses import (
     Pinball,
     PowerLoss,
     SmoothedHinge,
+    SmoothedPinball,
     SoftmaxCrossEntropy,
     Squared,
     TableLoss,
@@ -29,7 +30,14 @@ from torch_dpsco.problem import Problem
 CHECKED = ["holder_constant", "grad_at_zero", "loss_at_zero", "lipschitz", "smoothness", "exact_grad_bound"]
 INTERPOLATED = [Logistic(), Huber(0.7), SmoothedHinge(0.5), SmoothedHinge(2)]
 LOSSES = [*(build(q) for build in (Hinge, PowerLoss) for q in (1, 1.1, 1.5, 2)), Absolute(), Squared(), *INTERPOLATED]
-LOSSES += [Huber(3), Pinball(), Pinball(0.1), Pinball(0.9), *(EpsilonInsensitive(w) for w in (0, 0.1, 5))]
+LOSSES += [
+    Huber(3),
+    Pinball(),
+    Pinball(0.1),
+    Pinball(0.9),
+    SmoothedPinball(0.9, 0.1),
+    *(EpsilonInsensitive(w) for w in (0, 0.1, 5)),
+]
 LOSSES += [SoftmaxCrossEntropy(2), SoftmaxCrossEntropy(5)]
 ROWS = [(loss, None) for loss in LOSSES] + [(loss, alpha) for loss in INTERPOLATED for alpha in (0.0, 0.5)]
 

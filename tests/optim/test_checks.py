@@ -120,7 +120,7 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     ),
     "OutputPerturbation": (solved(dp.OutputPerturbation), 258),
     "OutputPerturbation pure": (solved(dp.OutputPerturbation, PURE), 410),
-    "ObjectivePerturbation": (solved(dp.ObjectivePerturbation), 1046),
+    "ObjectivePerturbation": (solved(dp.ObjectivePerturbation), 840),
     "NoisyGD": (solved(dp.NoisyGD), 291),
 }
 

@@ -152,6 +152,11 @@ def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
 
 
 def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
+    # a run may halt with a probability of 1 %, and its search overshoot with 1 %: three in a row with 1e-5
+    assert any(searched_run_moves() for _ in range(3))
+
+
+def searched_run_moves() -> bool:
     search = pair_radius_search(USERS, 1.5, 0.01, points=32)
     made, optimizer = planned(pair_radius=search, average="last", lr=0.1)
     dataset, users = data()
@@ -166,8 +171,8 @@ def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
     optimizer.finalize()
     assert optimizer.steps == 5
     assert optimizer.report().epsilon == spent <= EPSILON
-    assert 0.1 < optimizer.metrics["pair_radius"] < 1.0
-    assert float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
+    found = 0.1 < optimizer.metrics["pair_radius"] < 1.0
+    return found and float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
 
 
 def test_a_poisson_run_adapts_its_radius_for_free() -> None:

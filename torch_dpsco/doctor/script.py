@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from textwrap import fill, indent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import default_collate
 
 from torch_dpsco import _validate as check
+from torch_dpsco import plots
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.errors import PrivacyError
@@ -19,6 +20,9 @@ from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NO_RECORD = object()
 
@@ -220,12 +224,31 @@ class Diagnosis:
         """The findings that break or void the guarantee."""
         return tuple(finding for finding in self.findings if finding.severity == "critical")
 
+    def plot(self) -> Figure:
+        """Returns a picture: what was found, and how bad it is.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+
+        Example:
+            >>> finding = Finding("critical", "no-accountant", "step_hook is None", "leave it alone")
+            >>> [axes.get_title() for axes in Diagnosis.of([finding]).plot().axes]
+            ['1 critical']
+        """
+        if self.healthy:
+            return plots.figure("", plots.words("The doctor", "healthy: nothing found"))
+        names = [finding.name for finding in self.findings]
+        places = [SEVERITIES.index(finding.severity) for finding in self.findings]
+        return plots.figure("", plots.marks(self._counts(), names, SEVERITIES, places))
+
+    def _counts(self) -> str:
+        counts = {severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES}
+        return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
+
     def __str__(self) -> str:
         if self.healthy:
             return "healthy: nothing found"
-        counts = {severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES}
-        title = ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
-        return "\n\n".join([title, *map(str, self.findings)])
+        return "\n\n".join([self._counts(), *map(str, self.findings)])
 
     @typed
     def raise_if(self, severities: Iterable[str] = ("critical", "error")) -> None:

@@ -4,7 +4,9 @@ Every argument is a public number, chosen without looking at the data. Rows are 
 
     x = (clip((raw - feature_center) / feature_scale, bound_x), intercept_scaling)
 
-in training, and alike in prediction, since the weights were found for rows prepared so. The objective is in sum form,
+in training, and alike in prediction, since the weights were found for rows prepared so. With prepare="auto" center and
+spread of rows (and location and spread of targets) are measured privately before, within the same budget, and rows are
+centered and clipped in these units. The objective is in sum form,
 
     sum_i c_i l(<w, x_i>; y_i) + (reg / 2) |w|^2
 
@@ -18,8 +20,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,16 +33,28 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators.data import as_column, as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear
+from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
+from torch_dpsco.sampling.users import user_ids
+from torch_dpsco.theory.linear.preparation import (
+    counts_level,
+    number_of_counts,
+    share_within,
+    signal_to_noise,
+    sum_level,
+)
 
+_WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
+_CONSTANT = 0.3  # of the intercept beside rows of norm 1
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
     "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are clipped to it. Add up "
@@ -65,10 +79,14 @@ class LinearModel(BaseEstimator):
         adjacency: "add_remove" (the number of records is private), "replace_one" or "zero_out" (it is n).
         n: public number of records; required. It must be the true one but under add_remove.
         bound_x: B > 0, norm that rows are clipped to; required.
+        prepare: "auto" measures privately what rows and targets look like where that pays by public numbers (needs
+            delta > 0, and neither feature_center, feature_scale, reg nor radius, which are in public units); None
+            measures nothing.
         feature_center: (d,), subtracted from rows; None for 0.
         feature_scale: (d,), > 0, that they are divided by; None for 1.
         fit_intercept: whether a constant is appended to rows.
-        intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise.
+        intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise. None for 1, or 0.3
+            where rows are measured, which then have norms of at most 1.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
@@ -82,15 +100,16 @@ class LinearModel(BaseEstimator):
         intercept_: (1,), (K,), or a float. Scores of rows within bound_x are rows @ coef_.T + intercept_.
         mechanism_: that was used.
         plan_: that was carried out, from `plan`.
+        units_: `linear.preparation.Units` that rows and targets were fitted in; released where they are measured.
         privacy_: `PrivacyReport` of the ledger after the fit.
         n_features_in_: d.
         feature_names_in_: names of the columns of a data frame (with scikit-learn only).
 
     Guarantee:
-        (epsilon, delta)-differential privacy of each fit, unit: one row with its target and weight; for all fitted
-        attributes together, and for predictions of rows that are public. Nothing fitted depends on a noiseless weight,
-        a loss, a number of iterations or a certificate. What must hold: the settings are public; n_max bounds the
-        number of records. Running time is not covered.
+        (epsilon, delta)-differential privacy of each fit, unit: one row with its target and weight, or with groups all
+        rows of one user; for all fitted attributes together, and for predictions of rows that are public. Nothing
+        fitted depends on a noiseless weight, a loss, a number of iterations or a certificate. What must hold: the
+        settings are public; n_max bounds the number of records (users); ids are right. Running time is not covered.
     """
 
     epsilon: float = 1.0
@@ -101,7 +120,8 @@ class LinearModel(BaseEstimator):
     feature_center: Any = None
     feature_scale: Any = None
     fit_intercept: bool = True
-    intercept_scaling: float = 1.0
+    intercept_scaling: float | None = None
+    prepare: str | None = "auto"
     reg: float | None = None
     radius: float = math.inf
     mechanism: str = "auto"
@@ -113,8 +133,8 @@ class LinearModel(BaseEstimator):
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loss(self) -> TableLoss:
-        """The loss, of public settings."""
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+        """The loss, of public settings, in the units that are measured; see `signal_to_noise`."""
 
     @abstractmethod
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -124,13 +144,13 @@ class LinearModel(BaseEstimator):
     def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
-    def _options(self) -> dict[str, Any]:
-        """Further arguments of the `LinearTask`."""
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+        """Further arguments of the `LinearTask`, as `_loss`."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
-    def fit(self: _Model, X: Any, y: Any, sample_weight: Any = None) -> _Model:
+    def fit(self: _Model, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> _Model:
         """Fits by one private release, with fresh noise, charged to the ledger before it is drawn.
 
         Args:
@@ -139,6 +159,9 @@ class LinearModel(BaseEstimator):
             y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
+            groups: (n,) ids of the people (users) whose rows these are, integers or strings: then all rows of one are
+                protected together, n and n_max are numbers of users, and a ledger must be of unit "user". For smooth
+                losses of one score, by noisy gradient descent; a user may have any number of rows.
 
         Returns:
             The model.
@@ -152,64 +175,148 @@ class LinearModel(BaseEstimator):
         features = as_features(X)
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        plan = self.plan(width)
+        users = None if groups is None else user_ids(groups, count, "groups")
+        plan = self.plan(width, "example" if users is None else "user")
         targets, factors = self._read(y, count, features.device)
         weights = _weights(sample_weight, factors, count, features.device)
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
-        answer = fit_linear(plan, features, targets, weights, accountant=ledger)
+        fitted = fit_linear(plan, features, targets, weights, users=users, accountant=ledger)
         self.privacy_ = self._report_of(ledger)
         self.plan_, self.mechanism_ = plan, plan.mechanism
-        self._install(answer.cpu())
+        self._install(fitted)
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
         return self
 
-    def plan(self, dim: int) -> LinearPlan:
+    def plan(self, dim: int, unit: str = "example") -> LinearPlan:
         """Returns the public numbers of a fit, before anything is spent: `print(model.plan(d))`.
 
         Args:
             dim: d, number of features.
+            unit: "example", or "user" for a fit with groups.
 
         Raises:
             CalibrationError: the settings do not go together.
             ValueError: a setting.
         """
-        return plan_linear(self._task(dim), self.mechanism, secure=self.secure, solver=self.solver)
+        return plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
 
-    def _task(self, dim: int) -> LinearTask:
+    def preview(
+        self,
+        X_like: Any = None,
+        y_like: Any = None,
+        groups: Any = None,
+        *,
+        dim: int | None = None,
+        unit: str = "example",
+        epsilons: Sequence[float] | None = None,
+        runs: int = 10,
+    ) -> Preview:
+        """Returns what a fit will lose, before anything is spent: `print(model.preview(X_public, y_public))`.
+
+        The data given MUST be public, or made up: they are read without noise, and no ledger is charged. They should
+        look like the private table; what they differ in, a preview does not see. It makes len(epsilons) * runs fits
+        of n rows; the model and its ledger stay what they are.
+
+        Args:
+            X_like: public rows (m, d), finite, m >= 50; half are fitted, resampled to n, and half are held out. None
+                for what public numbers say alone.
+            y_like: their targets (m,), of which all can be used.
+            groups: their users (m,), 50 or more, to preview a fit with groups.
+            dim: d, needed without rows, and only then.
+            unit: "example" or "user", of a preview without rows.
+            epsilons: public list; None for a quarter of the model's own to four times it.
+            runs: fits at each epsilon, 3 to 1000.
+
+        Raises:
+            CalibrationError: the settings do not go together at one of the epsilons.
+            ValueError: a setting, a shape, or a value, since the data are public.
+        """
+        chosen = epsilons_of(self.epsilon, epsilons, runs)
+        require_one(X_like, y_like, groups, dim)
+        unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
+        features = None if X_like is None else as_features(X_like)
+        width = check.positive_count(dim=dim) if features is None else features.shape[1]
+        settings = {**self.get_params(deep=False), "accountant": None}
+        models = [type(self)(**{**settings, "epsilon": epsilon}) for epsilon in chosen]
+        plans = [model.plan(width, unit) for model in models]
+        if features is None:
+            return of_plans(type(self).__name__, plans)
+        require_finite(features)
+        targets, factors = self._read(y_like, len(features), features.device)
+        ids = None if groups is None else user_ids(groups, len(features))
+        return simulated(type(self).__name__, plans, Sample(features, targets, factors, ids), runs)
+
+    def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
         if self.bound_x is None:
             raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND} (got None)")
         if self.n is None:
             raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
-        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
-        preparation = Preparation(
+        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)
+        given = Preparation(
             check.positive(bound_x=self.bound_x),
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
-            intercept=check.positive(intercept_scaling=self.intercept_scaling) if self.fit_intercept else 0.0,
         )
+        n, prepare = check.positive_count(n=self.n), None
+        if check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None:
+            prepare = self._measurements(given, n, dim, budget)
+        mu = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon / math.sqrt(dim)
+        signal = signal_to_noise(mu, n, dim)
+        rows = given if prepare is None or not prepare.rows else Preparation(1.0)
+        default = 1.0 if rows is given else _CONSTANT
+        constant = default if self.intercept_scaling is None else self.intercept_scaling
+        constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         return LinearTask(
-            loss=self._loss(),
-            preparation=preparation,
+            loss=self._loss(prepare, signal),
+            preparation=replace(rows, intercept=constant, whole=rows is not given),
+            prepare=prepare,
             dim=dim,
-            n=check.positive_count(n=self.n),
+            n=n,
             budget=budget,
             reg=None if self.reg is None else check.positive(reg=self.reg),
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
-            **self._options(),
+            **self._options(prepare, signal, unit),
         )
+
+    def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
+        """Returns what is measured before the fit, by public numbers; None for nothing."""
+        if (self.reg, self.radius) != (None, math.inf):
+            return None  # these are in public units
+        mu, wanted = gaussian_mu(budget.epsilon, budget.delta), self._wanted()
+        rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
+        quantile, spreads, bound = (None, False, None) if wanted is None else wanted
+        counts = number_of_counts(rows=rows > 0, targets=quantile is not None, spreads=spreads)
+        level = counts_level(mu, n, counts)
+        if not level or (not rows and quantile is None):
+            return None
+        return PrivatePreparation(
+            given=given,
+            rows=rows,
+            counts=level,
+            within=share_within(_WITHIN if wanted is None else 0.5, level, n, counts),
+            bound_y=bound,
+            quantile=quantile,
+            spreads=spreads,
+        )
+
+    def _wanted(self) -> tuple[float | None, bool, float] | None:
+        """Quantile of targets to measure, or None; whether to measure their spread; their bound. None for labels."""
+        return None
 
     def _report_of(self, ledger: Accountant) -> PrivacyReport:
         return ledger.report(self.delta if ledger.budget is None else None)
 
-    def _install(self, answer: Tensor) -> None:
-        given, dim = self.plan_.task.preparation, self.plan_.task.dim
-        weight = answer[:, :dim].numpy() / _array(given.scale, 1.0)
-        bias = answer[:, dim:].sum(1).numpy() * given.intercept - (weight * _array(given.center, 0.0)).sum(1)
+    def _install(self, fitted: LinearFit) -> None:
+        self.units_, dim = fitted.units, self.plan_.task.dim
+        center, scale = (values.numpy() for values in self.units_.rows.shift_and_scale)
+        answer = fitted.weights.cpu().numpy() * self.units_.spread
+        weight = answer[:, :dim] / scale
+        bias = answer[:, dim:].sum(1) * self.units_.rows.intercept - (weight * center).sum(1) + self.units_.location
         self.coef_, self.intercept_ = self._shaped(weight, bias)
 
     # -- scores ------------------------------------------------------------------------------------------------------
@@ -227,16 +334,18 @@ class LinearModel(BaseEstimator):
             raise ValueError(f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict")
         check_columns(self, X, features.shape[1])
         weight = np.atleast_2d(self.coef_)
-        given = self.plan_.task.preparation
-        center, scale = _array(given.center, 0.0), _array(given.scale, 1.0)
+        # rows to predict are not private: the measured length of rows clips those that train only
+        task = self.plan_.task
+        given = replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
+        center, scale = (values.numpy() for values in given.shift_and_scale)
         prepared = torch.from_numpy(weight * scale).to(features.device)
         # the score of the center, which lies at the origin of prepared rows
         bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(features.device)
         for rows in torch.split(features, _BLOCK_ROWS):
             require_finite(rows)
-            block = given(rows)
-            scores = block[:, : self.plan_.task.dim] @ prepared.T + bias
-            yield scores.cpu().numpy(), torch.linalg.vector_norm(block, dim=1).cpu().numpy()
+            scores = given(rows) @ prepared.T + bias
+            norms = torch.linalg.vector_norm(self.units_.rows(rows), dim=1)
+            yield scores.cpu().numpy(), norms.cpu().numpy()
 
     # -- what is public ----------------------------------------------------------------------------------------------
 
@@ -275,7 +384,3 @@ def _numbers(name: str, values: Any) -> tuple[float, ...] | None:
     if not isinstance(given, Iterable):
         raise ValueError(f"{name} must have one number per feature (got {values!r})")
     return tuple(check.finite(**{name: value}) for value in given)
-
-
-def _array(values: tuple[float, ...] | None, default: float) -> NDArray[np.float64]:
-    return np.asarray(default if values is None else values, dtype=np.float64)

@@ -20,8 +20,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.estimators.protocol import ClassifierMixin
+from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.theory.linear.preparation import residual_clip
 
 Array = NDArray[np.float64]
 
@@ -128,11 +130,11 @@ class LogisticRegression(BinaryClassifier):
     that the model gets wrong are pulled in (see `predict_proba`).
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
-        residual_clip: in (0, 1], or None for no clip. 0.5 by default; 0.2 for few rows where accuracy alone counts, 1
-            where n epsilon / d is large.
+        residual_clip: in (0, 1], or None for no clip. "auto" for 0.5, or 0.7 where n mu / sqrt(d) >= 700, mu the level
+            of the budget (`plan(d)` says which); 0.2 for few rows where accuracy alone counts.
 
     Example:
         >>> import numpy as np
@@ -148,12 +150,16 @@ class LogisticRegression(BinaryClassifier):
         docs/proofs/objective.md; docs/proofs/output.md#clipped-residuals
     """
 
-    residual_clip: float | None = 0.5
+    residual_clip: float | str | None = "auto"
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+        if isinstance(self.residual_clip, str):
+            check.choice(("auto",), residual_clip=self.residual_clip)
+            # of users, mean gradients are clipped
+            return {"residual_clip": residual_clip(signal) if unit == "example" else None}
         return {"residual_clip": self.residual_clip}
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
@@ -194,8 +200,8 @@ class SoftmaxRegression(Classifier):
     the objective, by objective perturbation. Rows that are centered by public constants need a smaller bound_x.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; the labels in the order of columns.
 
     Example:
@@ -209,7 +215,7 @@ class SoftmaxRegression(Classifier):
         docs/proofs/heads.md; docs/proofs/objective.md
     """
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return SoftmaxCrossEntropy(num_classes=len(self._classes()))
 
     def _coded(self, codes: Tensor) -> Tensor:
@@ -238,8 +244,8 @@ class LinearSVC(BinaryClassifier):
     """Private linear support vector machine for two classes.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
             by far) or "hinge" (output perturbation, and slow for many rows).
@@ -259,7 +265,7 @@ class LinearSVC(BinaryClassifier):
     loss: str = "smoothed_hinge"
     width: float = 1.0
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         chosen = check.choice(("smoothed_hinge", "hinge"), loss=self.loss)
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
@@ -272,8 +278,8 @@ class TiltedClassifier(BinaryClassifier):
     keep |tau| bound_x small, and give a radius, which bounds the range.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling,
-            mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes: two labels, of which the second is the positive one; no weights, since the constants have equal ones.
         tilt: tau, of either sign; 0 is the mean.
         n_min: public lower bound on the number of records; required under add_remove, no more than n.
@@ -294,10 +300,13 @@ class TiltedClassifier(BinaryClassifier):
     tilt: float = 0.1
     n_min: int | None = None
 
-    def _loss(self) -> TableLoss:
+    def _measurements(self, *public: Any) -> None:
+        """Measures nothing: the constants of a tilt or an attack are in public units."""
+
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
@@ -310,8 +319,8 @@ class AdversarialClassifier(BinaryClassifier):
     log(1 + exp(-(y <w, x> - attack_radius |w|))), with the dual norm, smoothed at 0 by a public amount.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         attack_radius: > 0, in the units of prepared rows.
         attack_norm: 2, or inf (each feature moves by that much).
@@ -330,8 +339,11 @@ class AdversarialClassifier(BinaryClassifier):
     attack_radius: float = 0.1
     attack_norm: float = 2.0
 
-    def _loss(self) -> TableLoss:
+    def _measurements(self, *public: Any) -> None:
+        """Measures nothing: the constants of a tilt or an attack are in public units."""
+
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Logistic()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         return {"attack_radius": check.positive(attack_radius=self.attack_radius), "attack_norm": self.attack_norm}

@@ -18,8 +18,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
-from torch_dpsco.losses import Huber, Pinball, Squared
+from torch_dpsco.linear import PrivatePreparation
+from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.theory.linear.preparation import robust_width
 
 Array = NDArray[np.float64]
 
@@ -34,13 +36,19 @@ class Regressor(RegressorMixin, LinearModel):
 
     bound_y: float | None = None
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+        return {"bound_y": self._bound() if prepare is None else prepare.most}
+
+    def _bound(self) -> float:
         if self.bound_y is None:
             raise ValueError(
                 "bound_y must be given: a public bound on targets, which are clipped to [-bound_y, bound_y]; take what "
                 "a target can be by its meaning, never the largest in the data (got None)"
             )
-        return {"bound_y": check.positive(bound_y=self.bound_y)}
+        return check.positive(bound_y=self.bound_y)
+
+    def _wanted(self) -> tuple[float | None, bool, float] | None:
+        return None, False, self._bound()
 
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
@@ -58,11 +66,12 @@ class HuberRegressor(Regressor):
     """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
-        threshold: > 0, in units of the target, public. The noise is proportional to it: take the size of typical
-            errors.
+        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for a half to
+            one and a half of the median distance of targets from their median, which is measured (and a twentieth of
+            bound_y where that does not pay).
 
     Example:
         >>> import numpy as np
@@ -75,37 +84,50 @@ class HuberRegressor(Regressor):
         docs/proofs/output.md; docs/proofs/objective.md
     """
 
-    threshold: float = 1.0
+    threshold: float | str = "auto"
 
-    def _loss(self) -> TableLoss:
-        return Huber(threshold=self.threshold)
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        return 0.5, self.threshold == "auto", self._bound()
+
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+        return Huber(threshold=_width("threshold", self.threshold, robust_width(signal), self._bound() / 20, prepare))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class QuantileRegressor(Regressor):
-    """Private quantile regression, by output perturbation, since its loss has a kink.
+    """Private quantile regression, whose loss is smoothed at its kink so that objective perturbation applies.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, reg,
-            radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
+        width: >= 0, in units of the target, public, over which the kink is smoothed; 0 keeps it, by output
+            perturbation. "auto" for one to three median distances of targets from their median, which are measured
+            (and a tenth of bound_y where that does not pay), and for less at other quantiles.
 
     Example:
         >>> import numpy as np
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = QuantileRegressor(epsilon=8.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> model.mechanism_
-        'output'
+        'objective'
 
     Source:
-        docs/proofs/output.md#a-duality-gap-certifies
+        docs/proofs/objective.md; docs/proofs/output.md#a-duality-gap-certifies
     """
 
     quantile: float = 0.5
+    width: float | str = "auto"
 
-    def _loss(self) -> TableLoss:
-        return Pinball(quantile=self.quantile)
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        return self.quantile, self.width == "auto", self._bound()
+
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
+        least = 2 * min(self.quantile, 1 - self.quantile)  # smoothing moves other quantiles towards the median
+        spreads, unit = 2 * least * robust_width(signal), least * self._bound() / 10
+        width = _width("width", self.width, spreads, unit, prepare)
+        return SmoothedPinball(quantile=self.quantile, width=width) if width else Pinball(quantile=self.quantile)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -113,8 +135,8 @@ class Ridge(Regressor):
     """Private least squares: AdaSSP, whose ridge adapts privately to the data; output perturbation at delta = 0.
 
     Args:
-        epsilon, delta, adjacency, n, bound_x, feature_center, feature_scale, fit_intercept, intercept_scaling, radius,
-            mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         reg: >= 0 added to the ridge of AdaSSP; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
 
@@ -129,5 +151,13 @@ class Ridge(Regressor):
         docs/proofs/output.md#least-squares-from-noisy-statistics
     """
 
-    def _loss(self) -> TableLoss:
+    def _loss(self, prepare: PrivatePreparation | None, signal: float) -> TableLoss:
         return Squared()
+
+
+def _width(name: str, given: float | str, spreads: float, unit: float, prepare: PrivatePreparation | None) -> float:
+    """Returns a number in units of targets; where it is "auto", so many spreads, or a unit if none are measured."""
+    if isinstance(given, str):
+        check.choice(("auto",), **{name: given})
+        return spreads if prepare is not None and prepare.quantile is not None else unit
+    return check.between(0.0, 1e100, **{name: given})

@@ -10,27 +10,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
 from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
+from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
-from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
+from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.theory.rounding import asks_exact
+from torch_dpsco.theory.linear.preparation import signal_to_noise
+from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
-__all__ = ["MECHANISMS", "LinearTask", "Preparation", "choose_mechanism", "fit_linear", "plan_linear"]
+__all__ = [
+    "MECHANISMS",
+    "LinearFit",
+    "LinearTask",
+    "Preparation",
+    "PrivatePreparation",
+    "choose_mechanism",
+    "fit_linear",
+    "plan_linear",
+]
 
+_NOISY_LABELS, _NOISY_TARGETS = 400, 800  # n mu / sqrt(d)
 MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "preconditioned_gd")
 
 
@@ -40,12 +54,13 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
     | squared, not clipped | adassp | output |
-    | smooth, bounded gradients, one score | objective | objective where reg allows it, else output |
+    | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
+    | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
     | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
     | with kinks, tilted, adversarial | output | output |
 
-    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/heads.md#which-mechanism (the ranking), and
-    docs/choosing.md.
+    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go,
+    docs/proofs/heads.md#which-mechanism, and docs/choosing.md.
 
     Example:
         >>> import torch_dpsco as dp
@@ -65,7 +80,7 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if task.lipschitz is None or task.smoothness is None or exact:
         return "output"
     if not task.pure:
-        return "objective"
+        return "noisy_gd" if _is_noisy(task) else "objective"
     if classes:
         return "output"
     try:
@@ -73,6 +88,39 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     except InfeasibleError:
         return "output"
     return "objective"
+
+
+def _is_noisy(task: LinearTask) -> bool:
+    """Returns whether noisy gradient descent is better than the determinant that objective perturbation pays for.
+
+    Where epsilon is small, the regularizer that keeps log(1 + beta/reg) a part of it hides more than the noise does.
+    """
+    if task.reg is not None or task.noise_multiplier is not None:
+        return False
+    signal, most = _signal(task)
+    return signal < most
+
+
+def _signal(task: LinearTask) -> tuple[float, float]:
+    """Returns n mu / sqrt(d), and from where on its noise is small."""
+    most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
+    return signal_to_noise(task.level, task.n, task.parameters), most
+
+
+def _reason(task: LinearTask, chosen: str) -> str:
+    """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
+    if chosen == "preconditioned_gd":
+        return (
+            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and epsilon: see "
+            "docs/choosing.md#heads-with-many-classes"
+        )
+    if chosen != "noisy_gd":
+        return ""
+    signal, most = _signal(task)
+    return (
+        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective perturbation would "
+        f"hide more than noise does: see docs/proofs/output.md#how-far-to-go"
+    )
 
 
 def plan_linear(
@@ -90,24 +138,37 @@ def plan_linear(
     Raises:
         ConditionError: the mechanism does not cover the task.
     """
-    asked, solver = check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
-    chosen = choose_mechanism(task, secure) if asked == "auto" else asked
-    if chosen == "adassp":
+    check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
+    if task.budget is not None and task.budget.unit == "user":
+        check.choice(("auto", "noisy_gd"), mechanism=mechanism)
+        require_gaussian(secure, "its noise on users is drawn in floating point")
+        return plan_users(task)
+    if mechanism == "auto":
+        chosen = choose_mechanism(task, secure)
+        plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
+        return replace(plan, reason=_reason(task, chosen))
+    if mechanism == "adassp":
         return plan_adassp(task, mode, secure)
-    if chosen == "preconditioned_gd":
-        plan = plan_preconditioned_gd(task, secure)
-        return replace(plan, reason=_MANY_SCORES) if asked == "auto" else plan
-    if chosen == "noisy_gd":
-        return plan_noisy_gd(task, secure=secure)
-    if chosen == "objective":
+    if mechanism == "preconditioned_gd":
+        return plan_preconditioned_gd(task, secure)
+    if mechanism == "noisy_gd":
+        return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
+    if mechanism == "objective":
         return plan_objective(task, secure=secure, solver=solver)
     return plan_output(task, mode, secure, solver)
 
 
-_MANY_SCORES = (
-    "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and epsilon: see "
-    "docs/choosing.md#heads-with-many-classes"
-)
+class LinearFit(NamedTuple):
+    """What a fit releases.
+
+    Args:
+        weights: (K, width) float64, K = 1 or the number of classes; the last column is the intercept's, to be
+            multiplied by the constant of the preparation. They are for rows and targets in these units:
+        units: public, or released too.
+    """
+
+    weights: Tensor
+    units: Units
 
 
 def fit_linear(
@@ -116,9 +177,10 @@ def fit_linear(
     targets: Tensor,
     weights: Tensor | None = None,
     *,
+    users: Tensor | None = None,
     accountant: Accountant | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> LinearFit:
     """Releases the weights of a private linear model.
 
     Args:
@@ -127,27 +189,42 @@ def fit_linear(
         targets: (n,) real, +-1, or class numbers.
         weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
             weight <= 1 has the constants of the loss, so that no noise changes.
+        users: (n,) integer ids of the user of each row, with a plan of `linear.users.plan_users`, and only then.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
-
-    Returns:
-        (K, width) float64, K = 1 or the number of classes; the last column is the intercept's, to be multiplied by
-        the constant of the preparation.
 
     Raises:
         BudgetExceeded: nothing was drawn.
 
     Guarantee:
-        The event of the plan, for the weights. Unit: one row. What is assumed: public numbers that are public; under
-        replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
+        The event of the plan, for weights and units. Unit: one row. What is assumed: public numbers that are public;
+        under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
     task = plan.task
     ledger = plan.ledger() if accountant is None else accountant
-    ledger.require_unit("example")
+    ledger.require_unit(plan.unit)
     if ledger.adjacency != task.adjacency:
         # PRIVACY: a cost under one adjacency bounds nothing under another
         # (test_a_ledger_of_another_adjacency_is_refused)
         raise AdjacencyError(f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})")
-    records = make_records(task, features, targets, weights)
-    answer = plan.release(plan.solve(records), ledger, noise_generator(records.device, generator))
-    return answer.reshape(task.num_scores, task.width)
+    if (users is None) != (plan.unit == "example"):
+        raise UnitError(
+            f"users must be given with a plan for users, and with it only (the plan's unit is {plan.unit!r})"
+        )
+    codes, units = None, Units(task.preparation)
+    if users is not None:
+        codes, shares, _ = users_of(users.to(features.device))
+        # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_user_counts_as_much_as_one_record)
+        weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
+    records = make_records(task, features, targets, weights, users=codes)
+    source = noise_generator(records.device, generator)
+    if task.prepare is not None or codes is not None:
+        # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
+        ledger.authorize(plan.event())
+        if task.prepare is not None:
+            units = task.prepare.measure(records, task.preparation, task.most_records, task.adjacency, source)
+            records = make_records(task, features, targets, weights, units, users=codes)
+        answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
+    else:
+        answer = plan.release(plan.solve(records), ledger, source)
+    return LinearFit(answer.reshape(task.num_scores, task.width), units)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import GDP
@@ -71,8 +70,8 @@ class AdaSSPPlan(LinearPlan):
         level = adassp_mu(self.constants, *_bounds(self.task), adjacency=self.task.adjacency)
         return level * _rounding(self.task, asks_exact(self.secure))
 
-    def event(self) -> GDP | Gaussian:
-        """Returns what the release charges."""
+    def own_event(self) -> GDP | Gaussian:
+        """Returns what the release alone costs."""
         adjacency = self.task.adjacency
         return Gaussian(1.0, {adjacency: self.mu}, exact=True) if self.secure else GDP(self.mu, (adjacency,))
 
@@ -95,12 +94,10 @@ class AdaSSPPlan(LinearPlan):
         moment = -build_objective(self.task, 0.0, records).value_and_gradient(zero)[1]
         return float(torch.linalg.eigvalsh(gram)[0]), gram, moment
 
-    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
-        """Charges, adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
+    def draw(self, solved: Records, generator: Source) -> Tensor:
+        """Adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
         least, gram, moment = self.statistics(solved)
-        # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
-        event = self.event()
-        accountant.authorize(event)
+        event = self.own_event()
         given, dim = self.constants, solved.dim
         if is_exact(event):
             least, noisy, moment = _exact(least, gram, moment, given, event, generator)
@@ -136,7 +133,7 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     _require_covered(task)
     epsilon, delta, exact = task.target.epsilon, task.target.delta, asks_exact(secure)
     if check.choice(("tight", "paper"), mode=mode) == "tight":
-        constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency)
+        constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured)
     else:
         require_gaussian(secure, "mode='paper' is the published algorithm; use mode='tight'")
         if task.adjacency == "replace_one":

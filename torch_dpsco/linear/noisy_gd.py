@@ -1,9 +1,11 @@
-"""Noisy gradient descent on all records that releases only its last iterate: its cost converges.
+"""Noisy gradient descent on all records: of which the last iterate alone is released, or every noisy sum.
 
     w <- w - eta (sum of gradients + reg w + N(0, sigma^2 I)),   T steps from a public start
 
-A step contracts by c = max(|1 - eta mu|, |1 - eta beta|) on every data set, so that what a record did in early steps
-fades: mu_GDP = (S/sigma) sqrt((1 - c^T)/(1 + c^T) (1 + c)/(1 - c)), S bounding how far a record moves the sum.
+The last iterate: a step contracts by c = max(|1 - eta mu|, |1 - eta beta|) on every data set, so that what a record did
+in early steps fades: mu_GDP = (S/sigma) sqrt((1 - c^T)/(1 + c^T) (1 + c)/(1 - c)), S bounding how far a record moves
+the sum. Every sum: mu_GDP = (S/sigma) sqrt(T), and what is made of the sums is free: momentum, no regularizer, an
+average of the later half of the iterates. How far the steps reach then takes the place of a regularizer.
 
 Differs from the paper in: it is not there. Bok, Su and Altschuler 2024.
 
@@ -13,71 +15,89 @@ Source: docs/proofs/output.md#noisy-gradient-descent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
+from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.objective import objpert_reg
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
-_MOST_STEPS = 500  # a step reads all records
+_MOST_STEPS, _STEPS = 500, 200  # of the last iterate, at most; of all sums. A step reads all records
+_LEAST_FRICTION = 0.04  # 1 - momentum
+_FAR = 1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyGDPlan(LinearPlan):
-    """Public numbers of one run, of which the last iterate is released.
+    """Public numbers of one run.
 
     Args:
         steps: T.
         noise_std: of the noise on the sum of gradients.
+        momentum: in [0, 1), where all sums are released; None where the last iterate is.
     """
 
     steps: int
     noise_std: float
+    momentum: float | None = None
 
     mechanism = "noisy_gd"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+        smooth_constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+        if self.momentum is not None and not 0 <= check.finite(momentum=self.momentum) < 1:
+            raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
+
+    @property
+    def reg(self) -> float:
+        """Regularizer of the objective, in sum form; 0 for none, where all sums are released."""
+        return super().reg if self.momentum is None else self.task.reg or 0.0
 
     @property
     def lr(self) -> float:
         """Step size eta, on the sum."""
+        if self.momentum is not None:
+            return 1.0 / (self.task.n * smooth_constants(self.task)[1] + self.reg)
         return 2.0 / (self._smoothness + self.reg)
 
     @property
     def radius(self) -> float:
         """Radius of the ball that iterates are projected on."""
-        return min(self.task.radius, safe(_ROOM * self.task.most_records * _constants(self.task)[0] / self.reg))
+        if self.momentum is not None:
+            return far_radius(self.task)
+        return min(self.task.radius, safe(_ROOM * self.task.most_records * smooth_constants(self.task)[0] / self.reg))
 
     @property
     def _smoothness(self) -> float:
-        return safe(self.task.most_records * _constants(self.task)[1] + self.reg)
+        return safe(self.task.most_records * smooth_constants(self.task)[1] + self.reg)
 
-    def event(self) -> GDP:
-        """Returns what the last iterate charges."""
-        task, most, (lipschitz, _) = self.task, self.task.most_records, _constants(self.task)
-        beta, radius = self._smoothness, self.radius
-        contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
+    def own_event(self) -> GDP:
+        """Returns what the last iterate costs, or all sums."""
+        task, most, (lipschitz, _) = self.task, self.task.most_records, smooth_constants(self.task)
+        radius = self.radius
         moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
         # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
         moved += 2 * task.gradient_rounding(self.reg, radius, lipschitz, dim=task.width, most=most)
+        if self.momentum is not None:
+            # PRIVACY: every sum is released (test_all_steps_of_a_run_with_momentum_are_charged)
+            return GDP(noisy_gd_mu(self.steps, 1.0, moved, self.noise_std), (task.adjacency,))
+        beta = self._smoothness
+        contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
         # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
         # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
         moved += 2 * 8 * DOUBLE * radius / self.lr
@@ -87,45 +107,86 @@ class NoisyGDPlan(LinearPlan):
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
-        return self.noise_std / math.sqrt(self.steps), self.task.n * _constants(self.task)[0], "the mean of all steps"
+        return (
+            self.noise_std / math.sqrt(self.steps),
+            self.task.n * smooth_constants(self.task)[0],
+            "the mean of all steps",
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        yield "steps", f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: the last iterate"
+        what = "the last iterate"
+        if self.momentum is not None:
+            what = f"the average of the later half, with momentum {self.momentum:.3g}"
+        yield "steps", f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: {what}"
 
-    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
-        """Charges, and makes the steps from 0: returns the private last iterate; see `LinearPlan`."""
+    def draw(self, solved: Records, generator: Source) -> Tensor:
+        """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         objective = build_objective(self.task, self.reg, solved)
-        # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.event())
-        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-        for _ in range(self.steps):
+
+        def noisy(w: Tensor) -> Tensor:
             # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
-            gradient = objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
-            w = project(w - self.lr * gradient, self.radius)
+            return objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
+
+        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
+        if self.momentum is not None:
+            return run_momentum(w, noisy, self.steps, self.lr, self.momentum, self.radius)
+        for _ in range(self.steps):
+            w = project(w - self.lr * noisy(w), self.radius)
         return w
 
 
-def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None = None) -> NoisyGDPlan:
+def run_momentum(
+    w: Tensor,
+    noisy: Callable[[Tensor], Tensor],
+    steps: int,
+    lr: float,
+    momentum: float,
+    radius: float,
+    averaged: int | None = None,
+) -> Tensor:
+    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the last; None for a half."""
+    last = steps - steps // 2 if averaged is None else averaged
+    moved, total = torch.zeros_like(w), torch.zeros_like(w)
+    for step in range(steps):
+        moved = momentum * moved - lr * noisy(w)
+        w = project(w + moved, radius)
+        if step >= steps - last:
+            total += w
+    return total / last
+
+
+def far_radius(task: LinearTask) -> float:
+    """Returns the radius of the ball that iterates are projected on where there is no regularizer."""
+    return min(task.radius, _FAR / task.preparation.bound)
+
+
+def plan_noisy_gd(
+    task: LinearTask, steps: int | None = None, secure: str | None = None, released: str = "last"
+) -> NoisyGDPlan:
     """Returns the numbers of noisy gradient descent for a task.
 
     Args:
         task: its public numbers; delta > 0.
-        steps: T; default 3 beta / reg, where the answer has converged, at most 500.
+        steps: T; default 3 beta / reg, where the last iterate has converged, at most 500; 200 for all sums.
         secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
+        released: "last" for the last iterate, with a regularizer; "all" for all sums, with momentum, and without one
+            unless it is given.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or delta is 0.
 
     Guarantee:
-        The event of the plan, for the task's adjacency, for the last iterate alone. n_max is a promise about the number
-        of records, on which the contraction rests.
+        The event of the plan, for the task's adjacency: for the last iterate alone, where n_max is a promise about the
+        number of records on which the contraction rests, or for all noisy sums.
     """
     require_gaussian(
         secure, "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'"
     )
-    lipschitz, smoothness = _constants(task)
+    lipschitz, smoothness = smooth_constants(task)
+    if check.choice(("last", "all"), released=released) == "all":
+        return _all_sums(task, _STEPS if steps is None else steps)
     if task.reg is None:
         task = replace(task, reg=objpert_reg(task.target.epsilon, smoothness))
     draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0)
@@ -133,10 +194,25 @@ def plan_noisy_gd(task: LinearTask, steps: int | None = None, secure: str | None
     draft = replace(draft, steps=converged if steps is None else steps)
     if task.noise_multiplier is not None:
         return replace(draft, noise_std=task.noise_multiplier * lipschitz)
-    return replace(draft, noise_std=safe(draft.event().mu / gaussian_mu(task.target.epsilon, task.target.delta)))
+    return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
 
 
-def _constants(task: LinearTask) -> tuple[float, float]:
+def _all_sums(task: LinearTask, steps: int) -> NoisyGDPlan:
+    """Returns the plan whose steps reach as far as the noise allows, see docs/proofs/output.md#how-far-to-go."""
+    lipschitz, _ = smooth_constants(task)
+    draft = NoisyGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0)
+    if task.noise_multiplier is not None:
+        std = task.noise_multiplier * lipschitz
+    else:
+        std = safe(draft.own_event().mu / task.level)
+    # noise of one sum at the cost of all T of them: std / sqrt(T)
+    signal = task.n * lipschitz / (std / math.sqrt(steps) * math.sqrt(task.parameters))
+    reach = draft.lr * task.n * lipschitz * steps  # of gradients of the largest norm, without momentum
+    friction = min(max(reach / (weight_guess(task) * signal), _LEAST_FRICTION), 1.0)
+    return replace(draft, noise_std=std, momentum=1.0 - friction)
+
+
+def smooth_constants(task: LinearTask) -> tuple[float, float]:
     """Returns bounds on gradient and curvature of a record's loss."""
     if task.pure:
         raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")

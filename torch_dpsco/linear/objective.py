@@ -21,7 +21,6 @@ from functools import cached_property
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
@@ -29,7 +28,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.rng import Source
@@ -40,6 +39,7 @@ from torch_dpsco.theory.linear.objective import (
     amp_noise_std,
     amp_sigma_general,
     log_det,
+    noise_reg,
     objpert_pure_rate,
     objpert_reg,
     softmax_log_det,
@@ -98,7 +98,11 @@ class ObjectivePlan(LinearPlan):
         return 2 * self.distance / (AMP_PURE_SHARE * self.task.target.epsilon) * (1 + 1e-15)
 
     def event(self) -> ApproxDP | Pure | RDPCurve:
-        """Returns what the release charges: what was asked for, or what the noise costs where that is more."""
+        """Returns what the release charges, with what is measured before it: both are in one law of the loss."""
+        return self.own_event()
+
+    def own_event(self) -> ApproxDP | Pure | RDPCurve:
+        """Returns what was asked for, or what the noise costs where that is more."""
         task = self.task
         if task.pure:
             determinant, moved, _ = _general(task, self.reg)
@@ -108,7 +112,7 @@ class ObjectivePlan(LinearPlan):
             return Pure(max(task.target.epsilon, math.nextafter(spent, math.inf)), (task.adjacency,))
         if self.curve:
             numbers = (self.noise_scale, self.reg, *_constants(task))
-            return _curve(*numbers, monotone=task.monotone, mu_out=AMP_MU_OUT, adjacency=task.adjacency)
+            return _curve(*numbers, monotone=task.monotone, mu_out=_mu_out(task), adjacency=task.adjacency)
         # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         delta = max(_spent(task.target.delta), _delta(task, self.reg, self.noise_scale))
         return ApproxDP(task.target.epsilon, delta, (task.adjacency,))
@@ -127,10 +131,8 @@ class ObjectivePlan(LinearPlan):
         if self.curve:
             yield "charged", "a Renyi curve, which composes well with others and costs more alone"
 
-    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
-        """Charges, draws b, solves, adds noise: returns the private vector; see `LinearPlan`."""
-        # PRIVACY: charged before b is drawn (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.event())
+    def draw(self, solved: Records, generator: Source) -> Tensor:
+        """Draws b, solves, adds noise: returns the private vector; see `LinearPlan`."""
         draw, dim = knorm_vector if self.task.pure else gaussian_vector, self.task.parameters
         objective = build_objective(self.task, self.reg, solved, draw(dim, self.noise_scale, generator))
         found = solve(objective, self.distance, solver=self.solver)
@@ -164,6 +166,8 @@ def plan_objective(
     ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
     reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
     size = _pure_scale if task.pure else _noise_std
+    if task.reg is None and ranks == 1 and not task.pure:
+        reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)))
     scale = size(task, reg, lipschitz, smoothness)
     while task.reg is None and 4 * _rounding(task, reg, scale) > 9e-5 * lipschitz:  # less than float64 can solve
         reg *= 2  # b can only be smaller then
@@ -207,16 +211,22 @@ def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float
         return task.noise_multiplier * lipschitz
     epsilon, delta = task.target.epsilon, _spent(task.target.delta)
     if task.monotone:
-        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
-    return _general_std(epsilon, delta, *_general(task, reg), AMP_MU_OUT)
+        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency)
+    return _general_std(epsilon, delta, *_general(task, reg), _mu_out(task))
+
+
+def _mu_out(task: LinearTask) -> float:
+    """Returns the level of the Gaussian releases beside b: what is measured before, and the noise on the answer."""
+    # PRIVACY: units are released too (test_what_is_measured_is_charged_with_the_release)
+    return math.hypot(AMP_MU_OUT, task.measured) * (1 + 2.0**-50) if task.measured else AMP_MU_OUT
 
 
 def _delta(task: LinearTask, reg: float, noise: float) -> float:
     """Returns what noise of this std spends at the budget's epsilon: of `_noise_std` at most `_spent`."""
     epsilon, (lipschitz, smoothness) = task.target.epsilon, _constants(task)
     if task.monotone:
-        return _monotone_delta(epsilon, noise, float(reg), lipschitz, smoothness, AMP_MU_OUT, task.adjacency)
-    return _general_delta(epsilon, noise, *_general(task, reg), AMP_MU_OUT)
+        return _monotone_delta(epsilon, noise, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency)
+    return _general_delta(epsilon, noise, *_general(task, reg), _mu_out(task))
 
 
 def _general(task: LinearTask, reg: float) -> tuple[float, float, int]:

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, gaussian_sigma_zhao
@@ -181,8 +180,8 @@ class OutputPlan(LinearPlan):
         # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
         return with_grid(self._moves.answer, asks_exact(self.secure))
 
-    def event(self) -> Gaussian | KNorm | Sequential:
-        """Returns what the release charges: a pure epsilon is what was asked for, where the noise costs no more."""
+    def own_event(self) -> Gaussian | KNorm | Sequential:
+        """Returns what the release alone costs: a pure epsilon is what was asked for, where the noise costs no more."""
         scale, moved, adjacency = check.positive(noise_scale=self.noise_scale), self.moved, self.task.adjacency
         if self.failure is None and self.task.pure:
             # PRIVACY: the epsilon of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
@@ -229,12 +228,9 @@ class OutputPlan(LinearPlan):
         ball = self.task.radius if objective.smoothness is not None else math.inf
         return solve(objective, self.distance, radius=ball, solver=self.solver, start=start).w
 
-    def release(self, solved: Tensor, accountant: Accountant, generator: Source) -> Tensor:
-        """Charges, draws the noise and returns the private vector; see `LinearPlan`."""
-        # PRIVACY: charged before anything is drawn, which is after the solver has ended
-        # (test_a_refused_release_draws_nothing)
-        event = self.event()
-        accountant.authorize(event)
+    def draw(self, solved: Tensor, generator: Source) -> Tensor:
+        """Draws the noise and returns the private vector; see `LinearPlan`."""
+        event = self.own_event()
         released = event.events[0] if isinstance(event, Sequential) else event
         if is_exact(released):
             return project(exact_release(solved, released, generator), self.task.radius)
@@ -280,6 +276,10 @@ def _with_gaussian(draft: OutputPlan, mode: str, delta: float | None = None) -> 
     chosen = gaussian_sigma if check.choice(_MODES, mode=mode) == "tight" else gaussian_sigma_zhao
     if task.noise_multiplier is not None:
         sigma = task.noise_multiplier * moved
+    elif task.prepare is not None:
+        if delta is not None or mode != "tight":
+            raise ConditionError("prepare must be None for mode='paper' and guarantee='markov'")
+        sigma = safe(moved / task.level)
     else:
         sigma = chosen(task.target.epsilon, task.target.delta if delta is None else delta, moved)
     if asks_exact(draft.secure):

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.linear.noisy_gd import run_momentum
 from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
@@ -97,8 +95,8 @@ class PreconditionedGDPlan(LinearPlan):
         # PRIVACY: (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
         return safe(gram), safe(sides * self.clip + 2 * rounding)
 
-    def event(self) -> GDP:
-        """Returns what X'X and all steps charge together."""
+    def own_event(self) -> GDP:
+        """Returns what X'X and all steps cost together."""
         gram, moved = self._moves
         # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         level = preconditioned_mu(gram, self.gram_std, moved, self.noise_std, self.steps)
@@ -122,26 +120,24 @@ class PreconditionedGDPlan(LinearPlan):
     def _averaged(self) -> int:
         return math.ceil(_AVERAGED * self.steps)
 
-    def release(self, solved: Records, accountant: Accountant, generator: Source) -> Tensor:
-        """Charges, and makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
-        task = self.task
-        # PRIVACY: charged before the first draw (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.event())
+    def draw(self, solved: Records, generator: Source) -> Tensor:
+        """Makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
+        task, size = self.task, (self.task.num_scores, self.task.width)
         noise = gaussian_vector(task.width**2, self.gram_std, generator).view(task.width, task.width)
         values, vectors = torch.linalg.eigh(solved.gram(solved.weights) + (noise + noise.T) / 2)
         inverse = (vectors / (values.clamp(min=0) + self.ridge)) @ vectors.T
-        lr = self._step_size(values)
-        w = torch.zeros(task.num_scores, task.width, dtype=torch.float64, device=solved.device)
-        total = torch.zeros_like(w)
-        for step in range(self.steps):
+
+        def noisy(w: Tensor) -> Tensor:
             # PRIVACY: to the sum of all records, in each step (test_a_preconditioned_step_without_noise_is_caught)
-            noisy = self.gradient(solved, w).flatten() + gaussian_vector(task.parameters, self.noise_std, generator)
-            gradient = noisy.view_as(w)
-            if len(w) > 1:
+            total = self.gradient(solved, w.view(size)).flatten() + gaussian_vector(len(w), self.noise_std, generator)
+            gradient = total.view(size)
+            if task.num_scores > 1:
                 gradient = gradient - gradient.mean(0)  # the noise of what adds up to 0 over classes
-            w = project(w - lr * gradient @ inverse, self.radius)
-            total = total + w if step >= self.steps - self._averaged else total
-        return (total / self._averaged).flatten()
+            step: Tensor = gradient @ inverse
+            return step.flatten()
+
+        start = torch.zeros(task.parameters, dtype=torch.float64, device=solved.device)
+        return run_momentum(start, noisy, self.steps, self._step_size(values), 0.0, self.radius, self._averaged)
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
@@ -181,7 +177,7 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
     """
     require_gaussian(secure, "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'")
     _require_covered(task)
-    level, dim = _level(task), task.width
+    level, dim = task.level, task.width
     steps, share, clip = preconditioned_numbers(
         level, task.n, dim, task.num_scores, _curvature(task), task.residual_clip
     )
@@ -191,13 +187,8 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
     gram, moved = draft._moves
     gram_std, noise_std = gram / (level * math.sqrt(share)), moved * math.sqrt(steps / (1 - share)) / level
     draft = replace(draft, gram_std=gram_std, noise_std=noise_std, ridge=ridge_of(gram_std, dim))
-    more = safe(draft.event().mu / level)  # 1 but for rounding
+    more = safe(draft.own_event().mu / level)  # 1 but for rounding
     return replace(draft, gram_std=gram_std * more, noise_std=noise_std * more)
-
-
-def _level(task: LinearTask) -> float:
-    """Returns the Gaussian level that there is to spend."""
-    return gaussian_mu(task.target.epsilon, task.target.delta)
 
 
 def _curvature(task: LinearTask) -> float:

@@ -27,7 +27,8 @@ from torch_dpsco.accounting.report.figures import OneRelease
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.task import LinearPlan, LinearTask, Preparation, make_records
+from torch_dpsco.linear.preparation import Preparation
+from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process

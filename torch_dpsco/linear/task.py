@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,12 +28,15 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent
+from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.objectives.base import Objective, Records
-from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, clip_rows
+from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
+from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped
@@ -41,67 +44,8 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.output import minimizer_radius
+from torch_dpsco.theory.linear.preparation import level_left
 from torch_dpsco.theory.linear.solvers import gradient_rounding
-
-_LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What is done to each row, by public numbers: centered, scaled, clipped, a constant appended.
-
-    Args:
-        bound_x: B > 0, norm that rows are clipped to.
-        center: subtracted from each row, (d,); None for 0.
-        scale: that each row is divided by, (d,), > 0; None for 1.
-        intercept: c0 >= 0, the constant; 0 for no intercept.
-
-    Guarantee:
-        A row's image depends on that row alone, and its norm is at most `bound`, rounding included.
-    """
-
-    bound_x: float
-    center: tuple[float, ...] | None = None
-    scale: tuple[float, ...] | None = None
-    intercept: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check.positive(bound_x=self.bound_x), check.nonnegative(intercept=self.intercept)
-        for value in self.center or ():
-            check.finite(feature_center=value)
-        for value in self.scale or ():
-            check.positive(feature_scale=value)
-
-    @property
-    def bound(self) -> float:
-        """Bound on the norm of a prepared row."""
-        return round_up(math.hypot(self.bound_x, self.intercept)) if self.intercept else self.bound_x
-
-    def __call__(self, block: Tensor) -> Tensor:
-        """Returns prepared rows, float64, of raw ones (B, d)."""
-        # PRIVACY: torch sums strided rows in an order that depends on their number
-        # (test_the_image_of_a_row_is_the_same_in_every_block)
-        rows = block.double().contiguous()
-        if self.center is not None:
-            rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
-        if self.scale is not None:
-            rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
-        rows = self._clip(rows)
-        if not self.intercept:
-            return rows
-        return torch.cat([rows, rows.new_full((len(rows), 1), self.intercept)], dim=1)
-
-    def _clip(self, rows: Tensor) -> Tensor:
-        """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
-        norms = torch.linalg.vector_norm(rows, dim=1)
-        most = self.bound_x * (1 - 2.0**-50 * (rows.shape[1] + 8))  # less by the rounding of norm and product
-        # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
-        clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
-        odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
-        if bool(odd.any()):
-            clipped[odd] = clip_rows(rows[odd], most)
-        return clipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +54,15 @@ class LinearTask:
 
     Args:
         loss: of one score, or the softmax cross-entropy.
-        preparation: of rows.
+        preparation: of rows; in private units, where those are measured.
+        prepare: what is measured before the fit, within the same budget; None for nothing.
         dim: d >= 1, number of raw features.
         n: public number of records; a reference under add_remove.
         budget: of unit "example"; delta = 0 asks for a pure epsilon. None where the noise is given.
         noise_multiplier: > 0, std of Gaussian noise over what one record adds: the bound on its gradient, or on how far
             it moves the answer. None for noise that is chosen for the budget.
         adjacency: of the guarantee where there is no budget; else the budget's.
-        bound_y: Y > 0, that real targets are clipped to; None for labels.
+        bound_y: Y > 0, that real targets are clipped to, in private units where those are measured; None for labels.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: R > 0 of the ball that the answer is projected on; inf for none.
         residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows; None for no clip.
@@ -148,6 +93,7 @@ class LinearTask:
     tilt: float = 0.0
     attack_radius: float = 0.0
     attack_norm: float = 2.0
+    prepare: PrivatePreparation | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -183,9 +129,25 @@ class LinearTask:
             raise ConditionError(f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})")
         if sum((self.tilt != 0, self.attack_radius > 0, self.residual_clip is not None)) > 1:
             raise ConditionError("tilt, attack_radius and residual_clip must not be combined")
-        for name, length in (("center", self.preparation.center), ("scale", self.preparation.scale)):
-            if length is not None and len(length) != self.dim:
-                raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
+        for given in (self.preparation, *(() if self.prepare is None else (self.prepare.given,))):
+            for name, length in (("center", given.center), ("scale", given.scale)):
+                if length is not None and len(length) != self.dim:
+                    raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
+        if self.prepare is not None:
+            self._require_preparable(self.prepare)
+
+    def _require_preparable(self, prepare: PrivatePreparation) -> None:
+        if self.tilt or self.attack_radius or (self.noise_multiplier is None and self.pure):
+            raise ConditionError(
+                "prepare must be None for pure budgets, tilts and attacks (it is Gaussian, and sets units)"
+            )
+        unit = replace(self.preparation, intercept=0.0, whole=False)
+        if unit != (Preparation(1.0) if prepare.rows else prepare.given):
+            raise ValueError(
+                f"preparation must be that of {'rows of norm 1' if prepare.rows else 'prepare.given'} (got {unit})"
+            )
+        if self.bound_y != prepare.most:
+            raise ValueError(f"bound_y must be {prepare.most}, in the units of prepare (got {self.bound_y})")
 
     @property
     def target(self) -> Budget:
@@ -193,6 +155,16 @@ class LinearTask:
         if self.budget is None:
             raise ValueError("budget must be given, for noise or reg to be chosen: or give noise_multiplier and reg")
         return self.budget
+
+    @property
+    def measured(self) -> float:
+        """Level mu of what is measured before the fit."""
+        return 0.0 if self.prepare is None else self.prepare.level
+
+    @property
+    def level(self) -> float:
+        """Level mu of Gaussian releases that the budget leaves for the fit; raises ValueError if there is none."""
+        return level_left(gaussian_mu(self.target.epsilon, self.target.delta), self.measured)
 
     @property
     def pure(self) -> bool:
@@ -314,7 +286,7 @@ class LinearPlan(Plan):
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
-    values = (LinearTask, Preparation)
+    values = (LinearTask, Preparation, PrivatePreparation)
     mechanism: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -327,9 +299,15 @@ class LinearPlan(Plan):
         """Regularizer of the objective, in sum form."""
         return check.positive(reg=self.task.reg)
 
-    @abstractmethod
     def event(self) -> BaseEvent:
-        """Returns what the release charges: of the noise that it draws, and how far a record moves what is released."""
+        """Returns what the release charges, with what is measured before it."""
+        prepare, own = self.task.prepare, self.own_event()
+        # PRIVACY: units are released too (test_what_is_measured_is_charged_with_the_release)
+        return own if prepare is None else Sequential((prepare.event(self.task.adjacency), own))
+
+    @abstractmethod
+    def own_event(self) -> BaseEvent:
+        """Returns what the release alone costs: of the noise that it draws, and how far a record moves it."""
 
     @property
     @abstractmethod
@@ -350,7 +328,6 @@ class LinearPlan(Plan):
         """
         return records
 
-    @abstractmethod
     def release(self, solved: Any, accountant: Accountant, generator: Source) -> Tensor:
         """Charges, draws the noise and returns the private vector (parameters,) float64.
 
@@ -363,6 +340,13 @@ class LinearPlan(Plan):
             BudgetExceeded: nothing was drawn.
             NotCertifiedError: an internal error, see `linear.solvers.solve`; outside of the guarantee.
         """
+        # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
+        accountant.authorize(self.event())
+        return self.draw(solved, generator)
+
+    @abstractmethod
+    def draw(self, solved: Any, generator: Source) -> Tensor:
+        """Draws the noise, which the caller has charged, and returns the private vector; see `release`."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
@@ -373,6 +357,8 @@ class LinearPlan(Plan):
             f"{task.loss}: {task.parameters} parameters, rows of norm at most {task.preparation.bound:.4g}{targets}, "
             f"reg={self.reg:.4g} on the sum of {task.n} losses",
         )
+        if task.prepare is not None:
+            yield "prepared", str(task.prepare)
         norm = std * math.sqrt(task.parameters)
         yield (
             "noise",
@@ -386,11 +372,28 @@ class LinearPlan(Plan):
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 
+_PART = 2**16  # rows
+_DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
 _KINK = 1e-3  # public smoothing of the norm of an adversarial objective
 
 
-def make_records(task: LinearTask, features: Tensor, targets: Tensor, weights: Tensor | None = None) -> Records:
+def make_records(
+    task: LinearTask,
+    features: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    units: Units | None = None,
+    users: Tensor | None = None,
+) -> Records:
     """Returns the records of a task, prepared when they are read; targets and weights are clipped to their bounds.
+
+    Args:
+        task: its public numbers.
+        features: raw, (n, d).
+        targets: (n,).
+        weights: (n,), or None for ones.
+        units: released ones, in which they are to be; None for public ones.
+        users: user of each row, from 0, where the number of users is public and not that of rows; None for rows.
 
     Raises:
         ConditionError: weights for a tilted mean, whose constants have equal ones.
@@ -402,25 +405,36 @@ def make_records(task: LinearTask, features: Tensor, targets: Tensor, weights: T
         raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
     if targets.shape != (len(features),) or targets.is_complex():
         raise ValueError(f"targets must be real, ({len(features)},) (got {targets.dtype}, {tuple(targets.shape)})")
-    if task.adjacency != ADD_REMOVE and len(features) != task.n:
+    count, unit = len(features), "record"
+    if users is not None:
+        count, unit = int(users.max()) + 1 if len(users) else 0, "user"
+    if task.adjacency != ADD_REMOVE and count != task.n:
         # PRIVACY: n is public there, and the data must have it (test_another_number_of_records_is_refused)
-        raise UnitError(f"features must have n={task.n} records under {task.adjacency} (got {len(features)})")
-    if task.adjacency == ADD_REMOVE and len(features) > task.n_max:
+        raise UnitError(f"features must have n={task.n} {unit}s under {task.adjacency} (got {count})")
+    if task.adjacency == ADD_REMOVE and count > task.n_max:
         # PRIVACY: contraction and norms of minimizers rest on it (test_more_records_than_promised_are_refused)
-        raise UnitError(f"n_max={task.n_max} must be a public cap on the number of records: there are more")
+        raise UnitError(f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more")
     if weights is not None:
         if task.tilt:
             raise ConditionError("weights must not be given for a tilted mean, whose constants have equal ones")
         # PRIVACY: all constants are those of weight 1 (test_weights_above_one_are_clipped); NaN makes a null record
         weights = weights.double().clamp(0.0, 1.0)
     classes = task.loss.num_classes if isinstance(task.loss, SoftmaxCrossEntropy) else None
+    prepare, measured = (task.preparation, None) if units is None else (units.rows, task.prepare)
+    if units is None and task.prepare is not None:
+        prepare, measured = task.prepare.given, task.prepare
     if task.bound_y is not None:
-        targets = targets.double().clamp(-task.bound_y, task.bound_y)  # NaN stays: a null record
+        bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
+        targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
+        if units is not None:
+            targets = ((targets - units.location) / units.spread).clamp(-task.bound_y, task.bound_y)
+            if task.preparation.whole:
+                targets = targets * torch.cat([units.rows.shares(part) for part in torch.split(features, _PART)])
     elif classes is None:
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()
         targets = torch.where(signs.abs() == 1, signs, torch.nan)
-    return Records(features, targets, weights, num_classes=classes, prepare=task.preparation)
+    return Records(features, targets, weights, num_classes=classes, prepare=prepare)
 
 
 def build_objective(task: LinearTask, reg: float, records: Records, linear_term: Tensor | None = None) -> Objective:
@@ -443,3 +457,14 @@ def build_objective(task: LinearTask, reg: float, records: Records, linear_term:
         )
     loss = task.loss if task.clipped is None else task.clipped
     return LinearObjective(loss, records, reg=reg, normalizer=1.0, linear_term=linear_term)
+
+
+def weight_guess(task: LinearTask) -> float:
+    """Returns a guess of |w|, in public units: targets in spreads, or about as large as where the loss is straight.
+
+    Rows in private units have a norm of about 1, others of about half their bound.
+    """
+    unit, prepare = 1.0, task.prepare
+    if isinstance(task.loss, (Huber, SmoothedPinball)) and not (prepare and prepare.quantile and prepare.spreads):
+        unit = task.loss.threshold if isinstance(task.loss, Huber) else task.loss.width
+    return _DISTANCE * unit / task.preparation.bound * (1 if prepare and prepare.rows else 2)

@@ -15,6 +15,7 @@
 | `Squared()` | r^2/2 | 1 |
 | `Huber(threshold=k)` | r^2/2 up to |r| = k, then linear | 1, or any |
 | `Pinball(quantile=t)` | max(t r, (t - 1) r) | 0 |
+| `SmoothedPinball(quantile=t, width=w)` | the same, with a parabola of width w at the kink | 1, or any |
 | `EpsilonInsensitive(width=w)` | (|r| - w)_+ | 0 |
 | `SoftmaxCrossEntropy(num_classes=C)` | log sum exp(s) - s_y | 1 |
 
@@ -30,7 +31,16 @@ from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.check import check_holder
 from torch_dpsco.losses.classification import Hinge, Logistic, MarginLoss, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped, clip_rows, enforce_bounds
-from torch_dpsco.losses.regression import Absolute, EpsilonInsensitive, Huber, Pinball, PowerLoss, ResidualLoss, Squared
+from torch_dpsco.losses.regression import (
+    Absolute,
+    EpsilonInsensitive,
+    Huber,
+    Pinball,
+    PowerLoss,
+    ResidualLoss,
+    SmoothedPinball,
+    Squared,
+)
 
 __all__ = [
     "Loss",
@@ -40,6 +50,7 @@ __all__ = [
     "Hinge",
     "Logistic",
     "SmoothedHinge",
+    "SmoothedPinball",
     "PowerLoss",
     "Absolute",
     "Squared",

@@ -250,6 +250,65 @@ class Pinball(ResidualLoss):
 
 
 @dataclass(frozen=True)
+class SmoothedPinball(ResidualLoss):
+    """Quantile loss with a parabola at the kink: r c - w c^2/2 with the slope c = clip(r/w, t - 1, t).
+
+    At most (w/2) max(t, 1-t)^2 below the quantile loss. alpha = 1, L = B^2/w; any other alpha with L = w^-alpha
+    B^(1+alpha). With c(v) = min(max(t, 1-t), v/w): G(R) = B c(Y + B R), M = G(0), M0 = c(Y) (Y - w c(Y)/2).
+
+    Args:
+        quantile: t in (0, 1).
+        width: w > 0, of the parabola.
+
+    Source:
+        docs/proofs/holder.md#constants-of-the-losses.
+
+    Example:
+        >>> SmoothedPinball(quantile=0.75, width=0.5).problem(bound_x=1.0).smoothness
+        2.0
+    """
+
+    interpolates: ClassVar[bool] = True
+
+    quantile: float = 0.5
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
+        object.__setattr__(self, "width", positive(width=self.width))
+
+    def curve(self, residual: Tensor) -> Tensor:
+        slope = self.slope(residual)
+        return slope * (residual - 0.5 * self.width * slope)
+
+    def slope(self, residual: Tensor) -> Tensor:
+        return (residual / self.width).clamp(self.quantile - 1, self.quantile)
+
+    def bend(self, residual: Tensor) -> Tensor:
+        scaled = residual / self.width
+        return ((scaled >= self.quantile - 1) & (scaled <= self.quantile)).to(residual.dtype) / self.width
+
+    def holder_exponent(self) -> float:
+        return 1.0
+
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
+        return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
+
+    def loss_at_zero(self, bound_y: float) -> float:
+        width, slope = Fraction(self.width), self._steepest(Fraction(bound_y))
+        return upper(slope, Fraction(bound_y) - width * slope / 2)
+
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        reach = bound_y if radius == 0 else round_up(bound_y + bound_x * radius)
+        return upper(bound_x, self._steepest(Fraction(reach)) if math.isfinite(reach) else self._steepest(None))
+
+    def _steepest(self, reach: Fraction | None) -> Fraction:
+        """The largest slope within a distance of the kink; everywhere for None."""
+        steepest = max(Fraction(self.quantile), 1 - Fraction(self.quantile))
+        return steepest if reach is None else min(steepest, reach / Fraction(self.width))
+
+
+@dataclass(frozen=True)
 class EpsilonInsensitive(ResidualLoss):
     """(|r| - w)_+, the loss of support vector regression; subgradient 0 at |r| = w.
 

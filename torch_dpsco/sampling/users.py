@@ -25,49 +25,50 @@ from torch_dpsco.sampling.samplers import DesignSampler
 _Indices = npt.NDArray[np.int64]
 
 
-def user_ids(users: Any, records: int) -> Tensor:
+def user_ids(users: Any, records: int, name: str = "users") -> Tensor:
     """Returns the user of each record as (records,) int64.
 
     Args:
         users: integers >= 0, which stay as they are; or strings and other things that hash (no numbers, no None),
             which are numbered in order of appearance. Users are drawn regardless of their numbers.
         records: how many there are.
+        name: of the argument, for messages.
 
     Raises:
         UnitError: not one id per record, or of another kind. No id is quoted: it may be a name.
     """
     if not isinstance(users, Tensor):
-        users = _numbered(users)
+        users = _numbered(users, name)
     ids: Tensor = users.detach().cpu().clone()
     if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
-        raise UnitError(f"users must hold integer ids, or strings (got {ids.dtype})")
+        raise UnitError(f"{name} must hold integer ids, or strings (got {ids.dtype})")
     if ids.shape != (records,):
-        raise UnitError(f"users must hold one id per record, {records} of them (got shape {tuple(ids.shape)})")
+        raise UnitError(f"{name} must hold one id per record, {records} of them (got shape {tuple(ids.shape)})")
     if records and int(ids.min()) < 0:
-        raise UnitError("users must be >= 0 (got a negative id)")
+        raise UnitError(f"{name} must be >= 0 (got a negative id)")
     return ids.to(torch.int64)
 
 
-def _numbered(users: Any) -> Tensor:
+def _numbered(users: Any, name: str) -> Tensor:
     """Returns integers for the ids of a list, an array or a column."""
     if isinstance(users, np.ndarray) and users.dtype != object and users.dtype.kind not in "USTmM":
         return torch.from_numpy(users.copy())
     if isinstance(users, (str, bytes, Mapping)) or not isinstance(users, Iterable):
-        raise UnitError(f"users must hold one id per record (got {type(users).__name__})")
+        raise UnitError(f"{name} must hold one id per record (got {type(users).__name__})")
     things = [thing.item() if isinstance(thing, (np.generic, Tensor)) else thing for thing in users]
     numbers = sum(isinstance(thing, Number) for thing in things)
     if numbers == len(things):
         try:
             return torch.from_numpy(np.array(things, dtype=None if things else np.int64))
         except TypeError:  # too large for any integer dtype
-            raise UnitError("users must hold integers below 2**63, or strings (got a larger one)") from None
+            raise UnitError(f"{name} must hold integers below 2**63, or strings (got a larger one)") from None
     # PRIVACY: records without an id would be one user's, and 1, 1.0 and True are one id
     # (test_ids_that_cannot_be_are_refused_by_name)
     if numbers or any(
         thing is None or not isinstance(thing, Hashable) or (thing == thing) is not True for thing in things
     ):
         kinds = sorted({type(thing).__name__ for thing in things})
-        raise UnitError(f"users must hold integers only, or only strings or other ids that hash (got {kinds})")
+        raise UnitError(f"{name} must hold integers only, or only strings or other ids that hash (got {kinds})")
     places: dict[Any, int] = {}
     return torch.tensor([places.setdefault(thing, len(places)) for thing in things], dtype=torch.int64)
 

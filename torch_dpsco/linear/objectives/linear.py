@@ -202,8 +202,12 @@ class LinearObjective(SumObjective):
     def row_gradient(self, row: int, point: Tensor) -> Tensor:
         """c_i phi'_i(<w, x_i>) x_i of one record, without the normalizer; 0 for a null record."""
         features = self.records.select(torch.tensor([row], device=self.device))
-        slopes = self._terms(features @ point, slice(row, row + 1))[1]
+        slopes = self.slopes(features @ point, slice(row, row + 1))
         return slopes @ features
+
+    def slopes(self, scores: Tensor, rows: slice) -> Tensor:
+        """c_i phi'_i of some records, for their scores."""
+        return self._terms(scores, rows)[1]
 
     def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         loss, targets, weights = self._loss_of(rows), self.records.targets[rows], self.records.weights[rows]

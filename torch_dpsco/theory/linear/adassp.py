@@ -22,6 +22,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.theory.linear.preparation import level_left
 from torch_dpsco.theory.rounding import scaled_up
 
 
@@ -58,6 +59,7 @@ def adassp_constants(
     failure: float = 0.05,
     weights: Sequence[float] = (0.05, 0.475, 0.475),
     adjacency: str = "add_remove",
+    spent: float = 0.0,
 ) -> AdaSSPConstants:
     """Returns the noise that uses (epsilon, delta) up, and the ridge that is large enough but for the failure.
 
@@ -71,6 +73,7 @@ def adassp_constants(
             operator norm of the noise matrix: for utility only.
         weights: shares of mu^2 for lambda_min, X'X and X'y: positive, of sum 1.
         adjacency: "add_remove", "zero_out" or "replace_one".
+        spent: level of Gaussian releases that the budget pays for too.
 
     Raises:
         ValueError: an argument is out of range.
@@ -85,7 +88,7 @@ def adassp_constants(
     """
     share_lmin, share_xtx, share_xty = _shares(weights)
     replaced = sensitivity_factor(adjacency) == 2
-    mu = gaussian_mu(epsilon, delta)
+    mu = level_left(gaussian_mu(epsilon, delta), spent)
     square, product = check.positive(bound_x=bound_x) ** 2, bound_x * check.positive(bound_y=bound_y)
     d, tail = check.positive_count(dim=dim), _tail(failure)
     # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget)

@@ -257,6 +257,26 @@ def objpert_reg(epsilon: float, smoothness: float) -> float:
     return safe(check.positive(smoothness=smoothness) / math.expm1(quarter))
 
 
+def noise_reg(noise_std: float, dim: int, distance: float) -> float:
+    """Returns sqrt(d) sigma / D, the reg at which what it costs itself equals what the noise b costs at most.
+
+    |b|^2 / (2 reg) of about d sigma^2 / (2 reg) bounds the latter, reg D^2 / 2 is the former.
+
+    Args:
+        noise_std: sigma > 0, of b.
+        dim: d >= 1, number of parameters.
+        distance: D > 0, a guess of |w|.
+
+    Source: docs/proofs/objective.md#default-regularizer
+
+    Example:
+        >>> noise_reg(2.0, dim=25, distance=10.0)
+        1.0
+    """
+    root = math.sqrt(check.positive_count(dim=dim))
+    return root * check.positive(noise_std=noise_std) / check.positive(distance=distance)
+
+
 def objpert_pure_rate(
     epsilon: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
 ) -> float:

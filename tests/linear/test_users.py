@@ -1,0 +1,269 @@
+"""Linear models that protect users: what a user moves, what is drawn and charged, and that ids are enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given as examples
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.errors import BudgetExceeded, ConditionError, DpscoError, UnitError
+from torch_dpsco.estimators import HuberRegressor, LogisticRegression, QuantileRegressor, Ridge, SoftmaxRegression
+from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear, preparation, users
+from torch_dpsco.linear.objectives import LinearObjective
+from torch_dpsco.linear.task import make_records
+from torch_dpsco.linear.users import UserGDPlan, plan_users, users_of
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+
+HUGE = [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e-300, 1.0]
+N = 40
+
+
+def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
+    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0), "dim": 2, "n": N, "n_max": 60}
+    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency, unit="user")} | settings))
+
+
+def rows(count: int = 200, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, labels, and the user of each: user k has about 1, 2, 3, ... rows."""
+    draws = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, 2, generator=draws, dtype=torch.float64)
+    ids = (torch.rand(count, generator=draws) ** 2 * N).long()
+    return features, torch.where(features[:, 0] > 0, 1.0, -1.0).double(), ids
+
+
+def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """The sum over users of a step, without noise."""
+    codes, shares, count = users_of(ids)
+    given = plan.task
+    if given.adjacency != "add_remove":
+        given = dataclasses.replace(given, n=count, n_max=count)
+    records = make_records(given, features, labels, shares, users=codes)
+    objective = LinearObjective(given.loss, records, reg=0.0, normalizer=1.0)
+    return plan._sum(objective, records, codes, w)
+
+
+# -- what a user moves ------------------------------------------------------------------------------------------------
+
+
+@examples(
+    st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE)), min_size=1, max_size=30),
+    st.sampled_from([0.01, 0.2, 5.0]),
+    st.tuples(st.floats(-50, 50), st.floats(-50, 50)),
+)
+def test_no_user_moves_a_sum_further_than_the_clip(odd: list, clip: float, point: tuple[float, float]) -> None:
+    plan = plan_users(task(), clip=clip)
+    features, labels, ids = rows()
+    new = torch.tensor(odd, dtype=torch.float64)
+    w = torch.tensor(point, dtype=torch.float64)
+    after = total(
+        plan,
+        torch.cat([features, new]),
+        torch.cat([labels, torch.ones(len(new))]),
+        torch.cat([ids, 0 * len(new) + torch.full((len(new),), N)]),
+        w,
+    )
+    before = total(plan, features, labels, ids, w)
+    assert float((after - before).norm()) <= clip + 1e-10
+
+
+def test_users_who_disagree_attain_the_clip() -> None:
+    plan = plan_users(task("replace_one"), clip=0.01)
+    features, labels = torch.ones(6, 2).double(), torch.tensor([1.0, 1, 1, 1, 1, 1]).double()
+    ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    w = torch.zeros(2).double()
+    gap = total(plan, features, labels, ids, w) - total(plan, features, torch.where(ids == 2, -1.0, labels), ids, w)
+    assert float(gap.norm()) == pytest.approx(2 * 0.01, rel=1e-9)
+
+
+def test_a_user_counts_as_much_as_one_record() -> None:
+    features, labels, ids = rows()
+    codes, shares, count = users_of(ids)
+    assert count == len(ids.unique())
+    weights = torch.zeros(count, dtype=torch.float64).index_add_(0, codes, shares)
+    torch.testing.assert_close(weights, torch.ones(count, dtype=torch.float64))
+    # without a clip that acts, the sum is that of the means of users
+    plan = plan_users(task(), clip=5.0)
+    w = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    once = total(plan, features, labels, ids, w)
+    twice = total(plan, features.repeat(3, 1), labels.repeat(3), ids.repeat(3), w)
+    torch.testing.assert_close(once, twice)
+
+
+@examples(
+    st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(0, 3)), min_size=1, max_size=30),
+    st.floats(-2, 2),
+)
+def test_no_user_moves_what_is_measured_further_than_one_record_may(odd: list, threshold: float) -> None:
+    features, _, ids = rows()
+    new, own = torch.tensor([row[:2] for row in odd]).double(), torch.tensor([row[2] for row in odd]).double()
+    found = []
+    for extra in (0, len(new)):
+        table = torch.cat([features, new[:extra]])
+        codes, shares, _ = users_of(torch.cat([ids, ids.new_full((extra,), N)]))
+        weights = torch.cat([torch.ones(len(ids)).double(), own[:extra]]).clamp(0, 1) * shares
+        records = make_records(task(), table, torch.ones(len(table)), weights, users=codes)
+        near = torch.cat([block[:, 0] <= threshold for _, block in records.blocks()])
+        found.append((records.combine(records.weights), float(records.total(records.weights * near))))
+    (before, below), (after, then_below) = found
+    assert float((after - before).norm()) <= 1 + 1e-9  # of rows of norm 1
+    assert -1e-9 <= then_below - below <= 1 + 1e-9
+
+
+def test_ids_and_order_of_rows_do_not_matter() -> None:
+    plan, (features, labels, ids) = plan_users(task()), rows()
+    w = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))
+    named = (ids * 7919) % 1009
+    torch.testing.assert_close(
+        total(plan, features, labels, ids, w), total(plan, features[order], labels[order], named[order], w)
+    )
+
+
+# -- what is drawn, and charged ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
+def test_each_sum_over_users_gets_its_noise(adjacency: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+
+    def counted(dim: int, std: float, source: object) -> Tensor:
+        drawn.append(std)
+        return torch.zeros(dim, dtype=torch.float64)
+
+    monkeypatch.setattr(users, "gaussian_vector", counted)
+    features, labels, ids = rows()
+    count = len(ids.unique())
+    plan = plan_users(task(adjacency, n=count, n_max=count), steps=30)
+    fit_linear(plan, features, labels, users=ids)
+    assert drawn == [plan.noise_std] * 30
+    moved = (2 if adjacency == "replace_one" else 1) * plan.clip
+    level = math.sqrt(30) * moved / plan.noise_std
+    assert level <= plan.event().mu <= level * (1 + 1e-4)
+    assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
+
+
+def test_rounding_is_in_the_sensitivity_of_a_sum_over_users() -> None:
+    plan, (features, labels, ids) = plan_users(task(), clip=0.02), rows(5000)
+    w = torch.tensor([300.0, -500.0], dtype=torch.float64)
+    computed = total(plan, features, labels, ids, w)
+    exact = []
+    prepared = torch.stack([plan.task.preparation(row[None])[0] for row in features])
+    scores = [math.fsum((row * w).tolist()) for row in prepared]
+    margins = [label * score for label, score in zip(labels.tolist(), scores, strict=True)]
+    slopes = [-y / (1 + math.exp(m)) if m < 700 else 0.0 for y, m in zip(labels.tolist(), margins, strict=True)]
+    for user in ids.unique():
+        mine = [k for k in range(len(ids)) if ids[k] == user]
+        mean = [math.fsum(slopes[k] * float(prepared[k, j]) for k in mine) / len(mine) for j in range(2)]
+        size = math.hypot(*mean)
+        exact.append([v * min(1.0, plan.clip / size) if size else 0.0 for v in mean])
+    error = max(abs(float(computed[j]) - math.fsum(v[j] for v in exact)) for j in range(2))
+    assert error <= plan._rounding
+
+
+def test_the_whole_fit_is_charged_before_the_first_draw_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_users(task())
+    ledger = plan.ledger()
+    assert ledger.unit == "user"
+    seen: list[float] = []
+
+    def watched(dim: int, std: float, source: object) -> Tensor:
+        seen.append(ledger.get_epsilon(1e-6))
+        return gaussian_vector(dim, std, source)
+
+    monkeypatch.setattr(users, "gaussian_vector", watched)
+    monkeypatch.setattr(preparation, "gaussian_vector", watched)
+    features, labels, ids = rows()
+    fit_linear(plan, features, labels, users=ids, accountant=ledger)
+    assert set(seen) == {plan.epsilon()}
+    with pytest.raises(BudgetExceeded):
+        fit_linear(plan, features, labels, users=ids, accountant=ledger)
+    assert len(seen) == plan.steps
+
+
+def test_a_run_on_users_is_the_loop_of_its_docstring() -> None:
+    plan = dataclasses.replace(plan_users(task(), steps=8, clip=0.2), momentum=0.6)
+    features, labels, ids = rows()
+    found = fit_linear_with_seed(plan, features, labels, ids)
+    noise, w, v, later = torch.Generator().manual_seed(5), torch.zeros(2).double(), torch.zeros(2).double(), []
+    clipped = features / torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp(min=1.0)
+    for step in range(8):
+        slopes = -labels * torch.sigmoid(-labels * (clipped @ w))
+        gradient = torch.zeros(2).double()
+        for user in ids.unique():
+            mean = (slopes[ids == user].unsqueeze(1) * clipped[ids == user]).mean(0)
+            gradient += mean * min(1.0, 0.2 / float(mean.norm()))
+        v = 0.6 * v - plan.lr * (gradient + gaussian_vector(2, plan.noise_std, noise))
+        w = w + v
+        if step >= 4:
+            later.append(w)
+    torch.testing.assert_close(found[0], torch.stack(later).mean(0), rtol=1e-6, atol=1e-9)
+
+
+def fit_linear_with_seed(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
+    draws = torch.Generator().manual_seed(5)
+    with pytest.warns(UserWarning, match="generator"):
+        return fit_linear(plan, features, labels, users=ids, generator=draws).weights
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [LogisticRegression, HuberRegressor, QuantileRegressor])
+def test_groups_of_any_kind_protect_users(model: type) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 1500, size=9000)
+    X = rng.uniform(0, 1, size=(9000, 3))
+    line = X @ [2.0, -1.0, 0.5]
+    further = {"classes": ("no", "yes")} if model is LogisticRegression else {"bound_y": 5.0}
+    y = np.where(line > 0.75, "yes", "no") if model is LogisticRegression else line
+    settings = {"epsilon": 8.0, "delta": 1e-6, "n": 1500, "bound_x": math.sqrt(3), **further}
+    for groups in (ids, torch.from_numpy(ids), [f"person {k}" for k in ids]):
+        fitted = model(**settings).fit(X, y, groups=groups)
+        assert fitted.score(X, y) > 0.8
+        assert fitted.privacy_.unit == fitted.plan_.unit == "user"
+        assert 0.98 * 8.0 < fitted.privacy_.epsilon <= 8.0
+        assert "user" in str(fitted.report())
+
+
+def test_wrong_groups_are_refused_before_anything_is_charged() -> None:
+    X, y = np.zeros((6, 2)), np.array([0, 1, 0, 1, 0, 1])
+    settings = {"epsilon": 1.0, "n": 3, "bound_x": 1.0}
+    model = LogisticRegression(**settings, classes=(0, 1))
+    ledger = dp.Accountant(adjacency="add_remove")
+    for groups in ([0, 1], 3, [0.5] * 6, [None] * 6, [0, 1, 2, -1, 0, 1]):
+        with pytest.raises(DpscoError):
+            model.set_params(accountant=ledger).fit(X, y, groups=groups)
+    with pytest.raises(UnitError, match="unit"):
+        model.fit(X, y, groups=[0, 0, 1, 1, 2, 2])  # the ledger is one of examples
+    assert len(ledger) == 0
+    model.set_params(accountant=None)
+    with pytest.raises(UnitError, match="number of users"):
+        model.set_params(n_max=3).fit(X, y, groups=[0, 1, 2, 3, 4, 5])
+    with pytest.raises(UnitError, match="n=3 users"):
+        model.set_params(n_max=None, adjacency="replace_one").fit(X, y, groups=[0, 0, 0, 0, 1, 1])
+    with pytest.raises(ValueError, match="mechanism"):
+        LogisticRegression(**settings, classes=(0, 1), mechanism="objective").fit(X, y, groups=[0, 0, 1, 1, 2, 2])
+    for other in (Ridge(bound_y=1.0, **settings), SoftmaxRegression(classes=(0, 1), **settings)):
+        with pytest.raises(ConditionError):
+            other.fit(X, y, groups=[0, 0, 1, 1, 2, 2])
+    with pytest.raises(ConditionError, match="secure"):
+        LogisticRegression(**settings, classes=(0, 1), secure="exact").fit(X, y, groups=[0, 0, 1, 1, 2, 2])
+
+
+def test_a_plan_for_users_needs_them_and_no_other_does() -> None:
+    features, labels, ids = rows()
+    with pytest.raises(UnitError, match="users must be given"):
+        fit_linear(plan_users(task()), features, labels)
+    plan = plan_linear(task(n=200, n_max=200, budget=dp.Budget(1.0, 1e-6, adjacency="add_remove")))
+    with pytest.raises(UnitError, match="users must be given"):
+        fit_linear(plan, features, labels, users=ids)
+    with pytest.raises(ValueError, match="momentum must be in"):
+        dataclasses.replace(plan_users(task()), momentum=1.0)
