@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear import LinearTask, Preparation, preconditioned_gd
+from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, preconditioned_gd
 from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan, plan_preconditioned_gd
+from torch_dpsco.linear.preparation import Chain, Units
 from torch_dpsco.linear.task import make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.theory.linear.preconditioned import horizon, stable_step
@@ -45,6 +47,17 @@ RECORDS = (
 NULL = (NAN, 0.0, 0.0, 1.0)
 
 
+PRIVATE, UNIT = Preparation(BOUND), Preparation(1.0, intercept=0.3, whole=True)
+# released: a center off all rows, and a radius within which some lie
+UNITS = Units(Chain(PRIVATE, replace(UNIT, center=(0.2, -0.1), scale=(0.6, 0.6))))
+
+
+def measured(kind: dict[str, object]) -> dict[str, object]:
+    """Settings of a task whose rows are measured before, for a part of the budget."""
+    given = PrivatePreparation(given=PRIVATE, rows=0.05, counts=0.08, bound_y=kind.get("bound_y"))
+    return {"preparation": UNIT, "prepare": given}
+
+
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
     given = {"preparation": Preparation(BOUND), "dim": 2, "n": 4} | SOFTMAX
     return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
@@ -55,7 +68,7 @@ def records_of(given: LinearTask, rows: list[tuple[float, ...]]) -> object:
     targets = table[:, 2]
     if given.num_scores > 1:  # 2 is the last class; what is negative, huge or no number is none
         targets = torch.where(targets.abs() < 3, targets, -1.0).long()
-    return make_records(given, table[:, :2], targets, table[:, 3])
+    return make_records(given, table[:, :2], targets, table[:, 3], UNITS if given.prepare else None)
 
 
 def silent(dim: int, std: float, generator: torch.Generator) -> Tensor:
@@ -90,12 +103,15 @@ def moved(given: LinearTask, plan: PreconditionedGDPlan) -> tuple[float, float]:
 
 
 @KINDS
-@pytest.mark.parametrize("intercept", [0.0, 0.8])
+@pytest.mark.parametrize("intercept", [0.0, 0.8, "measured"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_no_record_moves_a_preconditioned_step_by_more_than_the_clip(
-    adjacency: str, intercept: float, kind: dict[str, object]
+    adjacency: str, intercept: float | str, kind: dict[str, object]
 ) -> None:
-    given = task(adjacency, preparation=Preparation(BOUND, intercept=intercept), **kind)
+    """What is measured takes its share of the level: what is left is that of the steps."""
+    private = intercept == "measured"
+    prepare = measured(kind) if private else {"preparation": Preparation(BOUND, intercept=intercept)}
+    given = task(adjacency, **kind, **prepare)
     plan, sides = plan_preconditioned_gd(given), 1 + (adjacency == "replace_one")
     gram, gradient = moved(given, plan)
     square = given.preparation.bound**2
@@ -103,9 +119,11 @@ def test_no_record_moves_a_preconditioned_step_by_more_than_the_clip(
     # with an intercept no row is the negative of another one
     assert (0.8 if intercept else 0.99) * sides * plan.clip < gradient <= sides * plan.clip
     spent = math.hypot(gram / plan.gram_std, math.sqrt(plan.steps) * gradient / plan.noise_std)
-    assert (0.8 if intercept else 0.99) * plan.event().mu < spent <= plan.event().mu
-    assert gaussian_mu(1.0, 1e-6) * (1 - 1e-13) < plan.event().mu <= gaussian_mu(1.0, 1e-6)
-    assert plan.event().adjacencies == (adjacency,)
+    own = plan.own_event()
+    assert (0.8 if intercept else 0.99) * own.mu < spent <= own.mu
+    assert own.adjacencies == (adjacency,)
+    assert (0.05 if private else 0.0) <= given.measured
+    assert gaussian_mu(1.0, 1e-6) * (1 - 1e-13) < math.hypot(own.mu, given.measured) <= gaussian_mu(1.0, 1e-6)
 
 
 def test_a_step_that_does_not_clip_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_preparation_and_release_together_have_the_level_of_the_budget() -> None
         level_left(0.1, 0.1)
 
 
-@pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd", "adassp"])
+@pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd", "adassp", "preconditioned_gd"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_what_is_measured_is_charged_with_the_release(
     mechanism: str, adjacency: str, monkeypatch: pytest.MonkeyPatch
@@ -246,10 +246,14 @@ def test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation() -
     assert plan.noise_scale > without.noise_scale * 1.01
 
 
-def test_gaussian_mechanisms_get_what_is_left() -> None:
+@pytest.mark.parametrize("mechanism", ["noisy_gd", "adassp", "preconditioned_gd"])
+def test_gaussian_mechanisms_get_what_is_left(mechanism: str) -> None:
     given = measured()
     assert given.prepare is not None
-    event = plan_linear(given, "noisy_gd").event()
+    if mechanism == "adassp":
+        prepare = replace(given.prepare, bound_y=None, quantile=None)
+        given = replace(given, loss=dp.losses.SoftmaxCrossEntropy(3), bound_y=None, prepare=prepare)
+    event = plan_linear(given, mechanism).event()
     assert isinstance(event, Sequential)
     first, second = event.events
     assert (first, type(second)) == (GDP(given.prepare.level, ("add_remove",)), GDP)
