@@ -269,12 +269,18 @@ def test_exact_noise_leaves_the_mechanisms_that_have_it() -> None:
     assert choose_mechanism(task(), "exact") == "output"
 
 
-def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked_for() -> None:
-    classes = task(loss=dp.losses.SoftmaxCrossEntropy(3))
-    chosen, asked = plan_linear(classes), plan_linear(classes, "preconditioned_gd")
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is below 400")]
+)
+def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked_for(
+    settings: dict[str, object], word: str
+) -> None:
+    given = task(**settings)
+    chosen, asked = plan_linear(given), plan_linear(given, choose_mechanism(given))
     assert chosen == asked
-    assert "  chosen      " in str(chosen)
-    assert "  chosen      " not in str(asked)
+    assert word in dict(chosen.lines())["chosen"]
+    assert "chosen" not in dict(asked.lines())
+    assert "chosen" not in dict(plan_linear(task(n=10_000)).lines())  # nothing was ranked
 
 
 def test_a_ledger_of_another_adjacency_is_refused() -> None:

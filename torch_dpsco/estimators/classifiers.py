@@ -197,7 +197,7 @@ class SoftmaxRegression(Classifier):
     """Private softmax (multinomial logistic) regression for any number of classes, as on the features of a network.
 
     By default steps on clipped gradients, preconditioned by a noisy covariance; with a reg of yours the minimizer of
-    the objective, by objective perturbation. Rows that are centered by public constants need a smaller bound_x.
+    the objective, by objective perturbation.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
