@@ -18,7 +18,14 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.stated import GDP, ApproxDP
 from torch_dpsco.errors import BudgetExceeded, ConditionError
-from torch_dpsco.estimators import HuberRegressor, LogisticRegression, QuantileRegressor, Ridge, TiltedClassifier
+from torch_dpsco.estimators import (
+    HuberRegressor,
+    LogisticRegression,
+    QuantileRegressor,
+    Ridge,
+    SoftmaxRegression,
+    TiltedClassifier,
+)
 from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear, preparation
 from torch_dpsco.linear.preparation import Chain, _Counter, _distances
 from torch_dpsco.linear.task import make_records
@@ -325,7 +332,9 @@ def test_a_record_that_is_shrunk_lies_on_the_same_line(quiet: None) -> None:
     np.testing.assert_allclose(slope[2] * 0.3 * units.spread - raw @ center + units.location, 0.7, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["LogisticRegression", "HuberRegressor", "QuantileRegressor", "Ridge"])
+@pytest.mark.parametrize(
+    "name", ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "QuantileRegressor", "Ridge"]
+)
 def test_predictions_are_linear_in_rows_within_the_public_bound(name: str) -> None:
     rows, targets = line(4000)
     rows[0] = torch.tensor([2.0, 0.0])
@@ -334,7 +343,10 @@ def test_predictions_are_linear_in_rows_within_the_public_bound(name: str) -> No
     if name in regressors:
         model = regressors[name](bound_y=TARGET, **settings).fit(rows, targets)
     else:
-        model = LogisticRegression(classes=(0, 1), **settings).fit(rows, (targets > 1.5).long())
+        classifier, classes = (SoftmaxRegression, 3) if name == "SoftmaxRegression" else (LogisticRegression, 2)
+        labels = (targets > 1.5).long() + (targets > 2).long() * (classes - 2)
+        model = classifier(classes=range(classes), **settings).fit(rows, labels)
+        assert model.score(rows.numpy(), labels.numpy()) > 0.8
     assert isinstance(model.units_.rows, Chain)
     within = rows[torch.linalg.vector_norm(rows, dim=1) <= BOUND].numpy()
     wanted = within @ np.atleast_2d(model.coef_).T + model.intercept_
