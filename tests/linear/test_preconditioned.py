@@ -205,9 +205,10 @@ def noise_of_the_answer(plan: PreconditionedGDPlan, monkeypatch: pytest.MonkeyPa
     records = make_records(plan.task, torch.zeros(4, WIDE), torch.zeros(4, dtype=torch.int64))
     answer = release(plan, records).view(CLASSES, WIDE)
     assert float(answer.sum(0).abs().max()) < 1e-9 * float(answer.abs().max())
-    sum_std = plan.noise_std / math.sqrt(plan.steps)
-    tau = horizon(zero.numpy(), plan.ridge, plan.gram_std, sum_std, 4, 1 / CLASSES)
-    lr = min(tau / plan.steps, stable_step(1 / CLASSES, plan.ridge, 0.0))
+    lr = min(
+        horizon(zero.numpy(), plan.ridge, plan.gram_std, plan.noise_std / math.sqrt(plan.steps), 4) / plan.steps,
+        stable_step(1 / CLASSES, plan.ridge, 0.0),
+    )
     last = math.ceil(0.3 * plan.steps)
     shares = [min(1.0, (plan.steps - step) / last) for step in range(plan.steps)]
     std = lr / plan.ridge * plan.noise_std * math.sqrt(math.fsum(share**2 for share in shares))
@@ -255,7 +256,7 @@ def literal(plan: PreconditionedGDPlan, rows: np.ndarray, labels: np.ndarray) ->
     values = np.linalg.eigvalsh(gram)
     inverse = np.linalg.inv(gram + plan.ridge * np.eye(d))
     noise = plan.noise_std / math.sqrt(plan.steps)
-    tau = horizon(values, plan.ridge, plan.gram_std, noise, plan.task.n, 1 / CLASSES)
+    tau = horizon(values, plan.ridge, plan.gram_std, noise, plan.task.n)
     lr = min(tau / plan.steps, CLASSES * (1 + plan.ridge / values[-1]))
     w, iterates = np.zeros((CLASSES, d)), []
     for _ in range(plan.steps):

@@ -156,9 +156,9 @@ class PreconditionedGDPlan(LinearPlan):
     def _step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""
         noise = self.noise_std / math.sqrt(self.steps)
-        values, curvature = eigenvalues.cpu().numpy(), _curvature(self.task)
-        tau = horizon(values, self.ridge, self.gram_std, noise, self.task.n, curvature)
-        return min(tau / self.steps, stable_step(curvature, self.ridge, float(values[-1])))
+        values = eigenvalues.cpu().numpy()
+        tau = horizon(values, self.ridge, self.gram_std, noise, self.task.n)
+        return min(tau / self.steps, stable_step(_curvature(self.task), self.ridge, float(values[-1])))
 
 
 def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> PreconditionedGDPlan:

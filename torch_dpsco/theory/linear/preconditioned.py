@@ -8,11 +8,10 @@ that moves them by at most D_G and D, all of them together are GDP of the level
 Everything else is post-processing, the step size too. A sum of step sizes tau puts noise of std tau s0 / (v_j + ridge),
 s0 = s / sqrt(T), on the weights along the eigenvector j of X'X, with the eigenvalue v_j: noise of the variance
 
-    (tau^2/n) sum_j v_j (s0^2 + h v_j / 4) / (v_j + ridge)^2
+    (tau s0)^2 S,      S = (1/n) sum_j v_j / (v_j + ridge)^2,
 
-on the score of a row, on average, with that of the sample itself, h the curvature of the loss. tau is chosen so that
-its std is 0.7, where scores of a softmax begin to decide at 1: less learns too little, more drowns what was learned. No
-privacy rests on that.
+on the score of a row, on average. tau is chosen so that its std is 0.7, where scores of a softmax begin to decide at 1:
+less learns too little, more drowns what was learned. No privacy rests on that.
 
 Source: docs/proofs/heads.md#what-is-released, docs/proofs/heads.md#steps-that-know-their-noise.
 """
@@ -28,7 +27,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.theory.rounding import FloatArray, scaled_up
 
 _SCORE_NOISE = 0.7  # std of the noise on a score that decides how long to go on
-_SAMPLE = 0.25  # of the curvature: variance of the slopes of records, over a run in which they are learned
 _DAMPING = 2.0  # ridge, over the norm of the noise on X'X
 _SHARES = (0.02, 0.2)  # of mu^2, for X'X
 _STEPS = (32, 128)
@@ -123,7 +121,7 @@ def preconditioned_mu(
     return scaled_up(math.hypot(covariance, math.sqrt(check.positive_count(steps=steps)) * sums), 8)
 
 
-def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float, n: int, curvature: float) -> float:
+def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float, n: int) -> float:
     """Returns tau, the sum of the step sizes at which the noise on a score has the std 0.7.
 
     Args:
@@ -132,19 +130,16 @@ def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float
         gram_std: of the noise on X'X.
         noise: s0 > 0.
         n: public number of records.
-        curvature: of the loss in a score at 0, > 0; its mean over classes.
 
     Source: docs/proofs/heads.md#steps-that-know-their-noise
 
     Example:
-        >>> values = np.array([100.0, 100.0])
-        >>> round(horizon(values, ridge=100.0, gram_std=1.0, noise=2.0, n=50, curvature=0.48), 6)
-        17.5
+        >>> round(horizon(np.array([100.0, 100.0]), ridge=100.0, gram_std=1.0, noise=2.0, n=50), 6)
+        35.0
     """
     values, edge = np.asarray(eigenvalues, dtype=np.float64), gram_std * math.sqrt(2 * len(eigenvalues))
     hidden = values < edge
     if hidden.any():
         # the mean of what noise hides has noise of std gram_std / sqrt(number of them)
         values = np.where(hidden, max(values[hidden].mean(), gram_std / math.sqrt(hidden.sum())), values)
-    variances = noise**2 + _SAMPLE * curvature * values
-    return _SCORE_NOISE * math.sqrt(n / float((values * variances / (values + ridge) ** 2).sum()))
+    return _SCORE_NOISE * math.sqrt(n / float((values / (values + ridge) ** 2).sum())) / noise
