@@ -23,6 +23,7 @@ ACCURACY = {
     "accuracy",
     "correlated",
     "front_door",
+    "heads",
     "heavy_tailed",
     "holder",
     "least_squares",

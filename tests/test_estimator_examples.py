@@ -144,7 +144,7 @@ def test_the_document_names_every_class_and_its_mechanism():
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| ([^|]*) \|", text, flags=re.MULTILINE)
     assert {name for name, _, _ in rows} == set(estimators.__all__)
     kinds = {"objective perturbation": "objective", "output perturbation": "output", "boosted AdaSSP": "boosted_adassp"}
-    kinds |= {"noisy gradient descent": "noisy_gd"}
+    kinds |= {"noisy gradient descent": "noisy_gd", "preconditioned gradient descent": "preconditioned_gd"}
     both = {"the same, else output perturbation", "objective, else output perturbation"}
     for name, said, pure in rows:
         model = getattr(estimators, name)(n=100_000, bound_x=1.0)

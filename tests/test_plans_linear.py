@@ -30,6 +30,7 @@ from torch_dpsco.linear.boosted import BoostedPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.output import OutputPlan, _sensitivity
+from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
 from torch_dpsco.linear.tukey import TukeyPlan
@@ -212,12 +213,15 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     if secure:
         assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
         assert "exact noise chosen" in str(plan)
-        assert "exact noise on request" in str(ridge()())
+        assert "exact noise on request" in str(of_task("adassp", REAL)())
 
 
-def ridge(mechanism: str = "adassp", n: int = N, budget: dp.Budget = ADDED, **kind: Any) -> Callable[[], LinearPlan]:
-    given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": n, "bound_y": 1.0}
-    return lambda: plan_linear(LinearTask(**given, budget=budget), mechanism, **kind)
+REAL = {"loss": dp.losses.Squared(), "bound_y": 1.0}
+
+
+def of_task(mechanism: str, kind: dict[str, Any], budget: dp.Budget = ADDED, **asked: Any) -> Callable[[], LinearPlan]:
+    given = {"preparation": Preparation(1.0), "dim": DIM, "n": N, "budget": budget, **kind}
+    return lambda: plan_linear(LinearTask(**given), mechanism, **asked)
 
 
 def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
@@ -231,21 +235,24 @@ def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
 
 
 EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
-    "adassp": ridge(),
-    "adassp, exact": ridge(secure="exact"),
-    "adassp, paper": ridge(mode="paper"),
-    "boosted": ridge("boosted_adassp"),
-    "boosted, replace_one": ridge("boosted_adassp", budget=BUDGET),
-    "tukey": ridge("tukey", n=9000, budget=dp.Budget(3.0, 1e-6, "add_remove")),
-    "noisy, all sums": lambda: plan_linear(
-        LinearTask(loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=DIM, n=N, budget=ADDED), "noisy_gd"
-    ),
+    "adassp": of_task("adassp", REAL),
+    "adassp, exact": of_task("adassp", REAL, secure="exact"),
+    "adassp, paper": of_task("adassp", REAL, mode="paper"),
+    "boosted": of_task("boosted_adassp", REAL),
+    "boosted, replace_one": of_task("boosted_adassp", REAL, BUDGET),
+    "tukey": of_task("tukey", {**REAL, "n": 9000}, dp.Budget(3.0, 1e-6, "add_remove")),
+    "adassp, classes": of_task("adassp", {"loss": SOFTMAX}, BUDGET),
+    "preconditioned": of_task("auto", {"loss": SOFTMAX}),
+    "preconditioned, replace_one": of_task("preconditioned_gd", {"loss": SOFTMAX}, BUDGET),
+    "preconditioned, signs": of_task("preconditioned_gd", {"loss": dp.losses.Logistic(), "residual_clip": 0.3}),
+    "noisy, all sums": of_task("noisy_gd", {"loss": dp.losses.Logistic()}),
     "objective, measured": prepared("objective"),
     "objective, targets measured": prepared("objective", loss=dp.losses.Huber(), reg=30.0),
     "noisy, measured": prepared("noisy_gd", loss=dp.losses.Huber()),
     "output, measured": prepared("output", reg=30.0),
     "adassp, measured": prepared("adassp", loss=dp.losses.Squared()),
     "boosted, measured": prepared("boosted_adassp", loss=dp.losses.Squared()),
+    "preconditioned, measured": prepared("preconditioned_gd", loss=SOFTMAX),
 }
 
 
@@ -356,13 +363,15 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         base, rarity, scale, threshold = scales
         assert event.eps * hair >= 1 / scale + 2 * math.log(base) + math.log1p(rarity)
         assert event.delta * hair >= max(rarity, math.exp(-threshold / scale) / (1 + math.exp(-1 / scale)))
-    elif isinstance(plan, BoostedPlan):
-        gram, *sums = scales
-        levels = [math.sqrt(sides) * task.preparation.bound**2 / gram] + [sides * plan.clip / std for std in sums]
+    elif isinstance(plan, (BoostedPlan, PreconditionedGDPlan)):
+        gram, *steps = scales
+        clip = plan.clip  # of the gradients in draws: see test_no_record_moves_a_preconditioned_step_by_more_than_...
+        levels = (math.sqrt(sides) * task.preparation.bound**2 / gram, *(sides * clip / std for std in steps))
         assert event.mu * hair >= math.hypot(*levels)
     else:
         assert isinstance(plan, AdaSSPPlan)
-        square, product = task.preparation.bound**2, task.preparation.bound * task.bound_y
+        bound_y = task.bound_y or math.sqrt(1 - 1 / task.num_scores)
+        square, product = task.preparation.bound**2, task.preparation.bound * bound_y
         if plan.secure:
             assert scales == [1.0]
             scales = [plan.constants.std_lmin, plan.constants.std_xtx_offdiag, plan.constants.std_xtx_diag]

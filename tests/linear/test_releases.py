@@ -216,6 +216,7 @@ MECHANISMS = [
     ("noisy_gd", {}),
     ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
     ("boosted_adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
+    ("preconditioned_gd", {"reg": None}),
 ]
 MODULES = {"boosted_adassp": "boosted"}
 DRAWERS = {
@@ -224,6 +225,7 @@ DRAWERS = {
     "noisy_gd": ("gaussian_vector",),
     "adassp": ("gaussian_vector",),
     "boosted_adassp": ("gaussian_vector",),
+    "preconditioned_gd": ("gaussian_vector",),
 }
 
 

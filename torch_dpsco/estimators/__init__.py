@@ -6,7 +6,7 @@
 | class | loss | mechanism by default, delta > 0 |
 |---|---|---|
 | `LogisticRegression` | logistic, gradients clipped | objective perturbation |
-| `SoftmaxRegression` | softmax cross-entropy | objective perturbation |
+| `SoftmaxRegression` | softmax cross-entropy | preconditioned gradient descent |
 | `LinearSVC` | hinge, smoothed | objective perturbation |
 | `HuberRegressor` | Huber | noisy gradient descent |
 | `QuantileRegressor` | pinball, smoothed | noisy gradient descent |

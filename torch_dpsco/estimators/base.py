@@ -89,8 +89,7 @@ class LinearModel(BaseEstimator):
             where rows are measured, which then have norms of at most 1.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
-        mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd", "adassp", "boosted_adassp" or
-            "tukey".
+        mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
         solver: see `linear.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.

@@ -1,13 +1,15 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `tukey`: a plan for each mechanism, which releases;
+* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `preconditioned_gd`, `tukey`: a plan for each mechanism, which
+  solves and releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch_dpsco.linear.boosted import plan_boosted
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
+from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
@@ -45,7 +48,7 @@ __all__ = [
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "tukey")
+MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd", "tukey")
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -56,10 +59,11 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     | squared, not clipped | boosted_adassp, adassp where `secure` | output |
     | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
     | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
-    | softmax | objective | output |
+    | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
     | with kinks, tilted, adversarial | output | output |
 
-    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go, and docs/choosing.md.
+    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go,
+    docs/proofs/heads.md#which-mechanism, and docs/choosing.md.
 
     Example:
         >>> import torch_dpsco as dp
@@ -75,11 +79,14 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
         if task.pure:
             return "output"
         return "adassp" if asks_exact(secure) else "boosted_adassp"
-    if task.lipschitz is None or task.smoothness is None or asks_exact(secure):
+    classes, exact = isinstance(task.loss, SoftmaxCrossEntropy), asks_exact(secure)
+    if classes and not task.pure:
+        return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
+    if task.lipschitz is None or task.smoothness is None or exact:
         return "output"
     if not task.pure:
         return "noisy_gd" if _is_noisy(task) else "objective"
-    if isinstance(task.loss, SoftmaxCrossEntropy):
+    if classes:
         return "output"
     try:
         plan_objective(task)
@@ -93,10 +100,32 @@ def _is_noisy(task: LinearTask) -> bool:
 
     Where epsilon is small, the regularizer that keeps log(1 + beta/reg) a part of it hides more than the noise does.
     """
-    if task.reg is not None or task.noise_multiplier is not None or task.num_scores > 1:
+    if task.reg is not None or task.noise_multiplier is not None:
         return False
+    signal, most = _signal(task)
+    return signal < most
+
+
+def _signal(task: LinearTask) -> tuple[float, float]:
+    """Returns n mu / sqrt(d), and from where on its noise is small."""
     most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
-    return signal_to_noise(task.level, task.n, task.parameters) < most
+    return signal_to_noise(task.level, task.n, task.parameters), most
+
+
+def _reason(task: LinearTask, chosen: str) -> str:
+    """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
+    if chosen == "preconditioned_gd":
+        return (
+            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and epsilon: see "
+            "docs/choosing.md#heads-with-many-classes"
+        )
+    if chosen != "noisy_gd":
+        return ""
+    signal, most = _signal(task)
+    return (
+        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective perturbation would "
+        f"hide more than noise does: see docs/proofs/output.md#how-far-to-go"
+    )
 
 
 def plan_linear(
@@ -106,8 +135,7 @@ def plan_linear(
 
     Args:
         task: public numbers.
-        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd", "adassp", "boosted_adassp" or
-            "tukey".
+        mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
         mode: "tight" or "paper" (output, adassp).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `linear.solvers.solve`; never trusted.
@@ -120,16 +148,21 @@ def plan_linear(
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
         require_gaussian(secure, "its noise on users is drawn in floating point")
         return plan_users(task)
-    chosen = choose_mechanism(task, secure) if mechanism == "auto" else mechanism
-    if chosen == "adassp":
+    if mechanism == "auto":
+        chosen = choose_mechanism(task, secure)
+        plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
+        return replace(plan, reason=_reason(task, chosen))
+    if mechanism == "adassp":
         return plan_adassp(task, mode, secure)
-    if chosen == "boosted_adassp":
+    if mechanism == "boosted_adassp":
         return plan_boosted(task, secure=secure)
-    if chosen == "tukey":
+    if mechanism == "tukey":
         return plan_tukey(task)
-    if chosen == "noisy_gd":
+    if mechanism == "preconditioned_gd":
+        return plan_preconditioned_gd(task, secure)
+    if mechanism == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
-    if chosen == "objective":
+    if mechanism == "objective":
         return plan_objective(task, secure=secure, solver=solver)
     return plan_output(task, mode, secure, solver)
 

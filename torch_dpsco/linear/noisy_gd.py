@@ -139,16 +139,23 @@ class NoisyGDPlan(LinearPlan):
 
 
 def run_momentum(
-    w: Tensor, noisy: Callable[[Tensor], Tensor], steps: int, lr: float, momentum: float, radius: float
+    w: Tensor,
+    noisy: Callable[[Tensor], Tensor],
+    steps: int,
+    lr: float,
+    momentum: float,
+    radius: float,
+    averaged: int | None = None,
 ) -> Tensor:
-    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the later half."""
+    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the last; None for a half."""
+    last = steps - steps // 2 if averaged is None else averaged
     moved, total = torch.zeros_like(w), torch.zeros_like(w)
     for step in range(steps):
         moved = momentum * moved - lr * noisy(w)
         w = project(w + moved, radius)
-        if step >= steps // 2:
+        if step >= steps - last:
             total += w
-    return total / (steps - steps // 2)
+    return total / last
 
 
 def far_radius(task: LinearTask) -> float:
