@@ -104,7 +104,8 @@ def holder(rows: Array, labels: NDArray[np.int64], test: Array, classes: int, bo
     """Returns the classes that HolderSGD predicts, by default settings."""
     problem, model = dp.losses.SoftmaxCrossEntropy(classes), nn.Linear(rows.shape[1], classes)
     budget = dp.Budget(epsilon, DELTA, adjacency="add_remove")
-    plan = dp.HolderSGD.plan(problem=problem.problem(bound_x=math.hypot(bound, 1.0)), n=len(rows), budget=budget)
+    constants = problem.problem(bound_x=math.hypot(bound, 1.0))
+    plan = dp.HolderSGD.plan(problem=constants, n=len(rows), budget=budget, dim=model)
     data = TensorDataset(torch.tensor(rows, dtype=torch.float32), torch.from_numpy(labels))
     dp.fit(model, dp.HolderSGD(model.parameters(), plan), data, problem, progress=False)
     with torch.no_grad():
