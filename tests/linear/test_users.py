@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,3 +268,9 @@ def test_a_plan_for_users_needs_them_and_no_other_does() -> None:
         fit_linear(plan, features, labels, users=ids)
     with pytest.raises(ValueError, match="momentum must be in"):
         dataclasses.replace(plan_users(task()), momentum=1.0)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(Ridge, {"bound_y": 1.0}), (SoftmaxRegression, {"classes": (0, 1, 2)})])
+def test_models_without_a_fit_for_users_name_those_that_have_one(kind: type, more: dict[str, Any]) -> None:
+    with pytest.raises(ConditionError, match="HuberRegressor"):
+        kind(epsilon=1.0, n=500, bound_x=1.0, **more).plan(3, "user")

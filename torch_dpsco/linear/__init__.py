@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError
+from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.boosted import plan_boosted
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
@@ -147,6 +147,11 @@ def plan_linear(
     if task.budget is not None and task.budget.unit == "user":
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
         require_gaussian(secure, "its noise on users is drawn in floating point")
+        if task.lipschitz is None or task.num_scores > 1:
+            raise ConditionError(
+                f"groups need a loss of one score with bounded gradients, which LogisticRegression, LinearSVC, "
+                f"HuberRegressor and QuantileRegressor have (got {task.loss!r})"
+            )
         return plan_users(task)
     if mechanism == "auto":
         chosen = choose_mechanism(task, secure)
