@@ -75,7 +75,8 @@ def scale_of_problem(problem: Problem, clip: float, distance: float | None, dim:
     if distance is None:
         distance = theory.usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
         distance = min(distance, problem.radius)
-    return Scale(clip * (problem.lipschitz or at_zero), distance, problem.smoothness or None, dim)
+    bound = problem.lipschitz or problem.grad_bound(distance)  # noise may follow the iterate, as far as it goes
+    return Scale(clip * bound, distance, problem.smoothness or None, dim)
 
 
 def scale_of_clip(problem: Problem, clip: float | None, distance: float | None, dim: int | None, by: str) -> Scale:
