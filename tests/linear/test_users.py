@@ -288,6 +288,12 @@ def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measure
     assert measured.clip == pytest.approx(0.1)
 
 
+def test_scale_and_intercept_stay_within_the_radius() -> None:
+    plan = plan_users(task(preparation=Preparation(1.0, intercept=0.01), radius=0.3))
+    features, labels, ids = rows()
+    assert float(fit_linear(plan, features, labels, users=ids).weights.norm()) <= 0.3 * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("intercept", [0.0, 0.5])
 def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
     intercept: float, monkeypatch: pytest.MonkeyPatch

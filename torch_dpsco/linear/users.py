@@ -30,6 +30,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.noisy_gd import far_radius, run_momentum, smooth_constants
 from torch_dpsco.linear.objectives import LinearObjective
 from torch_dpsco.linear.objectives.base import Records
+from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, weight_guess
 from torch_dpsco.losses import Logistic
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
@@ -178,7 +179,7 @@ class UserGDPlan(LinearPlan):
         answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
         if self.task.preparation.intercept:
             answer[-1] = shift / self.task.preparation.intercept
-        return answer
+        return project(answer, far_radius(self.task))
 
     def _slopes_and_unit(self, w: Tensor) -> tuple[Tensor, float]:
         """Returns the answer without its intercept, and the scores at which rows of pairs are clipped."""
