@@ -34,6 +34,7 @@ from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
 from torch_dpsco.linear.tukey import TukeyPlan
+from torch_dpsco.linear.users import UserGDPlan
 from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
@@ -234,6 +235,12 @@ def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
     return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=ADDED, prepare=prepare, **given), mechanism)
 
 
+def of_users(adjacency: str = "add_remove", **kind: Any) -> Callable[[], LinearPlan]:
+    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0, intercept=1.0), **kind}
+    budget = dp.Budget(1.0, 1e-6, adjacency=adjacency, unit="user")
+    return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=budget, **given))
+
+
 EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
@@ -251,6 +258,9 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "noisy, measured": prepared("noisy_gd", loss=dp.losses.Huber()),
     "output, measured": prepared("output", reg=30.0),
     "adassp, measured": prepared("adassp", loss=dp.losses.Squared()),
+    "users": of_users(),
+    "users, replace_one": of_users("replace_one"),
+    "users, targets": of_users(loss=dp.losses.Huber(), bound_y=2.0),
     "boosted, measured": prepared("boosted_adassp", loss=dp.losses.Squared()),
     "preconditioned, measured": prepared("preconditioned_gd", loss=SOFTMAX),
 }
@@ -283,7 +293,8 @@ class Draws:
             unit, most = plan.task.preparation, plan.task.most_records
             units = plan.task.prepare.measure(records, unit, most, plan.adjacency, torch.Generator())
         records = make_records(plan.task, rows, targets, units=units)
-        plan.release(plan.solve(records, start), self.accountant, torch.Generator())
+        solved = (records, torch.arange(size)) if plan.unit == "user" else plan.solve(records, start)
+        plan.release(solved, self.accountant, torch.Generator())
 
     def _vector(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.scales.append(scale)
@@ -359,6 +370,11 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
                 determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
             jump = (sides * task.lipschitz, sides * max(1, classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+    elif isinstance(plan, UserGDPlan):
+        first, last = scales[: plan.steps], scales[plan.steps :]
+        assert len(last) in (0, 32)
+        levels = [sides * plan.clip / std for std in first] + [sides * math.sqrt(2) / std for std in last]
+        assert event.mu * hair >= math.hypot(*levels)
     elif isinstance(plan, TukeyPlan):
         base, rarity, scale, threshold = scales
         assert event.eps * hair >= 1 / scale + 2 * math.log(base) + math.log1p(rarity)
