@@ -209,6 +209,7 @@ def calibrated(draft: _Plan, share: float) -> _Plan:
     """Returns a plan with the noise that uses the level of its task up: this share of mu^2 is for X'X."""
     level, (gram, moved) = draft.task.level, draft._moves
     gram_std, noise_std = gram / (level * math.sqrt(share)), moved * math.sqrt(draft.steps / (1 - share)) / level
+    # PRIVACY: rounded up, so that the level comes out below mu (test_the_rounds_have_the_level_of_the_budget)
     spent = replace(draft, gram_std=gram_std, noise_std=noise_std).own_event().mu
     more = safe(spent / level)  # 1 but for rounding
     return replace(draft, gram_std=gram_std * more, noise_std=noise_std * more)
