@@ -272,7 +272,7 @@ class Draws:
     def __init__(self, plan: LinearPlan, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scales: list[float] = []
         self.distance, self.reg = math.inf, math.nan
-        module = sys.modules[type(plan).__module__]
+        module = sys.modules[type(plan).draw.__module__]
         for name in ("gaussian_vector", "knorm_vector"):
             monkeypatch.setattr(module, name, self._vector, raising=False)
         monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
@@ -379,7 +379,7 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         base, rarity, scale, threshold = scales
         assert event.eps * hair >= 1 / scale + 2 * math.log(base) + math.log1p(rarity)
         assert event.delta * hair >= max(rarity, math.exp(-threshold / scale) / (1 + math.exp(-1 / scale)))
-    elif isinstance(plan, (BoostedPlan, PreconditionedGDPlan)):
+    elif isinstance(plan, PreconditionedGDPlan):
         gram, *steps = scales
         clip = plan.clip  # of the gradients in draws: see test_no_record_moves_a_preconditioned_step_by_more_than_...
         levels = (math.sqrt(sides) * task.preparation.bound**2 / gram, *(sides * clip / std for std in steps))

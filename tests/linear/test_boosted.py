@@ -19,14 +19,12 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
 from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.boosted import BoostedPlan, _roundings, plan_boosted
-from torch_dpsco.linear.objectives import LinearObjective
+from torch_dpsco.linear.boosted import BoostedPlan, plan_boosted
 from torch_dpsco.linear.task import make_records
-from torch_dpsco.losses.clipped import ResidualClipped
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.theory.linear.boosted import boosted_clip, boosted_mu, boosted_noise
+from torch_dpsco.theory.linear.preconditioned import boosted_clip
 
-DRAW = "torch_dpsco.linear.boosted.gaussian_vector"
+DRAW = "torch_dpsco.linear.preconditioned_gd.gaussian_vector"
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
 ADJACENCIES = ["add_remove", "zero_out", "replace_one"]
@@ -52,10 +50,9 @@ def released(given: LinearTask, plan: BoostedPlan, table: list[tuple[float, ...]
     """X'X in the coordinates that its noise is independent in, and the sum of each round at the iterate of a path."""
     rows = torch.tensor(table, dtype=torch.float64)
     records = make_records(given, rows[:, :2], rows[:, 2])
-    objective = LinearObjective(ResidualClipped(dp.losses.Squared(), plan.clip), records, reg=0.0, normalizer=1.0)
     gram = records.gram(records.weights)
     parts = [gram.diagonal() / plan.gram_std, gram[1:, 0] * math.sqrt(2) / plan.gram_std]
-    return torch.cat(parts + [objective.value_and_gradient(w)[1] / plan.noise_std for w in path])
+    return torch.cat(parts + [plan.gradient(records, w.view(1, 2)).flatten() / plan.noise_std for w in path])
 
 
 def moved(given: LinearTask, plan: BoostedPlan, rest: list[tuple[float, ...]], path: list[Tensor]) -> list[float]:
@@ -96,12 +93,10 @@ def test_the_rounds_have_the_level_of_the_budget(adjacency: str, rounds: int) ->
     plan = plan_boosted(task(adjacency), rounds)
     assert mu * (1 - 1e-12) < plan.event().mu <= mu
     assert plan.event().adjacencies == (adjacency,)
-    numbers = {"bound_x": 2.0, "clip": 3.0, "adjacency": adjacency, "rounding": 0.1}
-    noise = boosted_noise(0.2, rounds, **numbers)
-    assert 0.2 * (1 - 1e-12) < boosted_mu(*noise, rounds, **numbers) <= 0.2
     sides = 2 if adjacency == "replace_one" else 1
-    parts = [math.sqrt(sides) * 4.0 / noise[0]] + [(sides * 3.0 + 0.2) / noise[1]] * rounds
-    assert boosted_mu(*noise, rounds, **numbers) == pytest.approx(math.hypot(*parts), rel=1e-12)
+    parts = [math.sqrt(sides) * BOUND**2 / plan.gram_std] + [sides * plan.clip / plan.noise_std] * rounds
+    assert mu * (1 - 1e-9) < math.hypot(*parts) <= mu
+    assert parts[0] == pytest.approx(mu * math.sqrt(0.2))
 
 
 def run(given: LinearTask, plan: BoostedPlan, rows: Tensor, targets: Tensor) -> Tensor:
@@ -143,7 +138,7 @@ def test_the_noise_of_the_matrix_is_not_rounded_down(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("reg", [None, 7.0])
 @pytest.mark.parametrize("rounds", [1, 2, 9])
 def test_the_rounds_are_those_of_the_page(reg: float | None, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With noise of all ones times its std; the loop is written literally, record by record."""
+    """With noise of all ones times its std, on gradients; the loop is written literally, record by record."""
     monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64))
     given = task(n=50, dim=3, reg=reg)
     plan = plan_boosted(given, rounds)
@@ -159,7 +154,7 @@ def test_the_rounds_are_those_of_the_page(reg: float | None, rounds: int, monkey
     inverse = np.linalg.inv(vectors @ np.diag(np.maximum(values, 0)) @ vectors.T + ridge * np.eye(3))
     w, later = np.zeros(3), []
     for t in range(rounds):
-        total = np.full(3, plan.noise_std) - (reg or 0.0) * w
+        total = np.full(3, -plan.noise_std) - (reg or 0.0) * w
         for row, target in zip(x, y, strict=True):
             gradient = row * (target - row @ w)
             total = total + gradient * min(1.0, plan.clip / np.linalg.norm(gradient))
@@ -167,27 +162,6 @@ def test_the_rounds_are_those_of_the_page(reg: float | None, rounds: int, monkey
         w = w * min(1.0, plan.radius / np.linalg.norm(w))
         later += [w] if t >= rounds // 2 else []
     np.testing.assert_allclose(answer, np.mean(later, axis=0), rtol=1e-7)
-
-
-def test_rounding_is_in_the_sensitivity_of_a_round() -> None:
-    count = 3000
-    given = task(n=count, n_max=count)
-    plan = plan_boosted(given)
-    bound, rounding = _roundings(given, plan.clip, plan.radius)
-    draws = torch.Generator().manual_seed(2)
-    rows = torch.randn(count, 2, generator=draws, dtype=torch.float64)
-    records = make_records(given, rows, torch.linspace(-5, 5, count, dtype=torch.float64))
-    objective = LinearObjective(ResidualClipped(dp.losses.Squared(), plan.clip), records, reg=0.0, normalizer=1.0)
-    point = torch.tensor([0.6, -0.8], dtype=torch.float64) * plan.radius
-    assert objective.gradient_error(point) <= rounding
-    prepared = torch.cat([block for _, block in records.blocks()])
-    exact = math.fsum((prepared[:, 0] * prepared[:, 1]).tolist())
-    error = 2 * math.sqrt(2) * abs(float(records.gram(records.weights)[1, 0]) - exact)
-    assert BOUND**2 + error <= bound**2
-    assert bound / BOUND - 1 > count * 2.0**-53 * 1024
-    exact_std = boosted_noise(plan.own_event().mu, plan.rounds, bound_x=BOUND, clip=plan.clip)
-    assert plan.noise_std > exact_std[1] * (1 + 2 * rounding / plan.clip) * (1 - 1e-12)
-    assert plan.gram_std > exact_std[0]
 
 
 def test_a_clip_follows_public_numbers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, preconditioned_gd
+from torch_dpsco.linear.boosted import plan_boosted
 from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan, plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Chain, Units
 from torch_dpsco.linear.task import make_records
@@ -144,23 +146,32 @@ def test_null_records_change_no_bit_of_a_gradient(kind: dict[str, object]) -> No
         torch.testing.assert_close(with_it, plan.gradient(records_of(given, rows), w), rtol=1e-14, atol=0)
 
 
-@KINDS
-def test_rounding_is_in_the_sensitivity_of_a_preconditioned_step(kind: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "planner"),
+    [
+        (SOFTMAX, plan_preconditioned_gd),
+        (LOGISTIC, plan_preconditioned_gd),
+        (SQUARED, plan_preconditioned_gd),
+        (SQUARED, plan_boosted),
+    ],
+)
+def test_rounding_is_in_the_sensitivity_of_a_preconditioned_step(kind: dict[str, object], planner: Any) -> None:
     count = 3000
     given = task(n=count, n_max=count, **kind)
-    plan = plan_preconditioned_gd(given)
+    plan = planner(given)
     gram, gradient = plan._moves
     rows = torch.randn(count, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     targets = torch.arange(count) % 3 if given.num_scores > 1 else torch.where(torch.arange(count) % 3 == 0, -1.0, 1.0)
     records = make_records(given, rows, targets)
     prepared = torch.cat([block for _, block in records.blocks()])
     w = torch.randn(given.num_scores, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    slopes = given.loss.derivative((prepared @ w.T).squeeze(1), records.targets).view(count, -1)
-    limits = plan.clip * (1 - 1e-9) / prepared.norm(dim=1)
-    slopes = slopes * (limits / slopes.norm(dim=1)).clamp(max=1.0).unsqueeze(1)
-    exact = [[math.fsum((slope * column).tolist()) for column in prepared.T] for slope in slopes.T]
-    error = float((plan.gradient(records, w) - torch.tensor(exact, dtype=torch.float64)).norm())
-    assert 0 < 2 * error <= gradient - plan.clip
+    for point in (w, w * plan.radius / w.norm()):
+        slopes = given.loss.derivative((prepared @ point.T).squeeze(1), records.targets).view(count, -1)
+        limits = plan.clip * (1 - 1e-9) / prepared.norm(dim=1)
+        slopes = slopes * (limits / slopes.norm(dim=1)).clamp(max=1.0).unsqueeze(1)
+        exact = [[math.fsum((slope * column).tolist()) for column in prepared.T] for slope in slopes.T]
+        error = float((plan.gradient(records, point) - torch.tensor(exact, dtype=torch.float64)).norm())
+        assert 0 < 2 * error <= gradient - plan.clip
     exact = [[math.fsum((one * other).tolist()) for one in prepared.T] for other in prepared.T]
     error = float((records.gram(records.weights) - torch.tensor(exact, dtype=torch.float64)).norm())
     assert 0 < 2 * error <= gram - BOUND**2
@@ -182,7 +193,7 @@ def test_the_level_of_a_run_is_that_of_all_its_releases(
     monkeypatch.setattr(DRAW, counted)
     plan = plan_preconditioned_gd(task(**kind))
     release(plan, records_of(plan.task, list(RECORDS[:4])))
-    assert drawn[0] == (4, plan.gram_std)
+    assert drawn[0] == (3, plan.gram_std)  # of the lower triangle
     assert drawn[1:] == [(plan.task.parameters, plan.noise_std)] * plan.steps
     level = math.hypot(BOUND**2 / drawn[0][1], *(plan.clip / std for _, std in drawn[1:]))
     assert level <= plan.event().mu <= level * (1 + 1e-9)
@@ -226,7 +237,7 @@ def test_a_preconditioned_step_without_noise_is_caught(monkeypatch: pytest.Monke
         assert noise_of_the_answer(few, monkeypatch, missing) < low
 
 
-def test_the_noise_of_the_covariance_is_symmetric_and_has_its_std(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_of_the_covariance_has_its_std_in_the_triangle_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square, false alarms: 1e-6 each."""
     dim, seen = 60, []
     eigh = torch.linalg.eigh
@@ -239,8 +250,7 @@ def test_the_noise_of_the_covariance_is_symmetric_and_has_its_std(monkeypatch: p
     plan = plan_preconditioned_gd(task(dim=dim))
     release(plan, make_records(plan.task, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64)))
     [noise] = seen
-    assert torch.equal(noise, noise.T)
-    rows, columns = torch.triu_indices(dim, dim, 1)
+    rows, columns = torch.tril_indices(dim, dim, -1)  # the triangle that is read
     for values, std in ((noise.diagonal(), plan.gram_std), (noise[rows, columns], plan.gram_std / math.sqrt(2))):
         low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], len(values))
         assert low <= float((values / std).square().sum()) <= high

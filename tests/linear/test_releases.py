@@ -218,7 +218,7 @@ MECHANISMS = [
     ("boosted_adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
     ("preconditioned_gd", {"reg": None}),
 ]
-MODULES = {"boosted_adassp": "boosted"}
+MODULES = {"boosted_adassp": "preconditioned_gd"}
 DRAWERS = {
     "output": ("gaussian_vector", "knorm_vector"),
     "objective": ("gaussian_vector", "knorm_vector"),

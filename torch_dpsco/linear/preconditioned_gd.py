@@ -4,6 +4,7 @@
 
 The answer is the average of the last iterates; all of them may be shown. The first step is least squares on indicators.
 The gradient of a record is (p - e_y) x', whose norm is |p - e_y| |x|: to clip it takes no more than its K scores.
+`linear.boosted` has other numbers, for the squared loss.
 
 Differs from the papers (Mehta et al. 2023; Ganesh et al. 2023) in: steps in place of one solution per release; a
 covariance that is as noisy as it may be, since it makes steps few and no answer wrong; a step size from the noise.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +42,9 @@ from torch_dpsco.theory.linear.preconditioned import (
 from torch_dpsco.theory.linear.solvers import sum_terms
 from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
-_AVERAGED = 0.3  # of the iterates, the last ones
 _ROOM = 100.0  # radius of the ball of iterates, in units of one score per parameter
 _GUARD = 1e-9  # relative, of a limit on slopes: see `losses.clipped`
+_Plan = TypeVar("_Plan", bound="PreconditionedGDPlan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +56,39 @@ class PreconditionedGDPlan(LinearPlan):
         clip: C > 0, on the norm of a record's gradient.
         noise_std: of the noise on each sum of gradients.
         gram_std: of the noise on X'X, in an orthonormal basis of the symmetric matrices.
-        ridge: > 0.
     """
 
     steps: int
     clip: float
     noise_std: float
     gram_std: float
-    ridge: float
 
     mechanism = "preconditioned_gd"
+    share: ClassVar[float] = 0.3  # of the iterates, the last ones, that are averaged
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_covered(self.task)
-        check.positive_count(steps=self.steps), check.positive(clip=self.clip), check.positive(ridge=self.ridge)
+        self.require_covered(self.task)
+        check.positive_count(steps=self.steps), check.positive(clip=self.clip)
         check.positive(noise_std=self.noise_std), check.positive(gram_std=self.gram_std)
+
+    @staticmethod
+    def require_covered(task: LinearTask) -> None:
+        """Raises ConditionError for a task that the steps are not for."""
+        name = "preconditioned gradient descent"
+        if task.reg is not None:
+            raise ConditionError(f"reg must be None for {name}, which is regularized by its length")
+        require_plain_sum(task, name)
 
     @property
     def reg(self) -> float:
-        """0: steps that end early, and a ridge of their own, take its place."""
-        return 0.0
+        """Regularizer of the answer, in sum form; 0 for none."""
+        return self.task.reg or 0.0
+
+    @property
+    def ridge(self) -> float:
+        """What is added to the noisy X'X, beside reg."""
+        return ridge_of(self.gram_std, self.task.width)
 
     @property
     def radius(self) -> float:
@@ -118,26 +132,33 @@ class PreconditionedGDPlan(LinearPlan):
 
     @property
     def _averaged(self) -> int:
-        return math.ceil(_AVERAGED * self.steps)
+        return math.ceil(self.share * self.steps)
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
         task, size = self.task, (self.task.num_scores, self.task.width)
-        noise = gaussian_vector(task.width**2, self.gram_std, generator).view(task.width, task.width)
-        values, vectors = torch.linalg.eigh(solved.gram(solved.weights) + (noise + noise.T) / 2)
-        inverse = (vectors / (values.clamp(min=0) + self.ridge)) @ vectors.T
+        noisy_gram = solved.gram(solved.weights)
+        row, column = torch.tril_indices(task.width, task.width, device=solved.device)
+        # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
+        noise = gaussian_vector(len(row), self.gram_std, generator)
+        # PRIVACY: squares off the diagonal count twice in the Frobenius norm; float32 would round 1/sqrt(2) down
+        # (test_the_noise_of_the_matrix_is_not_rounded_down)
+        noise[row != column] *= math.sqrt(0.5)
+        noisy_gram[row, column] += noise
+        values, vectors = torch.linalg.eigh(noisy_gram)  # of the lower triangle
+        inverse = (vectors / (values.clamp(min=0) + self.ridge + self.reg)) @ vectors.T
 
         def noisy(w: Tensor) -> Tensor:
             # PRIVACY: to the sum of all records, in each step (test_a_preconditioned_step_without_noise_is_caught)
             total = self.gradient(solved, w.view(size)).flatten() + gaussian_vector(len(w), self.noise_std, generator)
-            gradient = total.view(size)
+            gradient = (total + self.reg * w).view(size)
             if task.num_scores > 1:
                 gradient = gradient - gradient.mean(0)  # the noise of what adds up to 0 over classes
             step: Tensor = gradient @ inverse
             return step.flatten()
 
         start = torch.zeros(task.parameters, dtype=torch.float64, device=solved.device)
-        return run_momentum(start, noisy, self.steps, self._step_size(values), 0.0, self.radius, self._averaged)
+        return run_momentum(start, noisy, self.steps, self.step_size(values), 0.0, self.radius, self._averaged)
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
@@ -153,7 +174,7 @@ class PreconditionedGDPlan(LinearPlan):
 
         return records.fold(w, terms)[1]
 
-    def _step_size(self, eigenvalues: Tensor) -> float:
+    def step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""
         noise = self.noise_std / math.sqrt(self.steps)
         values = eigenvalues.cpu().numpy()
@@ -176,19 +197,30 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
         of records, on which the allowance for rounding rests.
     """
     require_gaussian(secure, "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'")
-    _require_covered(task)
-    level, dim = task.level, task.width
+    PreconditionedGDPlan.require_covered(task)
     steps, share, clip = preconditioned_numbers(
-        level, task.n, dim, task.num_scores, _curvature(task), task.residual_clip
+        task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
     )
-    draft = PreconditionedGDPlan(
-        task=task, steps=steps, clip=clip * task.preparation.bound, noise_std=1.0, gram_std=1.0, ridge=1.0
-    )
-    gram, moved = draft._moves
-    gram_std, noise_std = gram / (level * math.sqrt(share)), moved * math.sqrt(steps / (1 - share)) / level
-    draft = replace(draft, gram_std=gram_std, noise_std=noise_std, ridge=ridge_of(gram_std, dim))
-    more = safe(draft.own_event().mu / level)  # 1 but for rounding
+    clip *= task.preparation.bound
+    return calibrated(PreconditionedGDPlan(task=task, steps=steps, clip=clip, noise_std=1.0, gram_std=1.0), share)
+
+
+def calibrated(draft: _Plan, share: float) -> _Plan:
+    """Returns a plan with the noise that uses the level of its task up: this share of mu^2 is for X'X."""
+    level, (gram, moved) = draft.task.level, draft._moves
+    gram_std, noise_std = gram / (level * math.sqrt(share)), moved * math.sqrt(draft.steps / (1 - share)) / level
+    # PRIVACY: rounded up, so that the level comes out below mu (test_the_rounds_have_the_level_of_the_budget)
+    spent = replace(draft, gram_std=gram_std, noise_std=noise_std).own_event().mu
+    more = safe(spent / level)  # 1 but for rounding
     return replace(draft, gram_std=gram_std * more, noise_std=noise_std * more)
+
+
+def require_plain_sum(task: LinearTask, name: str) -> None:
+    """Raises ConditionError unless a task is a plain sum of smooth losses, at delta > 0."""
+    if task.pure:
+        raise ConditionError(f"{name} is Gaussian: give delta > 0, or use output perturbation")
+    if task.tilt or task.attack_radius or task.problem.smoothness is None:
+        raise ConditionError(f"{name} needs a plain sum of smooth losses (got {task.loss!r}): use output perturbation")
 
 
 def _curvature(task: LinearTask) -> float:
@@ -196,15 +228,3 @@ def _curvature(task: LinearTask) -> float:
     if task.num_scores > 1:
         return 1 / task.num_scores
     return (task.problem.smoothness or 0.0) / task.preparation.bound**2
-
-
-def _require_covered(task: LinearTask) -> None:
-    if task.pure:
-        raise ConditionError("preconditioned gradient descent is Gaussian: give delta > 0, or use output perturbation")
-    if task.reg is not None:
-        raise ConditionError("reg must be None for preconditioned gradient descent, which is regularized by its length")
-    if task.tilt or task.attack_radius or task.problem.smoothness is None:
-        raise ConditionError(
-            f"preconditioned gradient descent needs a plain sum of smooth losses (got {task.loss!r}): use output "
-            f"perturbation"
-        )

@@ -143,3 +143,18 @@ def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float
         # the mean of what noise hides has noise of std gram_std / sqrt(number of them)
         values = np.where(hidden, max(values[hidden].mean(), gram_std / math.sqrt(hidden.sum())), values)
     return _SCORE_NOISE * math.sqrt(n / float((values / (values + ridge) ** 2).sum())) / noise
+
+
+def boosted_clip(signal: float) -> float:
+    """Returns where to clip residuals, in spreads of the targets: the mean of a skewed target needs a wide clip.
+
+    Args:
+        signal: n mu / sqrt(d), see `theory.linear.preparation.signal_to_noise`.
+
+    Source: docs/proofs/boosting.md#how-wide-and-how-long
+
+    Example:
+        >>> boosted_clip(50.0), boosted_clip(400.0), boosted_clip(10_000.0)
+        (1.0, 2.0, 10.0)
+    """
+    return max(1.0, math.sqrt(check.positive(signal=signal)) / 10)
