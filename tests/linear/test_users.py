@@ -33,6 +33,11 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
     return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency, unit="user")} | settings))
 
 
+@pytest.fixture(autouse=True)
+def few_users_get_a_scale_and_an_intercept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "_LAST_SIGNAL", 0.0)
+
+
 def rows(count: int = 200, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, labels, and the user of each: user k has about 1, 2, 3, ... rows."""
     draws = torch.Generator().manual_seed(seed)
@@ -422,3 +427,12 @@ def test_a_plan_for_users_needs_them_and_no_other_does() -> None:
 def test_models_without_a_fit_for_users_name_those_that_have_one(kind: type, more: dict[str, Any]) -> None:
     with pytest.raises(ConditionError, match="HuberRegressor"):
         kind(epsilon=1.0, n=500, bound_x=1.0, **more).plan(3, "user")
+
+
+def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    settings = {"epsilon": 0.5, "bound_x": 1.0, "classes": (0, 1)}
+    few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (300, 3_000))
+    assert few.last_std is None
+    assert many.last_std is not None
+    assert LogisticRegression(n=3_000, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None

@@ -48,6 +48,7 @@ _SAFE = 0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit
 _LAST_STEPS, _LAST_SHARE, _LAST_CLIP = 32, 0.2, math.sqrt(2)  # for scale and intercept: share of mu^2, gradients' bound
 _WIDE, _WAY, _FAR = 0.25, 2.0, 1000.0  # clip of scores over their bound; way of scale and intercept, and its bound
 _LEAST_SCALE = 0.1  # 0 would lose the order of scores
+_LAST_SIGNAL = 40.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,7 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
         clip = min(max(_FRICTION * reach / steepest, _CLIPS[0] * lipschitz), _CLIPS[1] * lipschitz)
     friction = min(max(steepest * clip / reach, _LEAST_FRICTION), 1.0)
     draft, last = replace(draft, clip=clip, momentum=1.0 - friction), None
-    if isinstance(task.loss, Logistic):
+    if isinstance(task.loss, Logistic) and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL:
         level *= 1 - 1e-12  # room for roundings
         last = draft._last_level(1.0) / (math.sqrt(_LAST_SHARE) * level)
         level *= math.sqrt(1 - _LAST_SHARE)
