@@ -158,6 +158,11 @@ def run_momentum(
     return total / last
 
 
+def way_guess(task: LinearTask) -> float:
+    """Returns how far steps should be able to go: the guess of |w|, and more for regressions."""
+    return weight_guess(task) * (_OF_TARGETS if task.loss.target_kind == "real" else 1.0)
+
+
 def far_radius(task: LinearTask) -> float:
     """Returns the radius of the ball that iterates are projected on where there is no regularizer."""
     return min(task.radius, _FAR / task.preparation.bound)
@@ -209,8 +214,7 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
     else:
         steps = _STEPS if steps is None else steps
         once = task.noise_multiplier * lipschitz / math.sqrt(steps)
-    distance = weight_guess(task) * (_OF_TARGETS if task.loss.target_kind == "real" else 1.0)
-    horizon = distance / (once * math.sqrt(task.parameters))
+    horizon = way_guess(task) / (once * math.sqrt(task.parameters))
     steps = steps_to(horizon, curvature) if steps is None else steps
     draft = replace(draft, steps=steps, momentum=smooth_pace(horizon, steps, curvature).momentum)
     if task.noise_multiplier is not None:

@@ -27,11 +27,11 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear.noisy_gd import far_radius, run_momentum, smooth_constants
+from torch_dpsco.linear.noisy_gd import far_radius, run_momentum, smooth_constants, way_guess
 from torch_dpsco.linear.objectives import LinearObjective
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask, weight_guess
+from torch_dpsco.linear.task import LinearPlan, LinearTask
 from torch_dpsco.losses import Logistic
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
@@ -42,7 +42,7 @@ from torch_dpsco.theory.rounding import gamma
 from torch_dpsco.theory.steps import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
-_STEPS, _LEAST_FRICTION = 200, 0.04
+_STEPS, _LEAST_FRICTION = 600, 0.015
 _FRICTION, _CLIPS = 0.1, (0.01, 0.1)  # wanted; clips of the bound on a row's gradient, which means are far below
 _SAFE = 0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit of signal over noise
 _LAST_STEPS, _LAST_SHARE, _LAST_CLIP = 32, 0.2, math.sqrt(2)  # for scale and intercept: share of mu^2, gradients' bound
@@ -228,7 +228,7 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
     """
     lipschitz, _ = smooth_constants(task)
     draft = UserGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0, clip=lipschitz)
-    signal, level, guess = signal_to_noise(task.level, task.n, task.parameters), task.level, weight_guess(task)
+    signal, level, guess = signal_to_noise(task.level, task.n, task.parameters), task.level, way_guess(task)
     if task.bound_y is not None:
         guess = min(guess, _SAFE * signal * task.bound_y / task.preparation.bound)
     reach = guess * signal
