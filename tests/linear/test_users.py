@@ -285,12 +285,12 @@ def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measure
 
     few = planned(1.0, 40)
     signal = few.task.level * 40 / math.sqrt(2)
-    assert reach(few) == pytest.approx(0.1 * signal**2 * 20.0, rel=1e-6)  # of a guess of 30
+    assert reach(few) == pytest.approx(0.1 * signal**2 * 20.0, rel=1e-6)  # of a guess of 60
     assert reach(planned(0.5, 40)) == pytest.approx(reach(few), rel=1e-6)  # whatever the unit
     spread = planned(0.01, 40)
     assert reach(spread) == pytest.approx(60 * 0.01 * signal, rel=1e-6)  # a unit that is near the spread is believed
     measured = planned(1.0, 40, bound=1000.0)  # as where targets are in spreads
-    assert reach(measured) == pytest.approx(30 * signal, rel=1e-6)
+    assert reach(measured) == pytest.approx(60 * signal, rel=1e-6)
     assert measured.clip == pytest.approx(0.1)
 
 
