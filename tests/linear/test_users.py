@@ -291,7 +291,7 @@ def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measure
     assert reach(spread) == pytest.approx(60 * 0.01 * signal, rel=1e-6)  # a unit that is near the spread is believed
     measured = planned(1.0, 40, bound=1000.0)  # as where targets are in spreads
     assert reach(measured) == pytest.approx(60 * signal, rel=1e-6)
-    assert measured.clip == pytest.approx(0.1)
+    assert few.clip < measured.clip <= 0.1
 
 
 def test_scale_and_intercept_stay_within_the_radius() -> None:
