@@ -75,7 +75,7 @@ class HuberRegressor(Regressor):
         bound_y: Y > 0, that targets are clipped to; required.
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
             the median distance of targets from their median, which is measured (a half to one and a half for users
-            and objective perturbation; a twentieth of bound_y where measuring does not pay).
+            and other mechanisms; a twentieth of bound_y where measuring does not pay).
 
     Example:
         >>> import numpy as np
