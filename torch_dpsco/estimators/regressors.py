@@ -21,7 +21,7 @@ from torch_dpsco.estimators.protocol import RegressorMixin
 from torch_dpsco.linear import NO_BOUND, PrivatePreparation
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.theory.linear.preparation import NARROW, robust_width
+from torch_dpsco.theory.linear.preparation import NARROW, NARROW_OF_USERS, robust_width
 
 Array = NDArray[np.float64]
 
@@ -52,7 +52,9 @@ class Regressor(RegressorMixin, LinearModel):
 
     def _kink(self, signal: float, unit: str) -> float:
         """Threshold of Huber's loss in spreads of the targets, where none is given."""
-        return NARROW if unit == "example" and self.mechanism in ("auto", "noisy_gd") else robust_width(signal)
+        if unit == "user":
+            return NARROW_OF_USERS
+        return NARROW if self.mechanism in ("auto", "noisy_gd") else robust_width(signal)
 
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
@@ -74,8 +76,8 @@ class HuberRegressor(Regressor):
             intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
-            the median distance of targets from their median, which is measured (a half to one and a half for users
-            and other mechanisms; a twentieth of bound_y where measuring does not pay).
+            the median distance of targets from their median, which is measured (a half for users, a half to one
+            and a half for other mechanisms; a twentieth of bound_y where measuring does not pay).
 
     Example:
         >>> import numpy as np

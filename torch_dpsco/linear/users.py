@@ -43,12 +43,13 @@ from torch_dpsco.theory.steps import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
 _STEPS, _LEAST_FRICTION = 600, 0.015
-_FRICTION, _CLIPS = 0.1, (0.01, 0.1)  # wanted; clips of the bound on a row's gradient, which means are far below
+_FRICTION, _CLIPS = 0.1, (0.01, 0.1, 0.3)  # wanted; clips of the bound on a row's gradient, which means are far below
+_QUIET = 1e-3  # noise on the mean of all steps, of that bound, up to which a larger clip, with less bias, is free
 _SAFE = 0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit of signal over noise
 _LAST_STEPS, _LAST_SHARE, _LAST_CLIP = 32, 0.2, math.sqrt(2)  # for scale and intercept: share of mu^2, gradients' bound
 _WIDE, _WAY, _FAR = 0.25, 2.0, 1000.0  # clip of scores over their bound; way of scale and intercept, and its bound
 _LEAST_SCALE = 0.1  # 0 would lose the order of scores
-_LAST_SIGNAL = 40.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
+_LAST_SIGNAL = 20.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +218,8 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
     Args:
         task: its public numbers; n is the number of users, and the budget is of unit "user", with delta > 0.
         steps: T.
-        clip: C; default 0.01 to 0.1 of the bound on the gradient of a row: the least that reaches as far as the noise
-            allows, see docs/proofs/user_level.md#linear-models.
+        clip: C; default 0.01 to 0.3 of the bound on the gradient of a row: the least that reaches as far as the noise
+            allows, above 0.1 only where noise is small; see docs/proofs/user_level.md#linear-models.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or delta is 0.
@@ -236,7 +237,9 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
         reach /= 3  # clipped means bend little, so that nothing holds the noise back
     steepest = draft.lr * task.n * steps  # what a unit of clip reaches without momentum
     if clip is None:
-        clip = min(max(_FRICTION * reach / steepest, _CLIPS[0] * lipschitz), _CLIPS[1] * lipschitz)
+        least, usual, most = _CLIPS
+        most = max(usual, min(most, _QUIET * signal))
+        clip = lipschitz * min(max(_FRICTION * reach / (steepest * lipschitz), least), most)
     friction = min(max(steepest * clip / reach, _LEAST_FRICTION), 1.0)
     draft, last = replace(draft, clip=clip, momentum=1.0 - friction), None
     if isinstance(task.loss, Logistic) and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL:

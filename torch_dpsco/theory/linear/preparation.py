@@ -19,6 +19,7 @@ _SUM_ERROR, _SUM_USELESS = 0.05, 0.4  # norm of the noise on the center over B: 
 _COUNT_ERROR, _COUNT_USELESS = 0.003, 0.15  # std of the noise on a count over n: wanted, and not worth it
 RADIUS_COUNTS, LOCATION_COUNTS, SPREAD_COUNTS = 7, 16, 8
 NARROW = 0.3  # threshold of Huber's loss in spreads of the targets, for steps with momentum, which bear the curvature
+NARROW_OF_USERS = 0.5  # the same for users, who are fewer
 
 
 def number_of_counts(*, rows: bool, targets: bool, spreads: bool) -> int:
@@ -108,7 +109,7 @@ def residual_clip(signal: float) -> float:
 def robust_width(signal: float) -> float:
     """Returns the threshold of Huber's loss in spreads of the targets: the more noise, the more records count in full.
 
-    For users, and objective perturbation. A slope is worth its noise only with curvature beside it, which a narrow
+    For objective perturbation. A slope is worth its noise only with curvature beside it, which a narrow
     parabola has in few records.
 
     Example:
