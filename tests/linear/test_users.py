@@ -432,7 +432,19 @@ def test_models_without_a_fit_for_users_name_those_that_have_one(kind: type, mor
 def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     settings = {"epsilon": 0.5, "bound_x": 1.0, "classes": (0, 1)}
-    few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (300, 3_000))
+    few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (500, 520))
     assert few.last_std is None
     assert many.last_std is not None
-    assert LogisticRegression(n=3_000, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
+    assert LogisticRegression(n=2_000, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
+
+
+def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    settings = {"delta": 1e-6, "bound_x": 1.0, "bound_y": 1.0}
+    few, some, many = (QuantileRegressor(epsilon=1.0, n=n, **settings).plan(3, "user") for n in (300, 1_500, 30_000))
+    for plan, most in ((few, 0.1), (some, 0.3), (many, 0.3)):
+        noise, signal, _ = plan.noise_and_signal
+        share = plan.clip / plan.task.lipschitz
+        assert 0.01 <= share <= most * (1 + 1e-12)
+        assert share <= 0.1 * (1 + 1e-12) or noise / signal * share <= 1e-3 * (1 + 1e-9)
+    assert many.clip == pytest.approx(0.3 * many.task.lipschitz)
