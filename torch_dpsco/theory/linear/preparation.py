@@ -14,7 +14,7 @@ import math
 from torch_dpsco import _validate as check
 from torch_dpsco.theory.clipping import sensitivity_factor
 
-_SHARE = 0.05  # of mu^2, at most, for sums, and for counts
+_SHARE, _MOST_SHARE = 0.05, 0.4  # of mu^2, for sums, and for counts; for counts where less is not worth it
 _SUM_ERROR, _SUM_USELESS = 0.05, 0.4  # norm of the noise on the center over B: wanted, and not worth it
 _COUNT_ERROR, _COUNT_USELESS = 0.003, 0.15  # std of the noise on a count over n: wanted, and not worth it
 RADIUS_COUNTS, LOCATION_COUNTS, SPREAD_COUNTS = 7, 16, 8
@@ -58,6 +58,8 @@ def sum_level(mu: float, n: int, dim: int, adjacency: str) -> float:
 def counts_level(mu: float, n: int, counts: int) -> float:
     """Returns the level of so many noisy counts together, 0 where they do not pay.
 
+    Without units steps are blind, so that more than the usual share is paid where that makes counts just good enough.
+
     Args:
         mu: level of the whole budget, > 0.
         n: public number of records.
@@ -70,7 +72,8 @@ def counts_level(mu: float, n: int, counts: int) -> float:
         (0.0167, 0.0)
     """
     error = math.sqrt(check.positive_count(counts=counts)) / check.positive_count(n=n)
-    return _level(mu, error, _COUNT_ERROR, _COUNT_USELESS)
+    level, least = _level(mu, error, _COUNT_ERROR, _COUNT_USELESS), error / _COUNT_USELESS
+    return level or (least if least <= math.sqrt(_MOST_SHARE) * mu else 0.0)
 
 
 def share_within(wanted: float, level: float, n: int, counts: int) -> float:
