@@ -404,8 +404,11 @@ def test_a_threshold_in_units_of_the_target_needs_no_spread() -> None:
 def test_levels_follow_public_numbers_only_and_stay_below_their_share() -> None:
     for n in (10, 1000, 10**5, 10**7):
         for mu in (0.01, 0.2, 3.0):
-            for level in (sum_level(mu, n, 20, "replace_one"), counts_level(mu, n, 32)):
-                assert 0 <= level <= math.sqrt(0.05) * mu
+            assert 0 <= sum_level(mu, n, 20, "replace_one") <= math.sqrt(0.05) * mu
+            assert 0 <= counts_level(mu, n, 32) <= math.sqrt(0.05) * mu
+    few = counts_level(0.2, 500, 32)  # more where less would leave units unknown, and just what they need
+    assert math.sqrt(0.05) * 0.2 < few == math.sqrt(32) / 500 / 0.15 <= math.sqrt(0.4) * 0.2
+    assert counts_level(0.2, 250, 32) == 0
     assert [number_of_counts(rows=r, targets=t, spreads=True) for r in (True, False) for t in (True, False)] == [
         *(32, 8, 25, 1)
     ]

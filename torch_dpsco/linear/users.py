@@ -49,7 +49,7 @@ _SAFE = 0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit
 _LAST_STEPS, _LAST_SHARE, _LAST_CLIP = 32, 0.2, math.sqrt(2)  # for scale and intercept: share of mu^2, gradients' bound
 _WIDE, _WAY, _FAR = 0.25, 2.0, 1000.0  # clip of scores over their bound; way of scale and intercept, and its bound
 _LEAST_SCALE = 0.1  # 0 would lose the order of scores
-_LAST_SIGNAL = 20.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
+_LAST_SIGNAL = 15.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,8 +68,8 @@ def counts_level(mu: float, n: int, counts: int) -> float:
     Source: docs/proofs/preparation.md#when-it-pays
 
     Example:
-        >>> round(counts_level(0.2, 100_000, 25), 4), counts_level(0.2, 500, 25)
-        (0.0167, 0.0)
+        >>> round(counts_level(0.2, 100_000, 25), 4), round(counts_level(0.2, 500, 25), 4), counts_level(0.2, 200, 25)
+        (0.0167, 0.0667, 0.0)
     """
     error = math.sqrt(check.positive_count(counts=counts)) / check.positive_count(n=n)
     level, least = _level(mu, error, _COUNT_ERROR, _COUNT_USELESS), error / _COUNT_USELESS
