@@ -432,10 +432,10 @@ def test_models_without_a_fit_for_users_name_those_that_have_one(kind: type, mor
 def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     settings = {"epsilon": 0.5, "bound_x": 1.0, "classes": (0, 1)}
-    few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (500, 600))
+    few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (400, 600))
     assert few.last_std is None
     assert many.last_std is not None
-    assert LogisticRegression(n=2_000, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
+    assert LogisticRegression(n=1_500, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
 
 
 def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
