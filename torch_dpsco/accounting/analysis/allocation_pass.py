@@ -1,0 +1,162 @@
+"""delta of one pass of random allocation, as a function of epsilon, in each of three comparisons.
+
+With noise z per clip and L_i = e^((2 x_i - 1) / 2z^2), x_i ~ N(0, z^2) independent, a pass of T steps has
+
+    remove:   E (M - t)_+,        M = (L_1 + .. + L_T) / T,         add:   E (1 - t M)_+,
+    replace:  E (M - t M')_+,     M' = the same with -x_i,
+
+at t = e^epsilon. All are bounds of `allocation_sums`, and at most what one unsampled Gaussian release costs.
+
+Source: docs/proofs/allocation.md#one-pass.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+
+from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
+from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_log_delta
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
+
+LARGEST = 150.0  # epsilon up to which sums are computed
+LEAST_NOISE = 0.25  # from which on they are
+_TOLERANCE = 1e-4  # of epsilon, that a grid may cost
+_LEAST_TOLERANCE = 1e-5  # of log delta
+_SEARCH = 1e-5  # of epsilon
+_FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
+_SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
+_SPAN = 6.0  # nats that one curve is read for
+
+
+class Pass(NamedTuple):
+    """One way of comparing the two laws of a pass.
+
+    Args:
+        noise: z.
+        steps: T >= 1.
+        way: "remove", "add" or "replace".
+    """
+
+    noise: float
+    steps: int
+    way: str
+
+    @property
+    def exchanged(self) -> Pass:
+        """The two laws in the other order."""
+        return self._replace(way={"remove": "add", "add": "remove", "replace": "replace"}[self.way])
+
+    @property
+    def mu(self) -> float:
+        """Of the unsampled Gaussian that costs at least as much."""
+        return (2.0 if self.way == "replace" else 1.0) / self.noise
+
+    @property
+    def plain(self) -> bool:
+        """Whether the unsampled Gaussian is what is reported."""
+        return self.steps == 1 or self.noise < LEAST_NOISE
+
+    def sum(self, epsilon: float, log_floor: float) -> Sum:
+        """Returns the sum whose excess is delta(epsilon) up to a factor."""
+        weight = epsilon if self.way == "replace" else -math.inf
+        level = {"remove": math.exp(epsilon), "add": -math.exp(-epsilon), "replace": 0.0}[self.way] * self.steps
+        return Sum(Term(1.0, self.noise, log_weight=weight), self.steps, -1 if self.way == "add" else 1, level, log_floor)
+
+    def log_delta(self, hinge: Hinge, epsilon: float) -> float:
+        """Returns log delta(epsilon) from a bound on the excess of the sum near it, made for epsilon if "replace"."""
+        question = self.sum(epsilon, _FLOOR)
+        # PRIVACY: terms are accurate up to that (test_the_error_of_a_position_is_within_the_stated_one)
+        slack = 3 * question.term.rounding
+        level = question.level if self.way == "replace" else self.sum(epsilon - slack, _FLOOR).level
+        factor = epsilon if self.way == "add" else 0.0
+        value = hinge.log_at(level) + factor - math.log(self.steps) + slack
+        return min(value, gaussian_log_delta(epsilon, self.mu) * (1 - 1e-12), 0.0)
+
+
+@lru_cache(maxsize=8192)
+def guess(pair: Pass, epsilon: float) -> tuple[float, float, float]:
+    """Returns about log delta(epsilon), 1 to 5 too large, its slope, and the floor that it takes: nothing is proved."""
+    floor = _FLOOR
+    while True:
+        question = pair.sum(epsilon, floor)
+        value = question.guess[1] - math.log(pair.steps) + (epsilon if pair.way == "add" else 0.0)
+        if value > floor + 5 or floor <= _DEEPEST:
+            return value, question.slope, floor
+        floor = max(min(value, floor) - 20, _DEEPEST)
+
+
+def curve(pair: Pass, epsilon: float) -> Hinge:
+    """Returns the bound on the excess of the sum that `Pass.log_delta` needs near an epsilon."""
+    _, slope, floor = guess(pair, epsilon)
+    question = pair.sum(epsilon, floor)
+    if pair.way == "replace":
+        question = pair.sum(epsilon - 3 * question.term.rounding, floor)
+    return question.answer(max(_TOLERANCE * epsilon * slope, _LEAST_TOLERANCE))
+
+
+@lru_cache(maxsize=8192)
+def log_delta(pair: Pass, epsilon: float) -> float:
+    """Returns a bound on log delta(epsilon), epsilon >= 0."""
+    # PRIVACY: one step is a Gaussian release, and more steps cost no more (test_more_steps_never_cost_more)
+    if pair.plain or epsilon > LARGEST:
+        return min(gaussian_log_delta(epsilon, pair.mu) * (1 - 1e-12), 0.0)
+    return pair.log_delta(curve(pair, epsilon), epsilon)
+
+
+@lru_cache(maxsize=2048)
+def epsilon_at(pair: Pass, delta: float) -> float:
+    """Returns an epsilon >= 0 at which the bound on delta is at most `delta`, nearly the least one."""
+    most, target = gaussian_epsilon(pair.mu, delta), math.log(delta)
+
+    def excess(epsilon: float) -> float:  # nearly linear
+        return math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
+
+    if pair.plain or most == 0:
+        return most
+    if excess(0.0) <= 0:
+        return 0.0
+    likely = _guessed(pair, target, most)
+    high = likely if excess(likely) <= 0 else most
+    if excess(high) >= 0:
+        return most
+    root = float(brentq(excess, 0.0, high, xtol=1e-12 * high, rtol=_SEARCH))
+    step = _SEARCH * root
+    # PRIVACY: only what was seen to meet delta (test_the_epsilon_of_a_pass_meets_delta)
+    while root < most and excess(root) > 0:
+        root, step = root + step, 2 * step
+    return min(root, most)
+
+
+def _guessed(pair: Pass, target: float, most: float) -> float:
+    """Returns the epsilon in (0, most] at which the guess is nearest to a target."""
+    most = min(most, LARGEST)
+    if not guess(pair, 0.0)[0] > target > guess(pair, most)[0]:
+        return most
+    return float(brentq(lambda epsilon: guess(pair, epsilon)[0] - target, 0.0, most, xtol=1e-9 * most, rtol=1e-2))
+
+
+def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
+    """Returns ascending epsilons from 0 on, and bounds on delta there, until it is below a floor.
+
+    Points are as close as chords between them need to cost little: in widths of the loss, and in nats of delta.
+    """
+    width, nats = _SPACING[pair.way]
+    width *= 1.25 / guess(pair, 0.0)[1]
+    epsilons, values = [0.0], [log_delta(pair, 0.0)]
+    while values[-1] > log_floor and epsilons[-1] < LARGEST:
+        start, (log_start, slope, _) = epsilons[-1], guess(pair, epsilons[-1])
+        if pair.way == "replace":
+            epsilons.append(start + min(width, nats / slope))
+            values.append(min(log_delta(pair, epsilons[-1]), values[-1]))
+            continue
+        end = start + min(50 * width, _SPAN / slope)
+        hinge, number = curve(pair, end), math.ceil((end - start) / min(width, nats / guess(pair, end)[1]))
+        for epsilon in np.linspace(start, end, number + 1)[1:].tolist():
+            epsilons.append(epsilon)
+            values.append(min(pair.log_delta(hinge, epsilon), values[-1]))
+    return np.array(epsilons), np.exp(values)
