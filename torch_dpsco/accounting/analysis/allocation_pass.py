@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
+from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_log_delta
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
@@ -30,6 +31,7 @@ _LEAST_TOLERANCE = 1e-5  # of log delta
 _SEARCH = 1e-5  # of epsilon
 _FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
 _SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
+_MUCH, _MUCH_OF_A_POINT = 1e-3, 0.2  # of a bound, for rounding and what is cut off
 _SPAN = 6.0  # nats that one curve is read for
 
 
@@ -100,12 +102,25 @@ def curve(pair: Pass, epsilon: float) -> Hinge:
 
 
 @lru_cache(maxsize=8192)
-def log_delta(pair: Pass, epsilon: float) -> float:
-    """Returns a bound on log delta(epsilon), epsilon >= 0."""
+def log_delta(pair: Pass, epsilon: float, much: float = _MUCH) -> float:
+    """Returns a bound on log delta(epsilon), epsilon >= 0; a slower one if more than `much` of it is a margin."""
     # PRIVACY: one step is a Gaussian release, and more steps cost no more (test_more_steps_never_cost_more)
     if pair.plain or epsilon > LARGEST:
         return min(gaussian_log_delta(epsilon, pair.mu) * (1 - 1e-12), 0.0)
-    return pair.log_delta(curve(pair, epsilon), epsilon)
+    hinge = curve(pair, epsilon)
+    value = pair.log_delta(hinge, epsilon)
+    if pair.way == "add" or hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much:
+        return value
+    return min(value, _one_large(pair, epsilon))
+
+
+def _one_large(pair: Pass, epsilon: float) -> float:
+    """Returns the bound on log delta(epsilon) that keeps its digits where one large term makes up delta."""
+    _, slope, floor = guess(pair, epsilon)
+    slack = 3 * pair.sum(epsilon, floor).term.rounding
+    question = pair.sum(epsilon - slack, min(floor, -90.0))
+    tolerance = max(_TOLERANCE * epsilon * slope, _LEAST_TOLERANCE)
+    return by_one_large(question, min(tolerance, 1e-3)) - math.log(pair.steps) + slack
 
 
 @lru_cache(maxsize=2048)
@@ -118,13 +133,12 @@ def epsilon_at(pair: Pass, delta: float) -> float:
 
     if pair.plain or most == 0:
         return most
-    if excess(0.0) <= 0:
-        return 0.0
-    likely = _guessed(pair, target, most)
-    high = likely if excess(likely) <= 0 else most
-    if excess(high) >= 0:
-        return most
-    root = float(brentq(excess, 0.0, high, xtol=1e-12 * high, rtol=_SEARCH))
+    low, high = _bracket(pair, delta, most)
+    low = low if excess(low) > 0 else 0.0
+    high = high if excess(high) < 0 else most
+    if excess(low) <= 0 or excess(high) >= 0:
+        return low if excess(low) <= 0 else most
+    root = float(brentq(excess, low, high, xtol=1e-12 * high, rtol=_SEARCH))
     step = _SEARCH * root
     # PRIVACY: only what was seen to meet delta (test_the_epsilon_of_a_pass_meets_delta)
     while root < most and excess(root) > 0:
@@ -132,12 +146,15 @@ def epsilon_at(pair: Pass, delta: float) -> float:
     return min(root, most)
 
 
-def _guessed(pair: Pass, target: float, most: float) -> float:
-    """Returns the epsilon in (0, most] at which the guess is nearest to a target."""
-    most = min(most, LARGEST)
+def _bracket(pair: Pass, delta: float, most: float) -> tuple[float, float]:
+    """Returns two numbers in [0, most] between which the epsilon at delta probably is."""
+    if pair.way == "replace":  # more than one removed, less than one removed and another one added
+        removed, added = (epsilon_at(pair._replace(way=way), delta) for way in ("remove", "add"))
+        return 0.9 * removed, min(1.05 * (removed + added), most)
+    most, target = min(most, LARGEST), math.log(delta)
     if not guess(pair, 0.0)[0] > target > guess(pair, most)[0]:
-        return most
-    return float(brentq(lambda epsilon: guess(pair, epsilon)[0] - target, 0.0, most, xtol=1e-9 * most, rtol=1e-2))
+        return 0.0, most
+    return 0.0, float(brentq(lambda epsilon: guess(pair, epsilon)[0] - target, 0.0, most, xtol=1e-9 * most, rtol=1e-2))
 
 
 def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
@@ -152,7 +169,7 @@ def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
         start, (log_start, slope, _) = epsilons[-1], guess(pair, epsilons[-1])
         if pair.way == "replace":
             epsilons.append(start + min(width, nats / slope))
-            values.append(min(log_delta(pair, epsilons[-1]), values[-1]))
+            values.append(min(log_delta(pair, epsilons[-1], _MUCH_OF_A_POINT), values[-1]))
             continue
         end = start + min(50 * width, _SPAN / slope)
         hinge, number = curve(pair, end), math.ceil((end - start) / min(width, nats / guess(pair, end)[1]))

@@ -19,7 +19,7 @@ Source: docs/proofs/allocation.md#sums-on-a-grid.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -132,8 +132,9 @@ class Sum:
         term: law of Y.
         count: T >= 1.
         sign: 1 or -1; -1 for t = 0 only.
-        level: a number; positive multiples of `sign` for t = 0, 0 else.
+        level: a number, of the sign of `sign` for t = 0, at most 0 else.
         log_floor: logarithm of a probability that does not matter: terms are cut in tails of less.
+        ceiling: only what happens while all terms are below it counts; for a sign of 1.
     """
 
     term: Term
@@ -141,6 +142,7 @@ class Sum:
     sign: int
     level: float
     log_floor: float
+    ceiling: float = math.inf
 
     @cached_property
     def ends(self) -> tuple[float, float]:
@@ -148,21 +150,26 @@ class Sum:
         reach = min(-float(ndtri(math.exp(max(self.log_floor - _SPARE, -690.0)))), _REACH)
         far = math.exp(min(self.term.loss(1 + reach * self.term.noise), 690.0))
         low = float(self.term.value(np.array([-reach * self.term.noise]))[0])
+        if self.ceiling < math.inf:
+            # below the first number, no other terms make up for it
+            return min(max(low, self.level - (self.count - 1) * self.ceiling), self.ceiling / 2), self.ceiling
         if self.sign < 0:  # at the level nothing is left to exceed
             return min(low, -self.level), min(far, -self.level)
         if self.term.positive:  # from the level on, the excess is linear in the term
             return low, min(far, max(self.level, 2.0))
-        return low, min(far, 2 * self.count * math.exp(self.term.log_weight))
+        return low, min(far, -self.level or 2 * self.count * math.exp(self.term.log_weight))
 
     @cached_property
-    def _points(self) -> tuple[FloatArray, FloatArray]:
+    def points(self) -> tuple[FloatArray, FloatArray]:
         x, mass = _nodes(self.term.noise)
-        return np.clip(self.term.value(x), *self.ends), mass
+        values = self.term.value(x)
+        kept = values < self.ceiling
+        return np.clip(values[kept], *self.ends), mass[kept]
 
     @cached_property
     def guess(self) -> tuple[float, float]:
         """The best tilt, and about the Chernoff bound on log E (S - level)_+ that it gives: nothing is proved by it."""
-        values, mass = self._points
+        values, mass = self.points
         mean = float(values @ mass)
         unit = abs(self.level - self.sign * self.count * mean)
         unit += math.sqrt(float((values - mean) ** 2 @ mass) * self.count)
@@ -181,7 +188,7 @@ class Sum:
         """About the derivative of the logarithm of E (S - level)_+, less, by log t or the logarithm of |level|."""
         if self.term.positive:
             return self.guess[0] * abs(self.level)
-        values, mass = self._points
+        values, mass = self.points
         weights = mass * np.exp(self.guess[0] * (values - values.max()))
         opposite = (np.hypot(values, self.term.root) - values) / 2  # t l(-x)
         return self.guess[0] * self.count * float(opposite @ weights / weights.sum())
@@ -189,7 +196,7 @@ class Sum:
     @cached_property
     def _center(self) -> float:
         """The value around which the grid of a term is finest: its mean, tilted where that is smaller."""
-        values, mass = self._points
+        values, mass = self.points
         weights = mass * np.exp(-self.guess[0] * (values - values.min())) if self.sign < 0 else mass
         return float(values @ weights / weights.sum())
 
@@ -199,28 +206,30 @@ class Sum:
         Args:
             tolerance: nats of the answer that the grid may cost, > 0; more if that takes more than 2^20 points.
         """
-        tilt, center, (values, mass) = self.guess[0], self._center, self._points
-        view = window(Cloud(self.sign * tilt * (values - center), mass, self.count), 1.0)
+        tilt, center, (values, mass) = self.guess[0], self._center, self.points
+        cloud = Cloud(self.sign * tilt * (values - center), mass, self.count)
         aim = tilt * (self.level - self.sign * self.count * center)
+        view, grid = window(cloud, 1.0), math.sqrt(12 * tolerance / self.count)
         low, high = min(view.low, aim - 8), max(view.high, aim + 8)
-        grid = max(min(math.sqrt(12 * tolerance / self.count), (high - low) / _FEW), (high - low) / _MANY)
+        grid = max(min(grid, (high - low) / _FEW), (high - low) / _MANY)
         bottom = self.ends[0] if self.sign < 0 else max(self.ends[0], center - _LOW / tilt)
         step = max(grid / tilt, (self.ends[1] - bottom) / _WIDEST)
         grid = step * tilt
         middle = round(center / step)
         moved = self.sign * tilt * self.count * (center - middle * step)
         bounds = math.floor(bottom / step), math.ceil(self.ends[1] / step)
-        law = _spread(self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid)
-        view = Window(1.0, low + moved, high + moved, view.rise)
+        whole = self.ceiling == math.inf
+        law = spread(self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid, above=whole)
+        view = replace(view, low=low + moved, high=high + moved)
         first, log_value, log_error = _exceeded(law, self.count, view, aim + moved)
         # PRIVACY: what terms exceed the ends of their grid by (test_what_terms_exceed_their_grid_by_counts)
-        lost = self.count * self._beyond(bounds[0] * step, bounds[1] * step)
+        lost = self.count * self._beyond(bounds[0] * step, bounds[1] * step) if whole else 0.0
         return Hinge(first + self.sign * self.count * middle, step, log_value, log_error, lost)
 
     def _beyond(self, low: float, high: float) -> float:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
         if self.sign > 0:  # at most that for t = 0, a Gaussian hockey stick
-            return math.exp(gaussian_log_delta(math.log(high), 1 / self.term.noise)) * (1 + 1e-9)
+            return math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / self.term.noise)) * (1 + 1e-9) + max(1 - high, 0.0)
         if low == 0:
             return 0.0
         x, _ = self.term.positions(np.array([low]))
@@ -235,7 +244,7 @@ class Hinge:
         first: index of the first point.
         step: distance of points.
         log_value: (N,) logarithms of the bounds in steps, without `lost`.
-        log_error: (N,) logarithms of the part that stands for rounding.
+        log_error: (N,) logarithms of the part that stands for rounding and what is above the window.
         lost: what terms exceed their top by.
     """
 
@@ -257,10 +266,11 @@ class Hinge:
         value += math.log(self.step)
         return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (8 + abs(value) + abs(high))
 
-    def rounding_at(self, level: float) -> float:
-        """Returns the share of the bound that is a margin for rounding."""
+    def share_at(self, level: float) -> float:
+        """Returns the share of the bound that is a margin, for rounding or, if the level is 0, for what is lost."""
         k = min(max(math.floor(level / self.step) - self.first, 0), self.log_value.size - 1)
-        return math.exp(min(float(self.log_error[k] - self.log_value[k]), 0.0))
+        rounding = math.exp(min(float(self.log_error[k] - self.log_value[k]), 0.0))
+        return max(rounding, math.exp(_log(self.lost) - self.log_at(level)) if level == 0 else 0.0)
 
 
 @lru_cache(maxsize=16)
@@ -281,10 +291,18 @@ def _cuts(low: int, middle: int, high: int) -> npt.NDArray[np.int64]:
     return np.concatenate([[low], cuts[(cuts > low) & (cuts < high)], [high]])
 
 
-def _spread(term: Term, step: float, bounds: tuple[int, int, int], sign: int, grid: float) -> GridLaw:
-    """Returns the law of sign * Y on the points k * step, k from the first to the last of `bounds`, less the middle.
+def spread(
+    term: Term, step: float, bounds: tuple[int, int, int], sign: int, grid: float, *, above: bool = True
+) -> GridLaw:
+    """Returns a law of sign * Y on multiples of a step that is at least as spread.
 
-    Its losses are multiples of `grid`, so that a tilt of 1 is meant.
+    Args:
+        term: law of Y.
+        step: in units of Y.
+        bounds: first multiple, the one that counts as loss 0, and last.
+        sign: 1 or -1.
+        grid: step of the losses of the result.
+        above: whether what exceeds the last multiple is put there, or left out.
     """
     low, middle, high = bounds
     cuts = _cuts(low, middle, high)
@@ -297,7 +315,7 @@ def _spread(term: Term, step: float, bounds: tuple[int, int, int], sign: int, gr
     mass, excess = term.integrate(x, np.full(x.size - 1, math.log(step)), reach)
     sizes, width = np.hypot(inner * step, term.root) / step, np.diff(inner)
     slack = accuracy + 2 * shift + 1.1 * shift * (sizes[1:] + sizes[:-1]) / width
-    below, above = float(ndtr(x[0] / term.noise)), float(ndtr(-x[-1] / term.noise)) * (1 + accuracy)
+    below = float(ndtr(x[0] / term.noise))
     if from_zero:
         mass, excess = np.append(below, mass), np.append(float(ndtr((x[0] - 1) / term.noise)) / step, excess)
         slack, width, below = np.append(4 * accuracy + 4 * shift, slack), np.append(inner[0], width), 0.0
@@ -308,7 +326,7 @@ def _spread(term: Term, step: float, bounds: tuple[int, int, int], sign: int, gr
     np.add.at(points, cuts[:-1] - low, total - up)
     np.add.at(points, cuts[1:] - low, up)
     points[0] += below * (1 + accuracy)
-    points[-1] += above
+    points[-1] += float(ndtr(-x[-1] / term.noise)) * (1 + accuracy) * above
     ordered = points if sign > 0 else points[::-1].copy()
     return GridLaw(low - middle if sign > 0 else middle - high, ordered, 0.0, grid, 0.0)
 
@@ -317,19 +335,19 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
     """Returns the first index of the window, and log E (S - k)_+ in steps, rounded up, with the share of rounding.
 
     Args:
-        law: of a term, to be tilted by 1.
+        law: of a term.
         count: number of terms.
-        view: the window.
+        view: tilt and window.
         aim: the level, at which exponentials are scaled.
     """
-    grid, first = law.grid, math.floor(view.low / law.grid)
-    part = tilted(law, 1.0)
+    grid, tilt, first = law.grid, view.tilt, math.floor(view.low / law.grid)
+    part = tilted(law, tilt)
     mass, error = convolved([(part, count)], first, transform_size(view.width / grid + 4))
     losses = np.asarray((first + np.arange(mass.size)) * grid, dtype=np.float64)
-    log_scale = count * part.log_norm - aim
+    log_scale = count * part.log_norm - tilt * aim
 
     def suffix(masses: FloatArray) -> FloatArray:
-        above = np.cumsum((masses * np.exp(np.clip(aim - losses, -700.0, 700.0)))[::-1])[::-1]
+        above = np.cumsum((masses * np.exp(np.clip(tilt * (aim - losses), -700.0, 700.0)))[::-1])[::-1]
         sums = np.append(np.cumsum(above[:0:-1])[::-1], 0.0)
         with np.errstate(divide="ignore"):
             return np.asarray(np.maximum(np.log(sums) + log_scale, -1e5), dtype=np.float64)
@@ -343,8 +361,8 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
         (losses[-1] - losses + 1 / (math.e * view.rise)) / grid * (1 + 1e-12)
     )
     log_value = np.logaddexp(inside + slack, above) + 8 * UNIT * (8 + np.abs(inside))
-    log_value[losses - aim < -700.0] = math.inf  # exponentials were clipped
-    return first, log_value, log_error
+    log_value[tilt * (losses - aim) < -700.0] = math.inf  # exponentials were clipped
+    return first, log_value, np.logaddexp(log_error, above)
 
 
 def _log(value: float) -> float:
