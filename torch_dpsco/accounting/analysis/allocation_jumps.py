@@ -20,7 +20,7 @@ import math
 import numpy as np
 from scipy.special import ndtr
 
-from torch_dpsco.accounting.analysis.allocation_sums import Cloud, Sum, spread
+from torch_dpsco.accounting.analysis.allocation_sums import Cloud, Hinge, Sum, spread
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.pld_compose import least, log_beyond
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
@@ -78,12 +78,14 @@ def _excesses(question: Sum, cuts: FloatArray, tolerance: float) -> tuple[FloatA
     """Returns bounds on G at the left and the right ends of the intervals between cuts."""
     left, right = np.empty(cuts.size - 1), np.empty(cuts.size - 1)
     served = _SERVED if question.count > 50 else _SERVED_FEW
-    for start in range(0, cuts.size - 1, served):
+    hinges: list[Hinge] = []
+    for start in reversed(range(0, cuts.size - 1, served)):
         part = cuts[start : start + served + 1]
         most = float(part[-1])
         rest = Sum(question.term, question.count - 1, 1, question.level - most, question.log_floor, most)
-        hinge = rest.answer(tolerance)
-        values = np.exp([min(hinge.log_at(question.level - cut), 700.0) for cut in part.tolist()])
+        hinges = [rest.answer(tolerance), *hinges[:2]]  # those of higher ceilings are bounds, too
+        levels = (question.level - part).tolist()
+        values = np.exp([min(700.0, *(hinge.log_at(level) for hinge in hinges)) for level in levels])
         left[start : start + served], right[start : start + served] = values[:-1], values[1:]
     return left, right
 

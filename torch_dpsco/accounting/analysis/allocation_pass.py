@@ -109,7 +109,8 @@ def log_delta(pair: Pass, epsilon: float, much: float = _MUCH) -> float:
         return min(gaussian_log_delta(epsilon, pair.mu) * (1 - 1e-12), 0.0)
     hinge = curve(pair, epsilon)
     value = pair.log_delta(hinge, epsilon)
-    if pair.way == "add" or hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much:
+    tight = hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much and value < 1.001 * gaussian_log_delta(epsilon, pair.mu)
+    if pair.way == "add" or tight:
         return value
     return min(value, _one_large(pair, epsilon))
 

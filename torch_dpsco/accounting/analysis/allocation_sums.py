@@ -170,10 +170,11 @@ class Sum:
     def guess(self) -> tuple[float, float]:
         """The best tilt, and about the Chernoff bound on log E (S - level)_+ that it gives: nothing is proved by it."""
         values, mass = self.points
-        mean = float(values @ mass)
+        mean = float(values @ mass) / float(mass.sum())
         unit = abs(self.level - self.sign * self.count * mean)
         unit += math.sqrt(float((values - mean) ** 2 @ mass) * self.count)
         unit = min(unit, abs(self.level) + self.count * math.exp(max(self.term.log_weight, 0.0)))
+        unit = max(unit, 1e-9 * (self.ends[1] - self.ends[0]))
         cumulant = Cloud(self.sign * (values - mean) / unit, mass, self.count)
         level = (self.level - self.sign * self.count * mean) / unit
 

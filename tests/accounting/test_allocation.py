@@ -1,0 +1,316 @@
+"""Random allocation: brackets, quadrature and Monte Carlo written plainly, rounding to the safe side, composition."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import mpmath as mp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reference.allocation_literal import bracket, ratio, sampled, two_steps
+from torch_dpsco.accounting.analysis import allocation_sums
+from torch_dpsco.accounting.analysis.allocation import (
+    AllocationLoss,
+    allocation_delta,
+    allocation_epsilon,
+    allocation_law,
+    allocation_noise,
+)
+from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
+from torch_dpsco.accounting.analysis.allocation_pass import Pass, epsilon_at, log_delta, profile
+from torch_dpsco.accounting.analysis.allocation_sums import Sum, Term, spread
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
+from torch_dpsco.accounting.analysis.pld import pld_delta
+from torch_dpsco.accounting.analysis.pld_compose import Window
+from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw
+
+WAYS = ("remove", "add", "replace")
+
+
+def delta(noise, steps, epsilon, way):
+    return math.exp(log_delta(Pass(noise, steps, way), epsilon))
+
+
+# Against other computations.
+
+TWO = [(0.25, 30.0), (0.3, 12.0), (0.5, 1.0), (0.5, 5.0), (0.5, 15.0), (0.8, 3.0), (1.0, 1.0), (1.0, 6.0), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("noise", "epsilon"), TWO)
+def test_two_steps_agree_with_quadrature(noise, epsilon, way):
+    exact = two_steps(noise, epsilon, way)
+    assert exact * (1 - 1e-9) <= delta(noise, 2, epsilon, way) <= exact * 1.015
+
+
+CASES = [
+    (1.0, 100, 0.5, "remove"),
+    (1.0, 100, 0.5, "add"),
+    (1.0, 100, 0.8, "replace"),
+    (0.5, 16, 5.0, "remove"),
+    (0.5, 16, 1.0, "add"),
+    (2.0, 10, 1.0, "replace"),
+    (0.3, 8, 12.0, "remove"),
+    (0.7, 33, 3.0, "replace"),
+    (5.0, 200, 0.02, "add"),
+    (5.0, 200, 0.02, "replace"),
+    (100.0, 5, 0.01, "remove"),
+    (1.0, 4096, 0.08, "remove"),
+]
+
+
+@pytest.mark.parametrize(("noise", "steps", "epsilon", "way"), CASES)
+def test_no_figure_is_below_its_bracket(noise, steps, epsilon, way):
+    low, high = bracket(noise, steps, epsilon, way, m=50)
+    found = delta(noise, steps, epsilon, way)
+    assert low <= found <= (2 * low + high) / 3 * 1.02
+
+
+DRAWN = [
+    (1.0, 20, (1.0,), "remove", 3.0),
+    (1.0, 20, (0.6,), "add", 1.0),
+    (1.0, 20, (1.2,), "replace", 3.0),
+    (0.4, 50, (8.0,), "remove", 2.0),
+    (0.4, 50, (8.0,), "replace", 2.0),
+    (2.0, 8, (0.7,), "replace", 5.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "steps", "epsilons", "way", "shift"), DRAWN)
+def test_no_figure_is_below_what_is_sampled(noise, steps, epsilons, way, shift):
+    """False alarms: one in a million for each side (4.9 standard errors)."""
+    mean, error = sampled(noise, steps, epsilons, way, 400_000, np.random.default_rng(), shift)
+    found = delta(noise, steps, math.fsum(epsilons), way)
+    assert mean - 4.9 * error <= found <= (mean + 4.9 * error) * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_several_passes_cost_no_less_than_is_sampled(way):
+    """False alarms: one in a million for each side. Two passes of two losses, composed by `pld` in one order."""
+    noise, steps, total, epochs = 1.0, 16, 1.0, 3
+    mean, error = sampled(noise, steps, [total / epochs] * epochs, way, 400_000, np.random.default_rng())
+    both = pld_delta([(AllocationLoss(noise, steps, way), epochs)], total)
+    assert both is not None
+    assert both.delta >= mean - 4.9 * error
+    if way != "add":  # the larger order
+        assert both.delta <= (mean + 4.9 * error) * 1.02
+
+
+# Bounds that hold between figures.
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+@pytest.mark.parametrize("noise", [0.4, 1.0, 7.0])
+def test_more_steps_never_cost_more(noise, adjacency):
+    mu = (2 if adjacency == "replace_one" else 1) / noise
+    costs = [allocation_epsilon(noise, steps, 1e-6, adjacency) for steps in (1, 2, 3, 7, 30, 300)]
+    assert costs[0] == gaussian_epsilon(mu, 1e-6)
+    assert all(more < fewer for fewer, more in zip(costs, costs[1:], strict=False))
+    assert allocation_law(noise, 1, adjacency) == GaussianLoss(mu)
+    assert allocation_law(1e9, 1 << 40, adjacency) == allocation_law(1e4, 1 << 20, adjacency)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_noise_below_a_quarter_counts_as_unsampled(way):
+    assert delta(0.2, 50, 3.0, way) == pytest.approx(gaussian_delta(Pass(0.2, 50, way).mu, 3.0), rel=1e-9)
+
+
+def test_at_epsilon_0_removing_costs_what_adding_does():
+    for noise, steps in [(0.4, 9), (1.0, 100), (20.0, 1000)]:
+        assert delta(noise, steps, 0.0, "remove") == pytest.approx(delta(noise, steps, 0.0, "add"), rel=1e-3)
+
+
+def test_the_larger_direction_is_reported():
+    for way, noise, steps in [("remove", 1.0, 100), ("add", 1.0, 100), ("remove", 20.0, 3)]:
+        law = AllocationLoss(noise, steps, way)
+        both = [epsilon_at(Pass(noise, steps, each), 1e-5) for each in ("remove", "add")]
+        assert law.epsilon_alone(1e-5) == max(both)
+        assert law.delta_alone(0.3) == max(delta(noise, steps, 0.3, each) for each in ("remove", "add"))
+    assert allocation_epsilon(1.0, 100, 1e-5, "add_remove") > 1.4 * epsilon_at(Pass(1.0, 100, "add"), 1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.floats(0.3, 30.0), st.integers(2, 500), st.floats(-25.0, -3.0), st.sampled_from(WAYS))
+def test_the_epsilon_of_a_pass_meets_delta(noise, steps, log_target, way):
+    epsilon = epsilon_at(Pass(noise, steps, way), math.exp(log_target))
+    assert log_delta(Pass(noise, steps, way), epsilon) <= log_target + 1e-9
+    assert 0 <= epsilon <= gaussian_epsilon(Pass(noise, steps, way).mu, math.exp(log_target))
+
+
+def test_replacing_costs_at_most_removing_and_adding_another():
+    for noise, steps in [(0.5, 100), (1.0, 20), (3.0, 50)]:
+        removed, added = delta(noise, steps, 0.8, "remove"), delta(noise, steps, 0.6, "add")
+        assert delta(noise, steps, 1.4, "replace") <= removed + math.exp(0.8) * added
+        assert delta(noise, steps, 1.4, "replace") > delta(noise, steps, 1.4, "remove")
+
+
+# Rounding: everything that is cut off or rounded counts.
+
+
+def _exact_cells(term, cuts):
+    """Returns masses of N(0, z^2), and their products with the rise of Y over the left cut, in 40 digits."""
+    z, weight = mp.mpf(term.noise), mp.exp(term.log_weight) if not term.positive else mp.mpf(0)
+
+    def at(x, mean):
+        return mp.ncdf((x - mean) / z)
+
+    out = []
+    for left, right in zip(cuts, cuts[1:], strict=False):
+        mass = at(right, 0) - at(left, 0)
+        value = mp.exp((2 * left - 1) / (2 * z * z)) - weight * mp.exp((-2 * left - 1) / (2 * z * z))
+        mean = (at(right, 1) - at(left, 1)) - weight * (at(right, -1) - at(left, -1))
+        out.append((mass, mean - value * mass))
+    return out
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("noise", "log_weight", "step"), [(0.5, -math.inf, 0.5), (2.0, -math.inf, 0.02), (1.0, 0.7, 0.1)])
+def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, step, sign):
+    """Against 40 digits: no interval has less mass than it should, nor less at the end towards which sums grow."""
+    if sign < 0 and log_weight > -math.inf:
+        return
+    term = Term(1.0, noise, log_weight=log_weight)
+    low, high = (3, 60) if term.positive else (-40, 60)
+    law = spread(term, step, (low, low, high), sign, 1.0)
+    points = law.mass if sign > 0 else law.mass[::-1]
+    with mp.workdps(40):
+        x = [mp.mpf(float(position)) for position in term.positions(np.arange(low, high + 1) * step)[0]]
+        cells = _exact_cells(term, x)
+        ends = [mp.ncdf(x[0] / noise), mp.ncdf(-x[-1] / noise)]
+        up = [rise / step for _, rise in cells]
+        exact = [ends[0] + cells[0][0] - up[0]]
+        exact += [up[i - 1] + cells[i][0] - up[i] for i in range(1, len(cells))]
+        exact += [up[-1] + ends[1]]
+        # mass that is kept from above every point on (from below for -Y) dominates
+        running = np.cumsum(points[::-1])[::-1] if sign > 0 else np.cumsum(points)
+        wanted = np.cumsum(np.array(exact[::-1]))[::-1] if sign > 0 else np.cumsum(np.array(exact))
+        short = [float(w - mp.mpf(float(r))) for w, r in zip(wanted, running, strict=True)]
+        assert max(short) <= 1e-17
+        assert max(abs(value) for value in short) < 1e-9
+
+
+def test_the_error_of_a_position_is_within_the_stated_one():
+    for noise, log_weight in [(0.25, -math.inf), (0.25, 60.0), (1.0, 2.0), (100.0, -math.inf), (100.0, 0.01)]:
+        term = Term(1.0, noise, log_weight=log_weight)
+        x = np.linspace(-9 * noise, 9 * noise + 1, 200)
+        values = term.value(x)
+        back, _ = term.positions(values)
+        with mp.workdps(60):
+            z, weight = mp.mpf(noise), mp.exp(mp.mpf(log_weight)) if log_weight > -math.inf else mp.mpf(0)
+            for value, position in zip(values.tolist(), back.tolist(), strict=True):
+                y, root = mp.mpf(value), 2 * mp.sqrt(weight) * mp.exp(-1 / (2 * z * z))
+                exact = z * z * mp.log((y + mp.sqrt(y * y + root * root)) / 2) + mp.mpf(1) / 2
+                assert abs(float((exact - mp.mpf(position)) / (z * z))) <= term.rounding
+
+
+def test_the_margin_for_rounding_is_in_the_figure():
+    """A sum of few terms is convolved in fractions: no point of the bound is below the exact one."""
+    generator = np.random.default_rng(5)
+    mass = generator.dirichlet(np.ones(40)) * np.exp(-np.linspace(0, 60, 40))
+    law, count = GridLaw(-11, mass, 0.0, 0.5, 0.0), 3
+    exact = [Fraction(1)]
+    for _ in range(count):
+        total = [Fraction(0)] * (len(exact) + mass.size - 1)
+        for i, one in enumerate(exact):
+            for j, two in enumerate(mass.tolist()):
+                total[i + j] += one * Fraction(two)
+        exact = total
+    low, high = -33 * 0.5, (3 * 28 + 4) * 0.5
+    first, log_value, _ = allocation_sums._exceeded(law, count, Window(1.0, low, high, 1.5), 0.0)
+    for k in range(-33, 80):
+        excess = sum((mass * (i - 33 - k) for i, mass in enumerate(exact) if i - 33 > k), Fraction(0))
+        assert mp.mpf(log_value[k - first]) >= mp.log(mp.mpf(excess.numerator) / excess.denominator) - mp.mpf("1e-15")
+
+
+def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
+    """With noise 0.3 nearly all of delta is beyond the top of the grid of a term."""
+    assert delta(0.3, 2, 12.0, "remove") >= two_steps(0.3, 12.0, "remove")
+    monkeypatch.setattr(Sum, "_beyond", lambda self, low, high: 0.0)
+    question = Pass(0.3, 2, "remove").sum(12.0, -30.0)
+    assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(0.3, 12.0, "remove")
+
+
+@pytest.mark.parametrize(("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)])
+def test_one_large_term_is_a_bound_too(noise, epsilon):
+    found = by_one_large(Pass(noise, 2, "replace").sum(epsilon, -90.0), 1e-4) - math.log(2)
+    assert two_steps(noise, epsilon, "replace") * (1 - 1e-9) <= math.exp(found) <= two_steps(noise, epsilon, "replace") * 1.02
+
+
+@pytest.mark.parametrize("grid", [1e-3, 0.05])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
+    law = AllocationLoss(1.0, 20, way).on_grid(grid, 9.0)
+    losses = law.losses()
+
+    def excess(epsilon):
+        return law.infinite + float(law.mass @ np.maximum(-np.expm1(np.minimum(epsilon - losses, 0.0)), 0.0))
+
+    for epsilon in (0.0, 0.1, 0.333, 1.0, 1.7, 2.5):
+        exact = delta(1.0, 20, epsilon, way)
+        assert exact * (1 - 1e-3) <= excess(epsilon) <= exact * (1 + 0.02 + 40 * grid * grid) + 1e-18
+        other = 1 - math.exp(-epsilon) + math.exp(-epsilon) * delta(1.0, 20, epsilon, Pass(1.0, 20, way).exchanged.way)
+        assert other * (1 - 1e-3) <= excess(-epsilon) <= other * 1.01 + 40 * grid * grid
+    epsilons, values = profile(Pass(1.0, 20, way), -40.0)
+    short = [value - excess(epsilon) for epsilon, value in zip(epsilons.tolist(), values.tolist(), strict=True)]
+    assert max(short) <= 0.0
+
+
+# Calibration, arguments, and what is not covered.
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "steps", "adjacency"), [(1.0, 50, "zero_out"), (4.0, 7, "replace_one"), (1.0, 1, "add_remove")]
+)
+def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency):
+    noise = allocation_noise(epsilon, 1e-5, steps, adjacency)
+    assert allocation_epsilon(noise, steps, 1e-5, adjacency) <= epsilon
+    assert allocation_epsilon(noise * 0.995, steps, 1e-5, adjacency) > epsilon
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"noise": -1.0},
+        {"steps": 0},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"adjacency": "other"},
+        {"epochs": -1},
+        {"direction": "replace"},
+        {"direction": "add", "epochs": 2},
+        {"direction": "add", "adjacency": "replace_one"},
+    ],
+)
+def test_bad_arguments_are_refused(arguments):
+    good = {"noise": 1.0, "steps": 10, "delta": 1e-5, "adjacency": "add_remove"}
+    with pytest.raises(ValueError):
+        allocation_epsilon(**(good | arguments))
+
+
+def test_no_pass_costs_nothing_and_no_noise_everything():
+    assert allocation_epsilon(1.0, 10, 1e-5, "add_remove", epochs=0) == 0
+    assert allocation_delta(0.0, 10, 1.0, "add_remove") == 1
+    assert allocation_epsilon(0.0, 10, 1e-5, "replace_one") == math.inf
+    with pytest.raises(ValueError, match="epsilon"):
+        allocation_noise(0.0, 1e-5, 10, "add_remove")
+
+
+def test_a_permutation_cut_into_batches_is_not_covered():
+    """All other records contribute -C, and the record C against 0: the offset shows where the record is.
+
+    After adding b C to each sum, the pair is the mixtures of N(2 C e_t) and of N(C e_t). Its delta at the epsilon of
+    random allocation is a thousand times as large: 4.9 standard errors are one false alarm in a million.
+    """
+    noise, steps, draws = 0.5, 100, 20_000
+    epsilon = allocation_epsilon(noise, steps, 1e-5, "zero_out")
+    x = np.random.default_rng().normal(0.0, noise, (draws, steps))
+    x[:, 0] += 2
+    loss = np.log(np.exp((2 * x - 2) / noise**2).mean(axis=1)) - np.log(ratio(x, noise).mean(axis=1))
+    gain = -np.expm1(np.minimum(epsilon - loss, 0.0))
+    assert gain.mean() - 4.9 * gain.std() / math.sqrt(draws) > 1e-3
