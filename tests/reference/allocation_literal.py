@@ -36,7 +36,9 @@ def _edges(values, mass, m):
     mean = (values * mass).sum() / mass.sum()
     sd = math.sqrt(((values - mean) ** 2 * mass).sum() / mass.sum())
     low, high = values.min(), values.max()
-    scaled = np.arange(-60 * m, 60 * m + 1) / m  # sinh spacing: steps of sd / m in the middle, then 1 / m of the distance
+    scaled = (
+        np.arange(-60 * m, 60 * m + 1) / m
+    )  # sinh spacing: steps of sd / m in the middle, then 1 / m of the distance
     grid = mean + sd * np.sinh(scaled)
     inside = grid[(grid > low) & (grid < high)]
     return np.concatenate([[low], inside, [high * (1 + 1e-12) + 1e-300]])

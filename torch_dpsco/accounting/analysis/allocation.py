@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -231,7 +231,7 @@ def _losses(
 
 def _unamplified(losses: tuple[tuple[LossLaw, int], ...], epochs: int) -> GaussianLoss:
     law = losses[0][0]
-    mu = law.mu if law.mu is not None else Pass(law.noise, law.steps, law.way).mu
+    mu = Pass(law.noise, law.steps, law.way).mu if isinstance(law, AllocationLoss) else law.mu or 0.0
     return GaussianLoss(mu * math.sqrt(epochs) * (1 + 1e-15))
 
 
@@ -255,7 +255,9 @@ def _atoms(pair: Pass, reach: float) -> _Atoms:
     losses, slopes = _falling(right, above, 3 * margin)
     opposite, falls = _falling(left, below, margin)
     rest = max(0.0, 1 - start - float(slopes[0]) - float(falls[0])) + 1e-14
-    mass = np.concatenate([-np.diff(falls, append=0.0)[::-1], [rest], -np.diff(slopes, append=0.0) * np.exp(losses[1:])])
+    mass = np.concatenate(
+        [-np.diff(falls, append=0.0)[::-1], [rest], -np.diff(slopes, append=0.0) * np.exp(losses[1:])]
+    )
     mass[-losses.size + 1 :] *= 1 + margin
     mass.setflags(write=False)
     return _Atoms(np.concatenate([-opposite[:0:-1], losses]), mass, float(above[-1]) * (1 + 3 * margin))

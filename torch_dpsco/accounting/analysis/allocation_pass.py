@@ -31,7 +31,7 @@ _LEAST_TOLERANCE = 1e-5  # of log delta
 _SEARCH = 1e-5  # of epsilon
 _FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
 _SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
-_MUCH, _MUCH_OF_A_POINT = 1e-3, 0.2  # of a bound, for rounding and what is cut off
+_MUCH, _MUCH_OF_A_POINT = 1e-5, 0.02  # of a bound, for rounding and what is cut off
 _SPAN = 6.0  # nats that one curve is read for
 
 
@@ -67,7 +67,9 @@ class Pass(NamedTuple):
         """Returns the sum whose excess is delta(epsilon) up to a factor."""
         weight = epsilon if self.way == "replace" else -math.inf
         level = {"remove": math.exp(epsilon), "add": -math.exp(-epsilon), "replace": 0.0}[self.way] * self.steps
-        return Sum(Term(1.0, self.noise, log_weight=weight), self.steps, -1 if self.way == "add" else 1, level, log_floor)
+        return Sum(
+            Term(1.0, self.noise, log_weight=weight), self.steps, -1 if self.way == "add" else 1, level, log_floor
+        )
 
     def log_delta(self, hinge: Hinge, epsilon: float) -> float:
         """Returns log delta(epsilon) from a bound on the excess of the sum near it, made for epsilon if "replace"."""
@@ -109,8 +111,7 @@ def log_delta(pair: Pass, epsilon: float, much: float = _MUCH) -> float:
         return min(gaussian_log_delta(epsilon, pair.mu) * (1 - 1e-12), 0.0)
     hinge = curve(pair, epsilon)
     value = pair.log_delta(hinge, epsilon)
-    tight = hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much and value < 1.001 * gaussian_log_delta(epsilon, pair.mu)
-    if pair.way == "add" or tight:
+    if pair.way == "add" or hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much:
         return value
     return min(value, _one_large(pair, epsilon))
 

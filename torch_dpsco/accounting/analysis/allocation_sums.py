@@ -41,6 +41,7 @@ from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 _DETAIL = 512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
+_WIDE = 3.0  # noise below which the terms l(x) - t l(-x) are spread around 0
 _FEW, _MANY = 1 << 14, 1 << 20  # steps of a window
 _WIDEST = 1 << 21  # steps of a term
 _SPARE = 20.0  # nats below the smallest probability that matters, where terms are cut
@@ -210,11 +211,11 @@ class Sum:
         tilt, center, (values, mass) = self.guess[0], self._center, self.points
         cloud = Cloud(self.sign * tilt * (values - center), mass, self.count)
         aim = tilt * (self.level - self.sign * self.count * center)
-        view, grid = window(cloud, 1.0), math.sqrt(12 * tolerance / self.count)
+        view = window(cloud, 1.0)
         low, high = min(view.low, aim - 8), max(view.high, aim + 8)
-        grid = max(min(grid, (high - low) / _FEW), (high - low) / _MANY)
+        wanted = min(math.sqrt(12 * tolerance / self.count), (high - low) / _FEW)
         bottom = self.ends[0] if self.sign < 0 else max(self.ends[0], center - _LOW / tilt)
-        step = max(grid / tilt, (self.ends[1] - bottom) / _WIDEST)
+        step = max(wanted / tilt, (high - low) / _MANY / tilt, (self.ends[1] - bottom) / _WIDEST)
         grid = step * tilt
         middle = round(center / step)
         moved = self.sign * tilt * self.count * (center - middle * step)
@@ -225,12 +226,21 @@ class Sum:
         first, log_value, log_error = _exceeded(law, self.count, view, aim + moved)
         # PRIVACY: what terms exceed the ends of their grid by (test_what_terms_exceed_their_grid_by_counts)
         lost = self.count * self._beyond(bounds[0] * step, bounds[1] * step) if whole else 0.0
-        return Hinge(first + self.sign * self.count * middle, step, log_value, log_error, lost)
+        return Hinge(
+            first + self.sign * self.count * middle,
+            step,
+            log_value,
+            log_error,
+            lost,
+            grid > 2 * math.sqrt(12 * tolerance / self.count),
+        )
 
     def _beyond(self, low: float, high: float) -> float:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
         if self.sign > 0:  # at most that for t = 0, a Gaussian hockey stick
-            return math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / self.term.noise)) * (1 + 1e-9) + max(1 - high, 0.0)
+            return math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / self.term.noise)) * (1 + 1e-9) + max(
+                1 - high, 0.0
+            )
         if low == 0:
             return 0.0
         x, _ = self.term.positions(np.array([low]))
@@ -246,7 +256,8 @@ class Hinge:
         step: distance of points.
         log_value: (N,) logarithms of the bounds in steps, without `lost`.
         log_error: (N,) logarithms of the part that stands for rounding and what is above the window.
-        lost: what terms exceed their top by.
+        lost: what terms exceed the ends of their grid by.
+        coarse: whether the grid costs more than was to be tolerated.
     """
 
     first: int
@@ -254,6 +265,7 @@ class Hinge:
     log_value: FloatArray
     log_error: FloatArray
     lost: float
+    coarse: bool
 
     def log_at(self, level: float) -> float:
         """Returns the logarithm of the bound at a level; inf where there is none."""
@@ -268,7 +280,9 @@ class Hinge:
         return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (8 + abs(value) + abs(high))
 
     def share_at(self, level: float) -> float:
-        """Returns the share of the bound that is a margin, for rounding or, if the level is 0, for what is lost."""
+        """Returns the share of the bound that is a margin: for rounding, what is lost, or a coarse grid."""
+        if self.coarse:
+            return 1.0
         k = min(max(math.floor(level / self.step) - self.first, 0), self.log_value.size - 1)
         rounding = math.exp(min(float(self.log_error[k] - self.log_value[k]), 0.0))
         return max(rounding, math.exp(_log(self.lost) - self.log_at(level)) if level == 0 else 0.0)
@@ -306,10 +320,11 @@ def spread(
         above: whether what exceeds the last multiple is put there, or left out.
     """
     low, middle, high = bounds
-    cuts = _cuts(low, middle, high)
+    signed = not term.positive and term.noise < _WIDE  # terms of all sizes near 0 matter
+    cuts = _cuts(low, min(max(0, low), high) if signed else middle, high)
     from_zero = term.positive and low == 0  # Y > 0
     inner = cuts[1:] if from_zero else cuts
-    x, _ = term.positions(inner * step)
+    x, _ = term.positions(np.asarray(inner * step, dtype=np.float64))
     reach = float(np.abs(x).max()) / term.noise
     accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (abs(math.log(step)) + max(term.log_weight, 0.0))
     shift = term.rounding
@@ -320,7 +335,8 @@ def spread(
     if from_zero:
         mass, excess = np.append(below, mass), np.append(float(ndtr((x[0] - 1) / term.noise)) / step, excess)
         slack, width, below = np.append(4 * accuracy + 4 * shift, slack), np.append(inner[0], width), 0.0
-    # PRIVACY: what goes up is rounded up, for -Y what goes down (test_a_term_on_its_grid_is_not_less_spread_than_itself)
+    # PRIVACY: what goes up is rounded up, for -Y what goes down
+    # (test_a_term_on_its_grid_is_not_less_spread_than_itself)
     total = mass * (1 + 2 * accuracy)
     up = np.clip(excess / width * (1 + sign * slack), 0.0, total)
     points = np.zeros(high - low + 1)
@@ -348,7 +364,7 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
     log_scale = count * part.log_norm - tilt * aim
 
     def suffix(masses: FloatArray) -> FloatArray:
-        above = np.cumsum((masses * np.exp(np.clip(tilt * (aim - losses), -700.0, 700.0)))[::-1])[::-1]
+        above = np.cumsum((masses * np.exp(np.clip(tilt * (aim - losses), -650.0, 650.0)))[::-1])[::-1]
         sums = np.append(np.cumsum(above[:0:-1])[::-1], 0.0)
         with np.errstate(divide="ignore"):
             return np.asarray(np.maximum(np.log(sums) + log_scale, -1e5), dtype=np.float64)
@@ -362,7 +378,7 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
         (losses[-1] - losses + 1 / (math.e * view.rise)) / grid * (1 + 1e-12)
     )
     log_value = np.logaddexp(inside + slack, above) + 8 * UNIT * (8 + np.abs(inside))
-    log_value[tilt * (losses - aim) < -700.0] = math.inf  # exponentials were clipped
+    log_value[tilt * (losses - aim) < -650.0] = math.inf  # exponentials were clipped
     return first, log_value, np.logaddexp(log_error, above)
 
 
