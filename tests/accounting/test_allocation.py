@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -63,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.representatives(4)
 @pytest.mark.parametrize(("noise", "steps", "epsilon", "way"), CASES)
 def test_no_figure_is_below_its_bracket(noise, steps, epsilon, way):
     low, high = bracket(noise, steps, epsilon, way, m=50)
@@ -105,13 +107,14 @@ def test_several_passes_cost_no_less_than_is_sampled(way):
 # Bounds that hold between figures.
 
 
+@pytest.mark.representatives(3)
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
-@pytest.mark.parametrize("noise", [0.4, 1.0, 7.0])
+@pytest.mark.parametrize("noise", [0.6, 1.0, 7.0])
 def test_more_steps_never_cost_more(noise, adjacency):
     mu = (2 if adjacency == "replace_one" else 1) / noise
-    costs = [allocation_epsilon(noise, steps, 1e-6, adjacency) for steps in (1, 2, 3, 7, 30, 300)]
+    costs = [allocation_epsilon(noise, steps, 1e-6, adjacency) for steps in (1, 2, 7, 30, 300)]
     assert costs[0] == pytest.approx(gaussian_epsilon(mu, 1e-6), rel=1e-12)
-    assert all(more < fewer for fewer, more in zip(costs, costs[1:], strict=False))
+    assert all(more < fewer for fewer, more in itertools.pairwise(costs))
     assert allocation_law(noise, 1, adjacency) == GaussianLoss(mu)
     assert allocation_law(1e9, 1 << 40, adjacency) == allocation_law(1e4, 1 << 20, adjacency)
 
@@ -135,7 +138,7 @@ def test_the_larger_direction_is_reported():
     assert allocation_epsilon(1.0, 100, 1e-5, "add_remove") > 1.4 * epsilon_at(Pass(1.0, 100, "add"), 1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.floats(0.3, 30.0), st.integers(2, 500), st.floats(-25.0, -3.0), st.sampled_from(WAYS))
 def test_the_epsilon_of_a_pass_meets_delta(noise, steps, log_target, way):
     epsilon = epsilon_at(Pass(noise, steps, way), math.exp(log_target))
@@ -161,7 +164,7 @@ def _exact_cells(term, cuts):
         return mp.ncdf((x - mean) / z)
 
     out = []
-    for left, right in zip(cuts, cuts[1:], strict=False):
+    for left, right in itertools.pairwise(cuts):
         mass = at(right, 0) - at(left, 0)
         value = mp.exp((2 * left - 1) / (2 * z * z)) - weight * mp.exp((-2 * left - 1) / (2 * z * z))
         mean = (at(right, 1) - at(left, 1)) - weight * (at(right, -1) - at(left, -1))
@@ -245,6 +248,7 @@ def test_one_large_term_is_a_bound_too(noise, epsilon):
     assert exact * (1 - 1e-7) <= math.exp(found) <= exact * 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [1e-3, 0.05])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
@@ -267,6 +271,7 @@ def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
 # Calibration, arguments, and what is not covered.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epsilon", "steps", "adjacency"), [(1.0, 50, "zero_out"), (4.0, 7, "replace_one"), (1.0, 1, "add_remove")]
 )
@@ -292,7 +297,7 @@ def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency):
 )
 def test_bad_arguments_are_refused(arguments):
     good = {"noise": 1.0, "steps": 10, "delta": 1e-5, "adjacency": "add_remove"}
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
         allocation_epsilon(**(good | arguments))
 
 

@@ -102,15 +102,16 @@ def two_steps(z, epsilon, way, points=400_001):
     with np.errstate(divide="ignore", invalid="ignore"):
         r = np.where(y > 0, variance * np.log(y) + 0.5, -np.inf)
     if way == "remove":
-        return float(weights @ (ndtr(-(r - 1) / z) - np.where(y > 0, y, y) * ndtr(-r / z))) / 2
+        return float(weights @ (ndtr(-(r - 1) / z) - y * ndtr(-r / z))) / 2
     inner = np.where(y > 0, y * ndtr(r / z) - ndtr((r - 1) / z), 0.0)
     return t * float(weights @ inner) / 2
 
 
 def sampled(z, steps, epsilons, way, draws, generator, shift=1.0):
-    """Returns estimates of delta at the sum of `epsilons`, one pass each, and their standard errors, by importance sampling.
+    """Returns an estimate of delta at the sum of `epsilons`, one pass each, and its standard error.
 
-    Remove and replace are means under "with", in which one coordinate has mean 1; it is drawn around `shift`.
+    Remove and replace are means under "with", in which one coordinate has mean 1; it is drawn around `shift`,
+    and weighted.
     """
     log_loss = np.zeros(draws)
     log_weight = np.zeros(draws)

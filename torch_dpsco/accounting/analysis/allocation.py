@@ -31,7 +31,7 @@ from torch_dpsco.accounting.analysis.quadrature import FloatArray
 _MOST_NOISE, _MOST_STEPS = 1e4, 1 << 20
 _ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 _DIRECTIONS = ("remove", "add")
-_SEARCH = 1e-5  # of the noise
+_SEARCH = 1e-4  # of the noise
 
 
 @dataclass(frozen=True)

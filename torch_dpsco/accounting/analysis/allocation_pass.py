@@ -168,7 +168,7 @@ def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
     width *= 1.25 / guess(pair, 0.0)[1]
     epsilons, values = [0.0], [log_delta(pair, 0.0)]
     while values[-1] > log_floor and epsilons[-1] < LARGEST:
-        start, (log_start, slope, _) = epsilons[-1], guess(pair, epsilons[-1])
+        start, slope = epsilons[-1], guess(pair, epsilons[-1])[1]
         if pair.way == "replace":
             epsilons.append(start + min(width, nats / slope))
             values.append(min(log_delta(pair, epsilons[-1], _MUCH_OF_A_POINT), values[-1]))

@@ -162,6 +162,7 @@ class Sum:
 
     @cached_property
     def points(self) -> tuple[FloatArray, FloatArray]:
+        """Some values of a term, cut, and their probabilities: for guesses only."""
         x, mass = _nodes(self.term.noise)
         values = self.term.value(x)
         kept = values < self.ceiling
