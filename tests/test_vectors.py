@@ -26,7 +26,8 @@ from tests.adapters import API_MAP, FOLDER, NotBuiltError, Vector, call, load, p
 from tests.vector_rules import PROBABILITIES, mismatches
 
 # Functions that the package has: "not built" is no excuse for these.
-COMPLETE = ("accounting", "allocation", "heavytail", "holder", "output", "userlevel")  # families of which all functions are built
+# Families of which all functions are built.
+COMPLETE = ("accounting", "allocation", "heavytail", "holder", "output", "userlevel")
 BUILT = {family: [key.split(":")[1] for key in API_MAP if key.startswith(f"{family}:")] for family in COMPLETE}
 
 

@@ -23,7 +23,9 @@ from torch_dpsco.accounting.analysis.allocation import (
 )
 from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
 from torch_dpsco.accounting.analysis.allocation_pass import Pass, epsilon_at, log_delta, profile
+from torch_dpsco.accounting.analysis.allocation_rdp import rdp_allocation_removed
 from torch_dpsco.accounting.analysis.allocation_sums import Sum, Term, spread
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld import pld_delta
 from torch_dpsco.accounting.analysis.pld_compose import Window
@@ -322,3 +324,27 @@ def test_a_permutation_cut_into_batches_is_not_covered():
     loss = np.log(np.exp((2 * x - 2) / noise**2).mean(axis=1)) - np.log(ratio(x, noise).mean(axis=1))
     gain = -np.expm1(np.minimum(epsilon - loss, 0.0))
     assert gain.mean() - 4.9 * gain.std() / math.sqrt(draws) > 1e-3
+
+
+# Renyi divergences.
+
+
+def test_renyi_divergences_are_not_below_exact_moments():
+    """E M^2 and E M^3 in closed form, the Gaussian for T = 1, and what the law of a pass says."""
+    for noise, steps in [(0.5, 7), (1.0, 100), (20.0, 1000), (2.0, 1)]:
+        moments = [math.exp(k * (k - 1) / (2 * noise**2)) for k in range(4)]
+        second = (moments[2] + steps - 1) / steps
+        third = (moments[3] + 3 * (steps - 1) * moments[2] + (steps - 1) * (steps - 2)) / steps**2
+        found = rdp_allocation_removed(noise, steps, np.array([2.0, 2.5, 3.0]))
+        exact = math.log(second), math.log(third) / 2
+        assert exact[0] <= found[0] <= exact[0] * (1 + 1e-6) + 3e-11
+        assert exact[1] <= found[2] <= exact[1] * (1 + 1e-6) + 3e-11
+        assert found[0] <= found[1] <= found[2] * (1 + 1e-9)
+    orders = np.array([1.5, 4.0, 64.0, 1e4])
+    assert np.all(rdp_allocation_removed(2.0, 1, orders) <= orders / 8 * (1 + 1e-12))
+
+
+def test_epsilon_of_the_divergences_is_above_that_of_the_sums():
+    orders = np.arange(2.0, 60.0)
+    loose = rdp_epsilon(orders, rdp_allocation_removed(1.0, 100, orders), 1e-5).epsilon
+    assert epsilon_at(Pass(1.0, 100, "remove"), 1e-5) < loose < 2 * epsilon_at(Pass(1.0, 100, "remove"), 1e-5)
