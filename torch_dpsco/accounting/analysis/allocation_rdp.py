@@ -1,10 +1,10 @@
 """Renyi divergences of one pass of random allocation: a second route, for filters and as a check.
 
-With M the average of T independent L_i = e^((2 x_i - 1) / 2z^2), E L^k = e^(k (k - 1) / 2z^2), so that for integers a
+With M the average of T independent L_i = e^((2 x_i - 1) / 2z^2), E L^k = e^(k (k - 1) / 2z^2): for integers a
 
     E M^a = a! [u^a] ( sum_k e^(k (k-1) / 2z^2) (u / T)^k / k! )^T,        (a - 1) D_a = log E M^a:
 
-With M the average of T independent L_i = e^((2 x_i - 1) / 2z^2), E L^k = e^(k (k - 1) / 2z^2): for integers a
+a power of a series with positive coefficients, by squaring, in logarithms. (a - 1) D_a is convex in a and 0 at 1: so
 chords bound it between integers; and D_a is at most a / 2z^2, that of one unsampled release, which is used beyond.
 
 Source: docs/proofs/allocation.md#renyi-divergences.
