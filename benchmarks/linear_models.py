@@ -182,7 +182,8 @@ def ours(task: Task) -> dict[str, Fit]:
     """Returns what is compared; all but the first of a budget are there to show what the default is worth."""
     if task.bound_y is not None:
         return {
-            "AdaSSP (default of Ridge)": by_estimator(),
+            "boosted AdaSSP (default of Ridge)": by_estimator(),
+            "AdaSSP": by_estimator(mechanism="adassp"),
             "objective, Huber's loss": by_estimator(HuberRegressor),
             "output, pure": by_estimator(delta=0.0),
         }

@@ -55,7 +55,7 @@ CLASSIFIERS: dict[str, Callable[..., Any]] = {
     "tilted, 0.1 (output)": lambda **s: TiltedClassifier(tilt=0.1, radius=3.0, n_min=s["n"] // 2, **s),
 }
 REGRESSORS: dict[str, Callable[..., Any]] = {
-    "ridge (AdaSSP)": lambda **s: Ridge(**s),
+    "ridge (boosted AdaSSP)": lambda **s: Ridge(**s),
     "ridge, pure epsilon (output)": lambda **s: Ridge(**{**s, "delta": 0.0}, radius=20.0),
     "Huber (objective perturbation)": lambda **s: HuberRegressor(**s),
     "median (output perturbation)": lambda **s: QuantileRegressor(**s),

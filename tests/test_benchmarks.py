@@ -19,7 +19,17 @@ import torch
 ROOT = Path(__file__).parents[1]
 FOLDER, DOC = ROOT / "benchmarks", ROOT / "docs" / "performance.md"
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
-ACCURACY = {"accuracy", "correlated", "front_door", "heavy_tailed", "holder", "steps", "user_level_risk"}
+ACCURACY = {
+    "accuracy",
+    "correlated",
+    "front_door",
+    "heads",
+    "heavy_tailed",
+    "holder",
+    "least_squares",
+    "steps",
+    "user_level_risk",
+}
 ELSEWHERE = {"linear_models", "tables"}  # tests/test_output_examples.py and tests/test_tables.py run all of it
 PARTS = {"cases", "timing", "variants", "peers", "anchors", "ours", "table_parts", "table_rows", "table_users"}
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
@@ -76,9 +86,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", ["accuracy", "correlated", "front_door", "heavy_tailed", "holder", "steps", "user_level_risk"]
-)
+@pytest.mark.parametrize("script", sorted(ACCURACY))
 def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
     script: str, performance: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

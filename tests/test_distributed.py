@@ -273,7 +273,7 @@ def test_the_example_trains_one_model_on_two_processes(monkeypatch: pytest.Monke
     figures = module.main(["--quick"])
     for name in ("adult", "distributed"):
         del sys.modules[name]
-    assert figures["steps"] == 7
+    assert figures["steps"] == 192
     assert 0.99 < figures["epsilon"] <= 1.0
     assert figures["auc"] > 0.7
 

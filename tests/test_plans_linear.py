@@ -26,15 +26,20 @@ from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, plan_linear, preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan
+from torch_dpsco.linear.boosted import BoostedPlan
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.output import OutputPlan, _sensitivity
+from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
+from torch_dpsco.linear.tukey import TukeyPlan
+from torch_dpsco.linear.users import UserGDPlan
 from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
+from torch_dpsco.theory.linear.tukey import TukeyNumbers
 
 pytestmark = pytest.mark.representatives(6)
 
@@ -203,13 +208,21 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     model = estimators.Ridge(n=N, bound_x=1.0, bound_y=1.0, secure=secure).fit(ROWS, SIGNS)
     plan = model.plan_
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
-    assert f"exact noise {'chosen' if secure else 'on request'}" in str(plan)
+    assert isinstance(plan, AdaSSPPlan if secure else BoostedPlan)
+    deep = estimators.Ridge(n=30_000, mechanism="tukey").plan(DIM)
+    assert Plan.from_dict(json.loads(json.dumps(deep.to_dict()))) == deep
+    if secure:
+        assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
+        assert "exact noise chosen" in str(plan)
+        assert "exact noise on request" in str(of_task("adassp", REAL)())
 
 
-def ridge(**kind: Any) -> Callable[[], LinearPlan]:
-    given = {"loss": dp.losses.Squared(), "preparation": Preparation(1.0), "dim": DIM, "n": N, "bound_y": 1.0}
-    return lambda: plan_linear(LinearTask(**given, budget=ADDED), "adassp", **kind)
+REAL = {"loss": dp.losses.Squared(), "bound_y": 1.0}
+
+
+def of_task(mechanism: str, kind: dict[str, Any], budget: dp.Budget = ADDED, **asked: Any) -> Callable[[], LinearPlan]:
+    given = {"preparation": Preparation(1.0), "dim": DIM, "n": N, "budget": budget, **kind}
+    return lambda: plan_linear(LinearTask(**given), mechanism, **asked)
 
 
 def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
@@ -222,18 +235,34 @@ def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
     return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=ADDED, prepare=prepare, **given), mechanism)
 
 
+def of_users(adjacency: str = "add_remove", **kind: Any) -> Callable[[], LinearPlan]:
+    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0, intercept=1.0), **kind}
+    budget = dp.Budget(20.0, 1e-6, adjacency=adjacency, unit="user")  # so that labels get a scale and an intercept
+    return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=budget, **given))
+
+
 EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
-    "adassp": ridge(),
-    "adassp, exact": ridge(secure="exact"),
-    "adassp, paper": ridge(mode="paper"),
-    "noisy, all sums": lambda: plan_linear(
-        LinearTask(loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=DIM, n=N, budget=ADDED), "noisy_gd"
-    ),
+    "adassp": of_task("adassp", REAL),
+    "adassp, exact": of_task("adassp", REAL, secure="exact"),
+    "adassp, paper": of_task("adassp", REAL, mode="paper"),
+    "boosted": of_task("boosted_adassp", REAL),
+    "boosted, replace_one": of_task("boosted_adassp", REAL, BUDGET),
+    "tukey": of_task("tukey", {**REAL, "n": 9000}, dp.Budget(3.0, 1e-6, "add_remove")),
+    "adassp, classes": of_task("adassp", {"loss": SOFTMAX}, BUDGET),
+    "preconditioned": of_task("auto", {"loss": SOFTMAX}),
+    "preconditioned, replace_one": of_task("preconditioned_gd", {"loss": SOFTMAX}, BUDGET),
+    "preconditioned, signs": of_task("preconditioned_gd", {"loss": dp.losses.Logistic(), "residual_clip": 0.3}),
+    "noisy, all sums": of_task("noisy_gd", {"loss": dp.losses.Logistic()}),
     "objective, measured": prepared("objective"),
     "objective, targets measured": prepared("objective", loss=dp.losses.Huber(), reg=30.0),
     "noisy, measured": prepared("noisy_gd", loss=dp.losses.Huber()),
     "output, measured": prepared("output", reg=30.0),
     "adassp, measured": prepared("adassp", loss=dp.losses.Squared()),
+    "users": of_users(),
+    "users, replace_one": of_users("replace_one"),
+    "users, targets": of_users(loss=dp.losses.Huber(), bound_y=2.0),
+    "boosted, measured": prepared("boosted_adassp", loss=dp.losses.Squared()),
+    "preconditioned, measured": prepared("preconditioned_gd", loss=SOFTMAX),
 }
 
 
@@ -243,11 +272,12 @@ class Draws:
     def __init__(self, plan: LinearPlan, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scales: list[float] = []
         self.distance, self.reg = math.inf, math.nan
-        module = sys.modules[type(plan).__module__]
+        module = sys.modules[type(plan).draw.__module__]
         for name in ("gaussian_vector", "knorm_vector"):
             monkeypatch.setattr(module, name, self._vector, raising=False)
         monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
         monkeypatch.setattr(module, "solve", self._solve, raising=False)
+        monkeypatch.setattr(module, "draw_deep", self._deep, raising=False)
         monkeypatch.setattr(module, "build_objective", self._objective, raising=False)
         size = plan.task.n
         rows, targets = torch.zeros(size, plan.task.dim), torch.ones(size)
@@ -263,11 +293,17 @@ class Draws:
             unit, most = plan.task.preparation, plan.task.most_records
             units = plan.task.prepare.measure(records, unit, most, plan.adjacency, torch.Generator())
         records = make_records(plan.task, rows, targets, units=units)
-        plan.release(plan.solve(records, start), self.accountant, torch.Generator())
+        solved = (records, torch.arange(size)) if plan.unit == "user" else plan.solve(records, start)
+        plan.release(solved, self.accountant, torch.Generator())
 
     def _vector(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.scales.append(scale)
         return torch.zeros(size, dtype=torch.float64)
+
+    def _deep(self, points: list[list[int]], numbers: TukeyNumbers, _: Any) -> list[int]:
+        assert len(points) == numbers.parts
+        self.scales += [numbers.base, numbers.rarity, numbers.scale, numbers.threshold]
+        return points[0]
 
     def _measure(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.measured.append((size, scale))
@@ -334,9 +370,24 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
                 determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
             jump = (sides * task.lipschitz, sides * max(1, classes - 1))
             assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+    elif isinstance(plan, UserGDPlan):
+        first, last = scales[: plan.steps], scales[plan.steps :]
+        assert len(last) in (0, 32)
+        levels = [sides * plan.clip / std for std in first] + [sides * math.sqrt(2) / std for std in last]
+        assert event.mu * hair >= math.hypot(*levels)
+    elif isinstance(plan, TukeyPlan):
+        base, rarity, scale, threshold = scales
+        assert event.eps * hair >= 1 / scale + 2 * math.log(base) + math.log1p(rarity)
+        assert event.delta * hair >= max(rarity, math.exp(-threshold / scale) / (1 + math.exp(-1 / scale)))
+    elif isinstance(plan, PreconditionedGDPlan):
+        gram, *steps = scales
+        clip = plan.clip  # of the gradients in draws: see test_no_record_moves_a_preconditioned_step_by_more_than_...
+        levels = (math.sqrt(sides) * task.preparation.bound**2 / gram, *(sides * clip / std for std in steps))
+        assert event.mu * hair >= math.hypot(*levels)
     else:
         assert isinstance(plan, AdaSSPPlan)
-        square, product = task.preparation.bound**2, task.preparation.bound * task.bound_y
+        bound_y = task.bound_y or math.sqrt(1 - 1 / task.num_scores)
+        square, product = task.preparation.bound**2, task.preparation.bound * bound_y
         if plan.secure:
             assert scales == [1.0]
             scales = [plan.constants.std_lmin, plan.constants.std_xtx_offdiag, plan.constants.std_xtx_diag]

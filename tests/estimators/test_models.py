@@ -300,9 +300,14 @@ def leaves(value: Any) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Ridge"])
 def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     from torch_dpsco.linear import objective, output
+    from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 
     secrets: list[float] = []
-    solved = output.solve
+    solved, summed = output.solve, PreconditionedGDPlan.gradient
+
+    def spy_of_sums(*args: Any) -> Any:
+        secrets.extend(leaves(summed(*args)))
+        return summed(*args)
 
     def spy(*args: Any, **options: Any) -> Any:
         found = solved(*args, **options)
@@ -311,8 +316,9 @@ def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
 
     monkeypatch.setattr(output, "solve", spy)
     monkeypatch.setattr(objective, "solve", spy)
-    mechanism = "output" if name in ("TiltedClassifier", "AdversarialClassifier") else "objective"
-    model = fitted(name, mechanism=mechanism)
+    monkeypatch.setattr(PreconditionedGDPlan, "gradient", spy_of_sums)
+    kinds = {"TiltedClassifier": "output", "AdversarialClassifier": "output", "SoftmaxRegression": "preconditioned_gd"}
+    model = fitted(name, mechanism=kinds.get(name, "objective"))
     # a certificate names its kind by small whole numbers; the rest has 15 digits
     secrets = [secret for secret in secrets if secret != round(secret, 3)]
     assert len(secrets) >= 4
@@ -428,12 +434,15 @@ def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
 
 
 def test_mechanisms_can_be_chosen():
-    for mechanism in ("output", "objective", "noisy_gd"):
+    for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         assert fitted("LogisticRegression", mechanism=mechanism).mechanism_ == mechanism
     assert [fitted(name).mechanism_ for name in NAMES] == [
-        *("noisy_gd", "objective", "noisy_gd", "noisy_gd", "noisy_gd", "adassp", "output", "output")
+        *("noisy_gd", "preconditioned_gd", "noisy_gd", "noisy_gd", "noisy_gd", "boosted_adassp", "output", "output")
     ]
     assert fitted("LinearSVC", loss="hinge").mechanism_ == "output"
+    for mechanism in ("objective", "adassp"):
+        assert fitted("SoftmaxRegression", mechanism=mechanism).mechanism_ == mechanism
+    assert fitted("Ridge", mechanism="preconditioned_gd").mechanism_ == "preconditioned_gd"
 
 
 def test_tilts_of_both_signs_and_both_attacks_are_fitted():

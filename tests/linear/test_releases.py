@@ -215,12 +215,17 @@ MECHANISMS = [
     ("objective", {"budget": dp.Budget(1.0, 0.0)}),
     ("noisy_gd", {}),
     ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
+    ("boosted_adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
+    ("preconditioned_gd", {"reg": None}),
 ]
+MODULES = {"boosted_adassp": "preconditioned_gd"}
 DRAWERS = {
     "output": ("gaussian_vector", "knorm_vector"),
     "objective": ("gaussian_vector", "knorm_vector"),
     "noisy_gd": ("gaussian_vector",),
     "adassp": ("gaussian_vector",),
+    "boosted_adassp": ("gaussian_vector",),
+    "preconditioned_gd": ("gaussian_vector",),
 }
 
 
@@ -232,7 +237,7 @@ def test_a_refused_release_draws_nothing(
         raise AssertionError("noise was drawn")
 
     for name in DRAWERS[mechanism]:
-        monkeypatch.setattr(f"torch_dpsco.linear.{mechanism}.{name}", drawn)
+        monkeypatch.setattr(f"torch_dpsco.linear.{MODULES.get(mechanism, mechanism)}.{name}", drawn)
     given = task(**settings)
     spent = dp.Accountant(given.budget)
     spent.authorize(dp.accounting.events.Pure(1.0))
@@ -248,7 +253,7 @@ def test_a_refused_release_draws_nothing(
 def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
     mechanism: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"torch_dpsco.linear.{mechanism}")
+    module = importlib.import_module(f"torch_dpsco.linear.{MODULES.get(mechanism, mechanism)}")
     given = task(**settings)
     ledger, charges = dp.Accountant(given.budget), []
     for name in DRAWERS[mechanism]:

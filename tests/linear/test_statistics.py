@@ -42,13 +42,13 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
 
 def statistics(records: Records, plan: AdaSSPPlan) -> Tensor:
     """lambda_min, X'X in the coordinates that the noise is independent in, X'y: each over its std."""
-    given, gram = plan.constants, records.gram(records.weights)
+    given, (least, gram, moment) = plan.constants, plan.statistics(records)
     rows, columns = torch.triu_indices(records.dim, records.dim, 1)
     parts = [
-        torch.linalg.eigvalsh(gram)[:1] / given.std_lmin,
+        gram.new_tensor([least / given.std_lmin]),
         gram.diagonal() / given.std_xtx_diag,
         gram[rows, columns] / given.std_xtx_offdiag,
-        records.combine(records.weights * records.targets) / given.std_xty,
+        moment / given.std_xty,
     ]
     return torch.cat(parts)
 
@@ -59,7 +59,10 @@ def levels(given: LinearTask, plan: AdaSSPPlan) -> list[float]:
 
     def released(records: list[tuple[float, ...]]) -> Tensor:
         table = torch.tensor(records, dtype=torch.float64)
-        return statistics(make_records(given, table[:, :2], table[:, 2]), plan)
+        targets = table[:, 2]
+        if given.num_scores > 1:  # 2 and -2 are classes of 3, the last one and none; 1e308 and NaN are unknown
+            targets = torch.where(targets.abs() < 3, targets.round(), -1.0).long()
+        return statistics(make_records(given, table[:, :2], targets), plan)
 
     found = []
     for rest in (shared, [(BOUND, 0.0, TARGET), (BOUND, 0.0, TARGET), (0.0, BOUND, TARGET)]):
@@ -73,10 +76,16 @@ def levels(given: LinearTask, plan: AdaSSPPlan) -> list[float]:
     return found
 
 
+CLASSES = {"loss": dp.losses.SoftmaxCrossEntropy(3), "bound_y": None}
+
+
+@pytest.mark.parametrize("kind", [{}, CLASSES], ids=["real", "classes"])
 @pytest.mark.parametrize("intercept", [0.0, 0.8])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
-def test_no_record_moves_the_three_statistics_by_more_than_the_level(adjacency: str, intercept: float) -> None:
-    given = task(adjacency, preparation=Preparation(BOUND, intercept=intercept))
+def test_no_record_moves_the_three_statistics_by_more_than_the_level(
+    adjacency: str, intercept: float, kind: dict[str, object]
+) -> None:
+    given = task(adjacency, preparation=Preparation(BOUND, intercept=intercept), **kind)
     plan = plan_adassp(given)
     found = levels(given, plan)
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-13) < plan.event().mu <= gaussian_mu(1.0, 1e-6)
@@ -178,3 +187,36 @@ def test_rounding_is_in_the_noise_of_the_statistics() -> None:
         exact = math.fsum((prepared[:, k] * prepared[:, 1]).tolist())
         assert 2 * abs(float(records.gram(records.weights)[k, 1]) - exact) <= spare[1] * BOUND**2
     assert min(spare) > count * 2.0**-53 * 1024
+
+
+def test_without_noise_classes_are_regressed_on_their_indicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
+    draws = torch.Generator().manual_seed(4)
+    rows, labels = torch.randn(40_000, 2, generator=draws, dtype=torch.float64) / 5, torch.arange(40_000) % 3
+    rows[:, 0] += 0.1 * labels
+    given = task(n=40_000, **CLASSES)
+    plan, records = plan_adassp(given), make_records(given, rows, torch.where(torch.arange(40_000) > 9, labels, 7))
+    prepared, known = torch.cat([block for _, block in records.blocks()]), torch.nn.functional.one_hot(labels).double()
+    known[:10] = 1 / 3  # of an unknown class: a null record
+    wanted = torch.linalg.lstsq(prepared, known - 1 / 3).solution.T  # the ridge is 0 for so many records
+    answer = plan.release(records, dp.Accountant(given.budget), torch.Generator())
+    torch.testing.assert_close(answer.view(3, 2), 3 * wanted)
+
+
+def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-square with 2 of 3 degrees of freedom per row, false alarms: 1e-6."""
+    dim = 400
+    given = task(dim=dim, **CLASSES)
+    plan = plan_adassp(given)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda gram: gram.diagonal())
+    identity = torch.eye(dim, dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (identity.diagonal(), identity))
+    monkeypatch.setattr("torch_dpsco.linear.adassp._symmetric", lambda dim, given, generator: 0.0)
+    records = make_records(given, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
+    answer = plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)).view(3, dim)
+    assert float(answer.sum(0).abs().max()) < 1e-9
+    scale = float(answer.norm()) / (3 * plan.constants.std_xty)  # times 1 + ridge, which its own noise decides
+    low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], 2 * dim)
+    most = plan.constants.lam_cap + 1
+    least = plan.constants.lam_cap - 6 * plan.constants.std_lmin + 1
+    assert math.sqrt(low) / most <= scale <= math.sqrt(high) / max(least, plan.constants.lam_cap / 10)

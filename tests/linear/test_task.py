@@ -246,12 +246,13 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "gaussian", "pure"),
     [
-        ({"loss": dp.losses.Squared(), "bound_y": 1.0}, "adassp", "output"),
+        ({"loss": dp.losses.Squared(), "bound_y": 1.0}, "boosted_adassp", "output"),
         ({"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}, "noisy_gd", "objective"),
         ({}, "noisy_gd", "objective"),
         ({"n": 10_000}, "objective", "objective"),
         ({"reg": 1e-3}, "objective", "output"),
-        ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "objective", "output"),
+        ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "preconditioned_gd", "output"),
+        ({"loss": dp.losses.SoftmaxCrossEntropy(3), "reg": 9.0}, "objective", "output"),
         ({"loss": dp.losses.Hinge()}, "output", "output"),
         ({"tilt": 1.0}, "output", "output"),
         ({"attack_radius": 1.0}, "output", "output"),
@@ -262,9 +263,29 @@ def test_the_mechanism_is_chosen_by_public_facts(settings: dict[str, object], ga
     assert choose_mechanism(task(**(settings | {"budget": dp.Budget(1.0, 0.0)}))) == pure
 
 
+def test_exact_noise_leaves_the_mechanisms_that_have_it() -> None:
+    classes = task(loss=dp.losses.SoftmaxCrossEntropy(3))
+    assert choose_mechanism(classes, "exact") == "adassp"
+    assert choose_mechanism(task(), "exact") == "output"
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is below 400")]
+)
+def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked_for(
+    settings: dict[str, object], word: str
+) -> None:
+    given = task(**settings)
+    chosen, asked = plan_linear(given), plan_linear(given, choose_mechanism(given))
+    assert chosen == asked
+    assert word in dict(chosen.lines())["chosen"]
+    assert "chosen" not in dict(asked.lines())
+    assert "chosen" not in dict(plan_linear(task(n=10_000)).lines())  # nothing was ranked
+
+
 def test_a_ledger_of_another_adjacency_is_refused() -> None:
     add_remove = task(budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
-    for mechanism in ("output", "objective", "noisy_gd"):
+    for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         ledger = dp.Accountant(adjacency="replace_one")
         with pytest.raises(AdjacencyError):
             fit_linear(plan_linear(add_remove, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)

@@ -325,3 +325,9 @@ def test_a_default_run_is_better_than_ten_epochs_at_one_over_smoothness(epsilon:
     solver.step(closure)
     least = float(closure().detach())
     assert fitted(None) - least < (fitted(1.0 / problem.smoothness) - least) / 3
+
+
+def test_without_dim_each_class_counts_as_many_parameters() -> None:
+    classes = dp.losses.SoftmaxCrossEntropy(20).problem(bound_x=2.0)
+    assert horizon(plan(classes, dim=None)) == horizon(plan(classes, dim=20 * 64))
+    assert horizon(plan(classes, dim=None)) < horizon(plan(classes, dim=64)) / 3

@@ -479,7 +479,7 @@ def test_what_is_given_of_users_wins_one_by_one() -> None:
     assert searched(50_000).batch_size >= 1024
     explicit = searched(clip=0.2, lr=1.0)
     assert (explicit.steps, explicit.momentum, explicit.average) == (30, 0, "last")
-    with pytest.raises(MissingConstantError, match="clip and lr must be given beside noise of yours"):
+    with pytest.raises(MissingConstantError, match="clip and lr must be given beside noise_multiplier"):
         dp.UserClippedSGD.plan(n_users=20, noise_multiplier=1.0, steps=3)
 
 

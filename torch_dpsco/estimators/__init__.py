@@ -6,11 +6,11 @@
 | class | loss | mechanism by default, delta > 0 |
 |---|---|---|
 | `LogisticRegression` | logistic, gradients clipped | objective perturbation |
-| `SoftmaxRegression` | softmax cross-entropy | objective perturbation |
+| `SoftmaxRegression` | softmax cross-entropy | preconditioned gradient descent |
 | `LinearSVC` | hinge, smoothed | objective perturbation |
 | `HuberRegressor` | Huber | noisy gradient descent |
 | `QuantileRegressor` | pinball, smoothed | noisy gradient descent |
-| `Ridge` | squared | AdaSSP |
+| `Ridge` | squared | boosted AdaSSP |
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 

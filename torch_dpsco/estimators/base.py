@@ -22,7 +22,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -80,8 +80,8 @@ class LinearModel(BaseEstimator):
         n: public number of records; required. It must be the true one but under add_remove.
         bound_x: B > 0, norm that rows are clipped to; required.
         prepare: "auto" measures privately what rows and targets look like where that pays by public numbers (needs
-            delta > 0, and neither feature_center, feature_scale, reg nor radius, which are in public units); None
-            measures nothing.
+            delta > 0, an intercept, and neither feature_center, feature_scale, reg nor radius, which are in public
+            units); None measures nothing.
         feature_center: (d,), subtracted from rows; None for 0.
         feature_scale: (d,), > 0, that they are divided by; None for 1.
         fit_intercept: whether a constant is appended to rows.
@@ -89,7 +89,7 @@ class LinearModel(BaseEstimator):
             where rows are measured, which then have norms of at most 1.
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
-        mechanism: "auto" (chosen by public facts), "output", "objective", "noisy_gd" or "adassp".
+        mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
         solver: see `linear.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
@@ -129,6 +129,8 @@ class LinearModel(BaseEstimator):
     n_max: int | None = None
     secure: str | None = None
     accountant: Accountant | None = None
+
+    _boundless: ClassVar[str] = ""  # how to do without bounds
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
@@ -251,13 +253,11 @@ class LinearModel(BaseEstimator):
 
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
-        if self.bound_x is None:
-            raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND} (got None)")
         if self.n is None:
             raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
         budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)
         given = Preparation(
-            check.positive(bound_x=self.bound_x),
+            self._bound_on_rows(),
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
         )
@@ -283,10 +283,15 @@ class LinearModel(BaseEstimator):
             **self._options(prepare, signal, unit),
         )
 
+    def _bound_on_rows(self) -> float:
+        if self.bound_x is None:
+            raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND}{self._boundless} (got None)")
+        return check.positive(bound_x=self.bound_x)
+
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
-        if (self.reg, self.radius) != (None, math.inf):
-            return None  # these are in public units
+        if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept or self.mechanism == "tukey":
+            return None  # of public units; so is the origin that a line without an intercept goes through
         mu, wanted = gaussian_mu(budget.epsilon, budget.delta), self._wanted()
         rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
         quantile, spreads, bound = (None, False, None) if wanted is None else wanted

@@ -194,7 +194,10 @@ def _sigmoid(scores: Array) -> Array:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SoftmaxRegression(Classifier):
-    """Private softmax (multinomial logistic) regression for any number of classes.
+    """Private softmax (multinomial logistic) regression for any number of classes, as on the features of a network.
+
+    By default steps on clipped gradients, preconditioned by a noisy covariance; with a reg of yours the minimizer of
+    the objective, by objective perturbation.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
@@ -209,7 +212,7 @@ class SoftmaxRegression(Classifier):
         ['a', 'b', 'c']
 
     Source:
-        docs/proofs/output.md; docs/proofs/objective.md
+        docs/proofs/heads.md; docs/proofs/objective.md
     """
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:

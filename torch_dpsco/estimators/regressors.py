@@ -7,7 +7,7 @@ targets if they lie far from 0, and divide them by a public scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
-from torch_dpsco.linear import PrivatePreparation
+from torch_dpsco.linear import NO_BOUND, PrivatePreparation
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.theory.linear.preparation import NARROW, robust_width
@@ -43,7 +43,7 @@ class Regressor(RegressorMixin, LinearModel):
         if self.bound_y is None:
             raise ValueError(
                 "bound_y must be given: a public bound on targets, which are clipped to [-bound_y, bound_y]; take what "
-                "a target can be by its meaning, never the largest in the data (got None)"
+                f"a target can be by its meaning, never the largest in the data{self._boundless} (got None)"
             )
         return check.positive(bound_y=self.bound_y)
 
@@ -75,7 +75,7 @@ class HuberRegressor(Regressor):
         bound_y: Y > 0, that targets are clipped to; required.
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
             the median distance of targets from their median, which is measured (a half to one and a half for users
-            and objective perturbation; a twentieth of bound_y where measuring does not pay).
+            and other mechanisms; a twentieth of bound_y where measuring does not pay).
 
     Example:
         >>> import numpy as np
@@ -137,24 +137,40 @@ class QuantileRegressor(Regressor):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Ridge(Regressor):
-    """Private least squares: AdaSSP, whose ridge adapts privately to the data; output perturbation at delta = 0.
+    """Private least squares: boosted AdaSSP, rounds on clipped residuals; output perturbation at delta = 0.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
-        reg: >= 0 added to the ridge of AdaSSP; None for nothing.
+            intercept_scaling, radius, solver, n_max, secure, accountant: see `LinearModel`.
+        reg: > 0, a ridge of the answer; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
+        mechanism: also "tukey", a deep one among least squares of many parts of the table: bound_x and bound_y may be
+            None then, n must be hundreds of times the number of features, and "none" (weights of 0, with a warning)
+            may be the answer.
 
     Example:
         >>> import numpy as np
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = Ridge(epsilon=4.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> bool(abs(model.coef_[0] - 2) < 0.6), model.mechanism_
-        (True, 'adassp')
+        (True, 'boosted_adassp')
 
     Source:
-        docs/proofs/output.md#least-squares-from-noisy-statistics
+        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics; docs/proofs/tukey.md
     """
+
+    _boundless: ClassVar[str] = ". Without bounds, mechanism='tukey' fits a large table"
+
+    def _bound_on_rows(self) -> float:
+        return NO_BOUND if self.mechanism == "tukey" and self.bound_x is None else super()._bound_on_rows()
+
+    def _bound(self) -> float:
+        return NO_BOUND if self.mechanism == "tukey" and self.bound_y is None else super()._bound()
+
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        if self.mechanism not in ("auto", "boosted_adassp"):
+            return None, False, self._bound()  # the noise of the others is for the bound on targets, in any units
+        return 0.5, True, self._bound()
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Squared()

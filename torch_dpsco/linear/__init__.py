@@ -1,13 +1,15 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`: a plan for each mechanism, which solves and releases;
+* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `preconditioned_gd`, `tukey`: a plan for each mechanism, which
+  solves and releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,14 +17,17 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, UnitError
+from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
+from torch_dpsco.linear.boosted import plan_boosted
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.output import plan_output
+from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.linear.tukey import NO_BOUND, plan_tukey
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
@@ -32,6 +37,7 @@ from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
 __all__ = [
     "MECHANISMS",
+    "NO_BOUND",
     "LinearFit",
     "LinearTask",
     "Preparation",
@@ -42,7 +48,7 @@ __all__ = [
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp")
+MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd", "tukey")
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -50,13 +56,14 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
 
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
-    | squared, not clipped | adassp | output |
+    | squared, not clipped | boosted_adassp, adassp where `secure` | output |
     | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
     | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
-    | softmax | objective | output |
+    | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
     | with kinks, tilted, adversarial | output | output |
 
-    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go, and docs/choosing.md.
+    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go,
+    docs/proofs/heads.md#which-mechanism, and docs/choosing.md.
 
     Example:
         >>> import torch_dpsco as dp
@@ -69,12 +76,17 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if task.tilt or task.attack_radius:
         return "output"
     if isinstance(task.loss, Squared) and task.residual_clip is None:
-        return "output" if task.pure else "adassp"
-    if task.lipschitz is None or task.smoothness is None or asks_exact(secure):
+        if task.pure:
+            return "output"
+        return "adassp" if asks_exact(secure) else "boosted_adassp"
+    classes, exact = isinstance(task.loss, SoftmaxCrossEntropy), asks_exact(secure)
+    if classes and not task.pure:
+        return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
+    if task.lipschitz is None or task.smoothness is None or exact:
         return "output"
     if not task.pure:
         return "noisy_gd" if _is_noisy(task) else "objective"
-    if isinstance(task.loss, SoftmaxCrossEntropy):
+    if classes:
         return "output"
     try:
         plan_objective(task)
@@ -88,10 +100,32 @@ def _is_noisy(task: LinearTask) -> bool:
 
     Where epsilon is small, the regularizer that keeps log(1 + beta/reg) a part of it hides more than the noise does.
     """
-    if task.reg is not None or task.noise_multiplier is not None or task.num_scores > 1:
+    if task.reg is not None or task.noise_multiplier is not None:
         return False
+    signal, most = _signal(task)
+    return signal < most
+
+
+def _signal(task: LinearTask) -> tuple[float, float]:
+    """Returns n mu / sqrt(d), and from where on its noise is small."""
     most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
-    return signal_to_noise(task.level, task.n, task.parameters) < most
+    return signal_to_noise(task.level, task.n, task.parameters), most
+
+
+def _reason(task: LinearTask, chosen: str) -> str:
+    """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
+    if chosen == "preconditioned_gd":
+        return (
+            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and epsilon: see "
+            "docs/choosing.md#heads-with-many-classes"
+        )
+    if chosen != "noisy_gd":
+        return ""
+    signal, most = _signal(task)
+    return (
+        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective perturbation would "
+        f"hide more than noise does: see docs/proofs/output.md#how-far-to-go"
+    )
 
 
 def plan_linear(
@@ -101,7 +135,7 @@ def plan_linear(
 
     Args:
         task: public numbers.
-        mechanism: "auto" (`choose_mechanism`), "output", "objective", "noisy_gd" or "adassp".
+        mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
         mode: "tight" or "paper" (output, adassp).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `linear.solvers.solve`; never trusted.
@@ -113,13 +147,27 @@ def plan_linear(
     if task.budget is not None and task.budget.unit == "user":
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
         require_gaussian(secure, "its noise on users is drawn in floating point")
+        if task.lipschitz is None or task.num_scores > 1:
+            raise ConditionError(
+                f"groups need a loss of one score with bounded gradients, which LogisticRegression, LinearSVC, "
+                f"HuberRegressor and QuantileRegressor have (got {task.loss!r})"
+            )
         return plan_users(task)
-    chosen = choose_mechanism(task, secure) if mechanism == "auto" else mechanism
-    if chosen == "adassp":
+    if mechanism == "auto":
+        chosen = choose_mechanism(task, secure)
+        plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
+        return replace(plan, reason=_reason(task, chosen))
+    if mechanism == "adassp":
         return plan_adassp(task, mode, secure)
-    if chosen == "noisy_gd":
+    if mechanism == "boosted_adassp":
+        return plan_boosted(task, secure=secure)
+    if mechanism == "tukey":
+        return plan_tukey(task)
+    if mechanism == "preconditioned_gd":
+        return plan_preconditioned_gd(task, secure)
+    if mechanism == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
-    if chosen == "objective":
+    if mechanism == "objective":
         return plan_objective(task, secure=secure, solver=solver)
     return plan_output(task, mode, secure, solver)
 

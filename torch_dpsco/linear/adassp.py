@@ -2,6 +2,9 @@
 
     lambda_min(X'X), X'X and X'y, each with Gaussian noise;   theta = (X'X + ridge I)^-1 X'y of the noisy ones
 
+For K classes the targets are the K indicators less 1/K, all solved with one X'X; the scores are K times the solution,
+which is a step of Newton's method from 0 on the softmax cross-entropy: so are the probabilities that they make.
+
 Differs from the paper (Wang 2018) in: mode "tight" shares one Gaussian budget out and has noise in an orthonormal basis
 of the symmetric matrices; mode "paper" is checked, since its proof for each part alone fails for small delta.
 
@@ -10,6 +13,7 @@ Source: docs/proofs/output.md#least-squares-from-noisy-statistics
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,10 +27,12 @@ from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import LinearPlan, LinearTask
+from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Squared
+from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector
 from torch_dpsco.plan import exact_cost
+from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper, adassp_mu
 from torch_dpsco.theory.linear.solvers import sum_terms
@@ -80,28 +86,37 @@ class AdaSSPPlan(LinearPlan):
         yield from super().lines()
         yield exact_cost(self.secure)
 
+    def statistics(self, records: Records) -> tuple[float, Tensor, Tensor]:
+        """Returns the least eigenvalue of X'X, X'X and X'y, flattened: NOT private."""
+        gram = records.gram(records.weights)
+        zero = torch.zeros(self.task.parameters, dtype=torch.float64, device=records.device)
+        # the gradient at 0 is -X'y, of y or of the indicators less 1/K
+        moment = -build_objective(self.task, 0.0, records).value_and_gradient(zero)[1]
+        return float(torch.linalg.eigvalsh(gram)[0]), gram, moment
+
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
-        gram = solved.gram(solved.weights)
-        moment = solved.combine(solved.weights * solved.targets)
+        least, gram, moment = self.statistics(solved)
         event = self.own_event()
         given, dim = self.constants, solved.dim
-        least = float(torch.linalg.eigvalsh(gram)[0])
         if is_exact(event):
             least, noisy, moment = _exact(least, gram, moment, given, event, generator)
         else:
             least += float(gaussian_vector(1, given.std_lmin, generator))
             noisy = gram + _symmetric(dim, given, generator)
-            moment = moment + gaussian_vector(dim, given.std_xty, generator)
+            moment = moment + gaussian_vector(len(moment), given.std_xty, generator)
         ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
         values, vectors = torch.linalg.eigh(noisy)
         # post-processing: an improbable matrix that is not positive definite
         values = (values + ridge).clamp(min=max(given.lam_cap, self.reg) / 10)
-        return project(vectors @ ((vectors.T @ moment) / values), self.task.radius)
+        scores = moment.view(-1, dim)
+        if len(scores) > 1:
+            scores = len(scores) * (scores - scores.mean(0))  # the noise of what adds up to 0 over classes
+        return project((((scores @ vectors) / values) @ vectors.T).flatten(), self.task.radius)
 
 
 def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None) -> AdaSSPPlan:
-    """Returns the numbers of AdaSSP for a task with the squared loss.
+    """Returns the numbers of AdaSSP for a task with the squared loss, or the softmax cross-entropy.
 
     Args:
         task: its public numbers; delta > 0. reg is added to the ridge; None adds nothing.
@@ -131,21 +146,24 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     constants = AdaSSPConstants(*(value * _rounding(task, exact) for value in constants))
     plan = AdaSSPPlan(task=task, constants=constants, secure=secure)
     if exact:
-        size, mu = 1 + task.width * (task.width + 3) // 2, plan.mu
+        size, mu = 1 + task.width * (task.width + 1) // 2 + task.parameters, plan.mu
         exact_grid(1.0, mu, size, largest=2 * task.most_records * mu)  # raises before a charge
     return plan
 
 
 def _require_covered(task: LinearTask) -> None:
-    if not isinstance(task.loss, Squared) or task.residual_clip is not None or task.tilt or task.attack_radius:
-        raise ConditionError(f"AdaSSP needs the squared loss, as it is (got {task.loss!r})")
+    known = isinstance(task.loss, (Squared, SoftmaxCrossEntropy))
+    if not known or task.residual_clip is not None or task.tilt or task.attack_radius:
+        raise ConditionError(f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})")
     if task.pure:
         raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
 
 
 def _bounds(task: LinearTask) -> tuple[float, float, int]:
-    assert task.bound_y is not None  # of the squared loss
-    return task.preparation.bound, task.bound_y, task.width
+    """Returns the bounds on rows and targets, and the width of rows."""
+    # PRIVACY: |e_y - 1/K|^2 = 1 - 1/K (test_no_record_moves_the_three_statistics_by_more_than_the_level)
+    bound_y = round_up(math.sqrt(1 - 1 / task.num_scores)) if task.bound_y is None else task.bound_y
+    return task.preparation.bound, bound_y, task.width
 
 
 def _rounding(task: LinearTask, exact: bool) -> float:
@@ -167,12 +185,12 @@ def _exact(
     least: float, gram: Tensor, moment: Tensor, given: AdaSSPConstants, event: Gaussian, generator: Source
 ) -> tuple[float, Tensor, Tensor]:
     """Returns eigenvalue, matrix and moments, released as one vector in which each has noise of std 1."""
-    dim = len(moment)
+    dim = len(gram)
     row, column = torch.triu_indices(dim, dim, device=gram.device)
     # squares off the diagonal count once here and twice in the Frobenius norm, for noise of 1/sqrt(2) of the std
     stds = torch.where(row == column, given.std_xtx_diag, given.std_xtx_offdiag).to(gram)
     first = moment.new_tensor([least / given.std_lmin])
     released = exact_release(torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event, generator)
     noisy = torch.zeros_like(gram)
-    noisy[row, column] = noisy[column, row] = released[1:-dim] * stds
-    return float(released[0]) * given.std_lmin, noisy, released[-dim:] * given.std_xty
+    noisy[row, column] = noisy[column, row] = released[1 : 1 + len(row)] * stds
+    return float(released[0]) * given.std_lmin, noisy, released[1 + len(row) :] * given.std_xty

@@ -139,16 +139,28 @@ class NoisyGDPlan(LinearPlan):
 
 
 def run_momentum(
-    w: Tensor, noisy: Callable[[Tensor], Tensor], steps: int, lr: float, momentum: float, radius: float
+    w: Tensor,
+    noisy: Callable[[Tensor], Tensor],
+    steps: int,
+    lr: float,
+    momentum: float,
+    radius: float,
+    averaged: int | None = None,
 ) -> Tensor:
-    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the later half."""
+    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the last; None for a half."""
+    last = steps - steps // 2 if averaged is None else averaged
     moved, total = torch.zeros_like(w), torch.zeros_like(w)
     for step in range(steps):
         moved = momentum * moved - lr * noisy(w)
         w = project(w + moved, radius)
-        if step >= steps // 2:
+        if step >= steps - last:
             total += w
-    return total / (steps - steps // 2)
+    return total / last
+
+
+def way_guess(task: LinearTask) -> float:
+    """Returns how far steps should be able to go: the guess of |w|, and more for regressions."""
+    return weight_guess(task) * (_OF_TARGETS if task.loss.target_kind == "real" else 1.0)
 
 
 def far_radius(task: LinearTask) -> float:
@@ -202,8 +214,7 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
     else:
         steps = _STEPS if steps is None else steps
         once = task.noise_multiplier * lipschitz / math.sqrt(steps)
-    distance = weight_guess(task) * (_OF_TARGETS if task.loss.target_kind == "real" else 1.0)
-    horizon = distance / (once * math.sqrt(task.parameters))
+    horizon = way_guess(task) / (once * math.sqrt(task.parameters))
     steps = steps_to(horizon, curvature) if steps is None else steps
     draft = replace(draft, steps=steps, momentum=smooth_pace(horizon, steps, curvature).momentum)
     if task.noise_multiplier is not None:

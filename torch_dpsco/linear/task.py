@@ -278,9 +278,11 @@ class LinearPlan(Plan):
 
     Args:
         task: what was planned for: budget, adjacency and the regularizer that was chosen included.
+        reason: why this mechanism was chosen, in words; "" where it was asked for.
     """
 
     task: LinearTask
+    reason: str = field(default="", compare=False, repr=False)
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
@@ -365,6 +367,8 @@ class LinearPlan(Plan):
         most = f"their number is n={task.n}"
         if task.adjacency == ADD_REMOVE:
             most = f"there are at most n_max={task.n_max} of them"
+        if self.reason:
+            yield "chosen", self.reason
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 

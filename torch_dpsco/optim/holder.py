@@ -201,8 +201,8 @@ class HolderSGD(PlannedOptimizer):
                 "uniform".
             adjacency: default the budget's, or "replace_one".
             mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
-            dim: number of parameters, or the model: the step rule takes 64 without it. Needed for the risk bound, and
-                without the rule to choose lr for a loss that is not smooth.
+            dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
+                risk bound, and without the rule to choose lr for a loss that is not smooth.
             distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
                 radius), or the radius.
             clip: share in (0, 1] of the promised bound at which rows are clipped; default 1, and down to 1/2 where the

@@ -63,18 +63,20 @@ def scale_of_problem(problem: Problem, clip: float, distance: float | None, dim:
         problem: promises of one record.
         clip: share of the bound on gradients that is left.
         distance: guess of |w_1 - w*|; default the usual one, at most the radius.
-        dim: number of parameters.
+        dim: number of parameters; default 64 for each score.
     """
     at_zero, rows = problem.grad_at_zero, problem.bound_x
     if not at_zero or rows is None:
         return None
-    table = problem.exact_grad_bound
-    real = isinstance(table, TableGradBound) and table.loss.target_kind == "real"
+    table, real = problem.exact_grad_bound, False
+    if isinstance(table, TableGradBound):
+        real, dim = table.loss.target_kind == "real", dim or theory.USUAL_DIM * table.loss.num_scores
     smooth = problem.smoothness is not None
     if distance is None:
         distance = theory.usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
         distance = min(distance, problem.radius)
-    return Scale(clip * (problem.lipschitz or at_zero), distance, problem.smoothness or None, dim)
+    bound = problem.lipschitz or problem.grad_bound(distance)  # noise may follow the iterate, as far as it goes
+    return Scale(clip * bound, distance, problem.smoothness or None, dim)
 
 
 def scale_of_clip(problem: Problem, clip: float | None, distance: float | None, dim: int | None, by: str) -> Scale:

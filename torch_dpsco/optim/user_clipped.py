@@ -227,10 +227,14 @@ class UserClippedSGD(UserOptimizer):
         """
         adjacency, dim = agreed_adjacency(adjacency, budget, "user"), dimension(dim)
         n_users = check.positive_count(n_users=n_users)
-        if distance is not None:
-            check.positive(distance=distance)
+        given: dict[str, Any] = {"distance": distance, "epochs": epochs, "steps": steps}
+        for name, value in given.items():
+            if value is not None:
+                check.positive(**{name: value})
         if noise_multiplier is not None and (clip is None or lr is None):
-            raise MissingConstantError(f"clip and lr must be given beside noise of yours (got {clip} and {lr})")
+            raise MissingConstantError(
+                f"clip and lr must be given beside noise_multiplier={noise_multiplier} (got {clip} and {lr})"
+            )
         wanted: int | None = None
         if budget is not None and (clip is None or lr is None):
             wanted = relative_steps(loudness(n_users, budget, dim))

@@ -26,7 +26,7 @@ _FIRST_STEPS, _TARGETS = 50.0, 3.0  # D in units of a first step of size 1/B^2, 
 _ALONG = 20.0  # gradients of the mean loss along the way are about that much shorter than the bound
 _SAMPLED = 4.0  # and deviations of single rows from them
 _LOUD, _CLIPPED = 0.008, 0.5  # noise from which rows are clipped at half of the bound
-_USUAL_DIM = 64  # where nobody says
+USUAL_DIM = 64  # where nobody says
 _FEW = 5  # steps of one pass
 _RELATIVE, _OSCILLATION, _ROUNDS = 6.0, 4.0, 200.0  # of steps in units of a clip
 
@@ -93,7 +93,7 @@ def noise_of_mean(
         dim: d; None for a usual one.
         sampled: whether batches are not all rows.
     """
-    added = noise_multiplier * math.sqrt(dim or _USUAL_DIM) / batch_size
+    added = noise_multiplier * math.sqrt(dim or USUAL_DIM) / batch_size
     return clip / math.sqrt(steps) * math.hypot(added, sampled / (_SAMPLED * math.sqrt(batch_size)))
 
 

@@ -21,6 +21,7 @@ from torch_dpsco.accounting.report.figures import (
     group_guarantee,
     rounded_up,
 )
+from torch_dpsco.accounting.stated import ApproxDP
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
 WORLDS = {
@@ -290,7 +291,7 @@ def _delta(report: PrivacyReport) -> Iterator[str]:
     )
     if any(isinstance(charge.event, Gaussian) and charge.event.failure for charge in report.charges):
         yield "A part of it is the probability that the bound on what one record contributes does not hold."
-    else:
+    elif not any(isinstance(charge.event, ApproxDP) for charge in report.charges):  # whose delta may be such a chance
         yield (
             "It is not the chance that a given person is exposed. With the Gaussian noise used here the ratio of the "
             "two probabilities passes e^epsilon gradually: rarely, and then by little."
