@@ -28,7 +28,8 @@ LARGEST = 150.0  # epsilon up to which sums are computed
 LEAST_NOISE = 0.25  # from which on they are
 _TOLERANCE = 1e-4  # of epsilon, that a grid may cost
 _LEAST_TOLERANCE = 1e-5  # of log delta
-_SEARCH = 1e-5  # of epsilon
+_SEARCH = 5e-5  # of epsilon
+_GUESSED = 2.5  # nats that a guess is too large, mostly
 _FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
 _SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
 _MUCH, _MUCH_OF_A_POINT = 1e-5, 0.02  # of a bound, for rounding and what is cut off
@@ -127,36 +128,49 @@ def _one_large(pair: Pass, epsilon: float) -> float:
 
 @lru_cache(maxsize=2048)
 def epsilon_at(pair: Pass, delta: float) -> float:
-    """Returns an epsilon >= 0 at which the bound on delta is at most `delta`, nearly the least one."""
-    most, target = gaussian_epsilon(pair.mu, delta), math.log(delta)
+    """Returns an epsilon >= 0 at which the bound on delta is at most `delta`, nearly the least one.
 
-    def excess(epsilon: float) -> float:  # nearly linear
-        return math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
+    A secant on sqrt(-log delta), which is nearly linear, inside a bracket.
+    """
+    low, high, target = 0.0, gaussian_epsilon(pair.mu, delta), math.log(delta)
+    epsilon, slope = _start(pair, target, high)
+    seen: tuple[float, float] | None = None
+    while not pair.plain and high - low > _SEARCH * high:
+        excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
+        # PRIVACY: only what was seen to meet delta is returned (test_the_epsilon_of_a_pass_meets_delta)
+        low, high = (epsilon, high) if excess > 0 else (low, epsilon)
+        if seen and seen[0] != epsilon and (found := (excess - seen[1]) / (epsilon - seen[0])) < 0:
+            slope = found
+        seen = epsilon, excess
+        if 0 <= -excess <= -slope * _SEARCH * epsilon:
+            break
+        epsilon += _SEARCH * epsilon / 2 - excess / slope
+        if not low < epsilon < high:
+            epsilon = (low + high) / 2 if low > 0 else max(low, min(epsilon, high))
+    return high
 
-    if pair.plain or most == 0:
-        return most
-    low, high = _bracket(pair, delta, most)
-    low = low if excess(low) > 0 else 0.0
-    high = high if excess(high) < 0 else most
-    if excess(low) <= 0 or excess(high) >= 0:
-        return low if excess(low) <= 0 else most
-    root = float(brentq(excess, low, high, xtol=1e-12 * high, rtol=_SEARCH))
-    step = _SEARCH * root
-    # PRIVACY: only what was seen to meet delta (test_the_epsilon_of_a_pass_meets_delta)
-    while root < most and excess(root) > 0:
-        root, step = root + step, 2 * step
-    return min(root, most)
 
+def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
+    """Returns about the epsilon at log delta = target, and the slope there of -sqrt(-log delta).
 
-def _bracket(pair: Pass, delta: float, most: float) -> tuple[float, float]:
-    """Returns two numbers in [0, most] between which the epsilon at delta probably is."""
-    if pair.way == "replace":  # more than one removed, less than one removed and another one added
-        removed, added = (epsilon_at(pair._replace(way=way), delta) for way in ("remove", "add"))
-        return 0.9 * removed, min(1.05 * (removed + added), most)
-    most, target = min(most, LARGEST), math.log(delta)
-    if not guess(pair, 0.0)[0] > target > guess(pair, most)[0]:
-        return 0.0, most
-    return 0.0, float(brentq(lambda epsilon: guess(pair, epsilon)[0] - target, 0.0, most, xtol=1e-9 * most, rtol=1e-2))
+    By two Gaussians: one large term against the rest, taken for a lognormal number, and all terms together.
+    """
+    variance, others = math.expm1(1 / pair.noise**2), pair.steps - 1
+    if pair.way == "replace":
+        rest, whole = variance / others, 2 * (variance - math.expm1(-1 / pair.noise**2)) / pair.steps
+    else:
+        rest, whole = 0.0, variance / pair.steps
+
+    def root(epsilon: float) -> float:
+        large = gaussian_log_delta(math.log1p(pair.steps * math.expm1(epsilon)), math.hypot(1 / pair.noise, math.sqrt(math.log1p(rest))))
+        together = gaussian_log_delta(epsilon, math.sqrt(math.log1p(whole)))
+        return math.sqrt(-target) - math.sqrt(-min(together if pair.way == "add" else float(np.logaddexp(large, together)), 0.0))
+
+    most = min(most, LARGEST)
+    if root(0.0) <= 0 or root(most) >= 0:
+        return (0.0 if root(0.0) <= 0 else most), root(most) / max(most, 1.0)
+    epsilon = float(brentq(root, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
+    return epsilon, (root(1.01 * epsilon) - root(0.99 * epsilon)) / (0.02 * epsilon)
 
 
 def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
