@@ -73,8 +73,12 @@ class AllocationLoss(LossLaw):
 
     def epsilon_alone(self, delta: float) -> float:
         """See the base class."""
+        order = self._pass.exchanged if self.way == "add" else self._pass
+        found = epsilon_at(order, delta)
         # PRIVACY: both orders (test_the_larger_direction_is_reported)
-        return max(epsilon_at(self._pass, delta), epsilon_at(self._pass.exchanged, delta))
+        if order == order.exchanged or log_delta(order.exchanged, found) <= math.log(delta):
+            return found
+        return max(found, epsilon_at(order.exchanged, delta))
 
     def delta_alone(self, epsilon: float) -> float:
         """See the base class."""

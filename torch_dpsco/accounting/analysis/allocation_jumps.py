@@ -26,8 +26,9 @@ from torch_dpsco.accounting.analysis.pld_compose import least, log_beyond
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-_RATIO = 0.08  # logarithm of the ratio of neighboring cuts
-_HIGH = 18  # cuts above the scale of the sum
+_MANY = 50  # terms from which the others come close to a level by themselves
+_RATIO, _RATIO_FEW = 0.04, 0.08  # logarithm of the ratio of neighboring cuts
+_HIGH = 1.44  # that of the last cut to the scale of the sum
 _SERVED, _SERVED_FEW = 12, 4  # intervals that one curve serves; with few terms, two are large together
 _STEPS = 1 << 12  # of the grid of what is below b
 
@@ -58,7 +59,7 @@ def by_one_large(question: Sum, tolerance: float) -> float:
     sums = (np.cumsum(shares[::-1])[::-1] + last) * (1 + 4 * UNIT * cuts.size)
     with np.errstate(divide="ignore"):
         large = np.log(sums) + math.log(count)
-    chosen = range(0, max(sums.size - _HIGH, 1), 4)
+    chosen = range(0, max(int(np.searchsorted(cuts, cuts[-1] * math.exp(-_HIGH))), 1), 8 if count > _MANY else 4)
     return min(float(np.logaddexp(large[i], _none_large(question, float(cuts[i])))) for i in chosen)
 
 
@@ -69,15 +70,16 @@ def _cuts(question: Sum) -> FloatArray:
     least = 0.05 * abs(question.level - question.count * (1 - math.exp(weight) * (weight > 0)))
     if not question.term.positive:  # all others may be small
         least = min(least, scale * math.exp(-3 - 1 / (2 * noise * noise) - 10 / noise / math.sqrt(question.count - 1)))
-    number = math.ceil(math.log(scale / min(max(least, 2.0), scale / 2)) / _RATIO)
-    cuts = scale * np.exp(_RATIO * np.arange(-number, _HIGH + 1 if not question.term.positive else 1))
+    ratio = _RATIO if question.count > _MANY else _RATIO_FEW
+    number = math.ceil(math.log(scale / min(max(least, 2.0), scale / 2)) / ratio)
+    cuts = scale * np.exp(ratio * np.arange(-number, round(_HIGH / ratio) + 1 if not question.term.positive else 1))
     return _STEPS * np.asarray(cuts / _STEPS, dtype=np.float64)
 
 
 def _excesses(question: Sum, cuts: FloatArray, tolerance: float) -> tuple[FloatArray, FloatArray]:
     """Returns bounds on G at the left and the right ends of the intervals between cuts."""
     left, right = np.empty(cuts.size - 1), np.empty(cuts.size - 1)
-    served = _SERVED if question.count > 50 else _SERVED_FEW
+    served = _SERVED if question.count > _MANY else _SERVED_FEW
     hinges: list[Hinge] = []
     for start in reversed(range(0, cuts.size - 1, served)):
         part = cuts[start : start + served + 1]

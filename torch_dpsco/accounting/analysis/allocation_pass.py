@@ -28,11 +28,11 @@ LARGEST = 150.0  # epsilon up to which sums are computed
 LEAST_NOISE = 0.25  # from which on they are
 _TOLERANCE = 1e-4  # of epsilon, that a grid may cost
 _LEAST_TOLERANCE = 1e-5  # of log delta
-_SEARCH = 5e-5  # of epsilon
-_GUESSED = 2.5  # nats that a guess is too large, mostly
+_SEARCH = 1e-4  # of epsilon
 _FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
 _SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
 _MUCH, _MUCH_OF_A_POINT = 1e-5, 0.02  # of a bound, for rounding and what is cut off
+_MUCH_OF_EPSILON = 5e-4  # what that may add to epsilon
 _SPAN = 6.0  # nats that one curve is read for
 
 
@@ -134,9 +134,10 @@ def epsilon_at(pair: Pass, delta: float) -> float:
     """
     low, high, target = 0.0, gaussian_epsilon(pair.mu, delta), math.log(delta)
     epsilon, slope = _start(pair, target, high)
+    much = max(_MUCH, min(-_MUCH_OF_EPSILON * epsilon * slope * 2 * math.sqrt(-target), 0.1))
     seen: tuple[float, float] | None = None
     while not pair.plain and high - low > _SEARCH * high:
-        excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
+        excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon, much))
         # PRIVACY: only what was seen to meet delta is returned (test_the_epsilon_of_a_pass_meets_delta)
         low, high = (epsilon, high) if excess > 0 else (low, epsilon)
         if seen and seen[0] != epsilon and (found := (excess - seen[1]) / (epsilon - seen[0])) < 0:

@@ -42,8 +42,8 @@ from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 _DETAIL = 512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
 _WIDE = 3.0  # noise below which the terms l(x) - t l(-x) are spread around 0
-_FEW, _MANY = 1 << 14, 1 << 20  # steps of a window
-_WIDEST = 1 << 21  # steps of a term
+_FEW, _MANY = 1 << 12, 1 << 20  # steps of a window
+_WIDEST = 1 << 18  # steps of a term
 _SPARE = 20.0  # nats below the smallest probability that matters, where terms are cut
 _LOW = 60.0  # nats of tilt below the mean, where terms are cut
 _REACH = 37.0  # standard deviations at most
@@ -225,6 +225,7 @@ class Sum:
         law = spread(self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid, above=whole)
         view = replace(view, low=low + moved, high=high + moved)
         first, log_value, log_error = _exceeded(law, self.count, view, aim + moved)
+        limit = 2 * math.sqrt(12 * tolerance / self.count)
         # PRIVACY: what terms exceed the ends of their grid by (test_what_terms_exceed_their_grid_by_counts)
         lost = self.count * self._beyond(bounds[0] * step, bounds[1] * step) if whole else 0.0
         return Hinge(
@@ -233,7 +234,7 @@ class Sum:
             log_value,
             log_error,
             lost,
-            grid > 2 * math.sqrt(12 * tolerance / self.count),
+            math.inf if self.term.positive and grid <= limit else 2 * limit * (grid <= limit),
         )
 
     def _beyond(self, low: float, high: float) -> float:
@@ -258,7 +259,7 @@ class Hinge:
         log_value: (N,) logarithms of the bounds in steps, without `lost`.
         log_error: (N,) logarithms of the part that stands for rounding and what is above the window.
         lost: what terms exceed the ends of their grid by.
-        coarse: whether the grid costs more than was to be tolerated.
+        steepest: fall of `log_value` in one step, from which on the grid costs more than was to be tolerated.
     """
 
     first: int
@@ -266,7 +267,7 @@ class Hinge:
     log_value: FloatArray
     log_error: FloatArray
     lost: float
-    coarse: bool
+    steepest: float
 
     def log_at(self, level: float) -> float:
         """Returns the logarithm of the bound at a level; inf where there is none."""
@@ -282,9 +283,9 @@ class Hinge:
 
     def share_at(self, level: float) -> float:
         """Returns the share of the bound that is a margin: for rounding, what is lost, or a coarse grid."""
-        if self.coarse:
+        k = min(max(math.floor(level / self.step) - self.first, 0), self.log_value.size - 2)
+        if float(self.log_value[k]) - float(self.log_value[k + 1]) > self.steepest:
             return 1.0
-        k = min(max(math.floor(level / self.step) - self.first, 0), self.log_value.size - 1)
         rounding = math.exp(min(float(self.log_error[k] - self.log_value[k]), 0.0))
         return max(rounding, math.exp(_log(self.lost) - self.log_at(level)) if level == 0 else 0.0)
 
