@@ -33,13 +33,15 @@ def _cells(values, mass, edges, spread):
 
 
 def _edges(values, mass, m):
+    """Returns cuts: steps of sd / m around the mean, then 1 / m of the distance; the same around 0 for signed terms."""
     mean = (values * mass).sum() / mass.sum()
     sd = math.sqrt(((values - mean) ** 2 * mass).sum() / mass.sum())
     low, high = values.min(), values.max()
-    scaled = (
-        np.arange(-60 * m, 60 * m + 1) / m
-    )  # sinh spacing: steps of sd / m in the middle, then 1 / m of the distance
-    grid = mean + sd * np.sinh(scaled)
+    grids = [mean + sd * np.sinh(np.arange(-60 * m, 60 * m + 1) / m)]
+    if low < 0:  # what is near 0 is decided by values of all sizes
+        tiny = min(sd, -low * 1e-22)
+        grids.append(tiny * np.sinh(np.arange(-90 * m, 90 * m + 1) / m))
+    grid = np.unique(np.concatenate(grids))
     inside = grid[(grid > low) & (grid < high)]
     return np.concatenate([[low], inside, [high * (1 + 1e-12) + 1e-300]])
 
@@ -76,14 +78,16 @@ def _paired(one, two, m, spread):
 
 def bracket(z, steps, epsilon, way, m=40):
     """Returns numbers below and (up to fine bins of the first law) above delta(epsilon)."""
+    return tuple(bound(z, steps, epsilon, way, m, spread) for spread in (False, True))
+
+
+def bound(z, steps, epsilon, way, m, spread):
+    """Returns a number below delta(epsilon), or one above it if laws are spread."""
     t = math.exp(epsilon)
-    found = []
-    for spread in (False, True):
-        values, mass = sum_law(z, steps, m, spread, t if way == "replace" else 0.0)
-        average = values / steps
-        gain = {"remove": average - t, "add": 1 - t * average, "replace": average}[way]
-        found.append(float((mass * np.maximum(gain, 0)).sum()))
-    return tuple(found)
+    values, mass = sum_law(z, steps, m, spread, t if way == "replace" else 0.0)
+    average = values / steps
+    gain = {"remove": average - t, "add": 1 - t * average, "replace": average}[way]
+    return float((mass * np.maximum(gain, 0)).sum())
 
 
 def two_steps(z, epsilon, way, points=400_001):
