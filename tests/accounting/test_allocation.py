@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.allocation_literal import bracket, ratio, sampled, sum_law, two_steps
+from tests.reference.allocation_literal import Drawn, bound, bracket, ratio, sampled, sum_law, two_steps
 from torch_dpsco.accounting.analysis import allocation_rdp, allocation_sums
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
@@ -104,6 +104,43 @@ def test_several_passes_cost_no_less_than_is_sampled(way):
     assert both.delta >= mean - 4.9 * error
     if way != "add":  # the larger order
         assert both.delta <= (mean + 4.9 * error) * 1.02
+
+
+def _settings(number, generator):
+    """Yields noise, steps, passes, delta, adjacency and the orders in which they compare."""
+    for _ in range(number):
+        noise, steps = math.exp(generator.uniform(math.log(0.5), math.log(10))), int(math.exp(generator.uniform(0.7, 5)))
+        epochs = 1 if generator.random() < 0.93 else int(generator.integers(2, 6))
+        adjacency = str(generator.choice(["add_remove", "zero_out", "replace_one"]))
+        ways = ("replace",) if adjacency == "replace_one" else ("remove", "add")
+        yield noise, steps, epochs, 10 ** generator.uniform(-12, -1.5), adjacency, ways
+
+
+@pytest.mark.slow
+def test_random_settings_agree_with_what_is_sampled():
+    """200 settings: no epsilon is below what is sampled, nor more than 0.5 % above it (several passes: 2 %).
+
+    False alarms: 602 normal errors beyond 5.9 standard errors, together one in a million; estimates that fewer than 300
+    draws make up do not count.
+    """
+    generator, checked, ratios, squares = np.random.default_rng(), 0, [], []
+    for noise, steps, epochs, target, adjacency, ways in _settings(200, generator):
+        epsilon = allocation_epsilon(noise, steps, target, adjacency, epochs=epochs)
+        if epsilon == 0:
+            continue
+        less = (0.995 if epochs == 1 else 0.98) * epsilon
+        found = [Drawn(noise, steps, epochs, way, generator).estimates((epsilon, less), 6000) for way in ways]
+        setting = (noise, steps, epochs, target, adjacency, found)
+        assert all(mean - 5.9 * error <= target for (mean, error, number), _ in found if number > 300), setting
+        (mean, error, number), (high, high_error, _) = max(found)
+        if number > 300:
+            checked += 1
+            assert high + 5.9 * high_error >= target, setting
+            ratios.append(mean / target)
+            squares.append((error / target) ** 2)
+    assert checked > 120
+    error = math.sqrt(sum(squares)) / checked
+    assert 0.94 - 5.9 * error <= np.mean(ratios) <= 1 + 5.9 * error
 
 
 # Bounds that hold between figures.
