@@ -28,6 +28,8 @@ from tests.vector_rules import PROBABILITIES, mismatches
 # Functions that the package has: "not built" is no excuse for these.
 # Families of which all functions are built.
 COMPLETE = ("accounting", "allocation", "heavytail", "holder", "output", "userlevel")
+# Vectors that take more than 1.5 s.
+SLOW = {"allocation:allocation_epsilon": (22, 23), "allocation:allocation_noise": (5,)}
 BUILT = {family: [key.split(":")[1] for key in API_MAP if key.startswith(f"{family}:")] for family in COMPLETE}
 
 
@@ -37,7 +39,10 @@ BUILT = {family: [key.split(":")[1] for key in API_MAP if key.startswith(f"{fami
 def pytest_generate_tests(metafunc):
     if "vector" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--vectors")
-        metafunc.parametrize("vector", load(Path(chosen) if chosen else FOLDER), ids=str)
+        vectors = load(Path(chosen) if chosen else FOLDER)
+        marks = [[pytest.mark.slow] if each.number in SLOW.get(each.key, ()) else [] for each in vectors]
+        cases = [pytest.param(each, marks=mark) for each, mark in zip(vectors, marks, strict=True)]
+        metafunc.parametrize("vector", cases, ids=[str(each) for each in vectors])
 
 
 def test_the_package_agrees_with_the_vector(vector, record_property):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.allocation_literal import Drawn, bound, bracket, ratio, sampled, sum_law, two_steps
-from torch_dpsco.accounting.analysis import allocation_rdp, allocation_sums
+from torch_dpsco.accounting.analysis import allocation, allocation_rdp, allocation_sums
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
     allocation_delta,
@@ -69,7 +69,7 @@ CASES = [
 @pytest.mark.representatives(4)
 @pytest.mark.parametrize(("noise", "steps", "epsilon", "way"), CASES)
 def test_no_figure_is_below_its_bracket(noise, steps, epsilon, way):
-    low, high = bracket(noise, steps, epsilon, way, m=50)
+    low, high = bracket(noise, steps, epsilon, way, m=14 if way == "replace" else 50)
     found = delta(noise, steps, epsilon, way)
     assert low <= found <= (2 * low + high) / 3 * 1.02
 
@@ -104,6 +104,32 @@ def test_several_passes_cost_no_less_than_is_sampled(way):
     assert both.delta >= mean - 4.9 * error
     if way != "add":  # the larger order
         assert both.delta <= (mean + 4.9 * error) * 1.02
+
+
+CLOSE = [
+    (0.5, 2, 1e-14, "replace_one", 30),
+    (0.5, 3, 1e-9, "replace_one", 20),
+    (0.5, 10, 1e-14, "replace_one", 20),
+    (0.7, 5, 1e-5, "replace_one", 25),
+    (1.0, 2, 1e-14, "replace_one", 25),
+    (1.0, 100, 1e-14, "replace_one", 25),
+    (1.0, 10_000, 1e-14, "replace_one", 40),
+    (2.0, 10, 1e-14, "replace_one", 30),
+    (0.5, 2, 1e-14, "add_remove", 30),
+    (0.5, 10_000, 1e-5, "add_remove", 40),
+    (1.0, 1000, 1e-9, "add_remove", 60),
+    (1.0, 10_000, 1e-14, "add_remove", 60),
+    (2.0, 100, 1e-9, "add_remove", 60),
+    (20.0, 10, 1e-14, "add_remove", 80),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "steps", "target", "adjacency", "m"), CLOSE)
+def test_epsilon_is_within_half_a_percent_of_the_truth(noise, steps, target, adjacency, m):
+    """By a certified lower bound on delta: bins merged into their means. At 0.5 % less, delta is larger than allowed."""
+    less = 0.995 * allocation_epsilon(noise, steps, target, adjacency)
+    assert bound(noise, steps, less, "replace" if adjacency == "replace_one" else "remove", m, False) > target
 
 
 def _settings(number, generator):
@@ -168,13 +194,20 @@ def test_at_epsilon_0_removing_costs_what_adding_does():
         assert delta(noise, steps, 0.0, "remove") == pytest.approx(delta(noise, steps, 0.0, "add"), rel=1e-3)
 
 
-def test_the_larger_direction_is_reported():
+def test_the_larger_direction_is_reported(monkeypatch):
     for way, noise, steps in [("remove", 1.0, 100), ("add", 1.0, 100), ("remove", 20.0, 3)]:
         law = AllocationLoss(noise, steps, way)
         both = [epsilon_at(Pass(noise, steps, each), 1e-5) for each in ("remove", "add")]
         assert law.epsilon_alone(1e-5) == max(both)
         assert law.delta_alone(0.3) == max(delta(noise, steps, 0.3, each) for each in ("remove", "add"))
     assert allocation_epsilon(1.0, 100, 1e-5, "add_remove") > 1.4 * epsilon_at(Pass(1.0, 100, "add"), 1e-5)
+    # were adding dearer, adding would be reported
+    costs = {"remove": (1.0, -9.0), "add": (2.0, -3.0)}
+    monkeypatch.setattr(allocation, "epsilon_at", lambda pair, target: costs[pair.way][0])
+    monkeypatch.setattr(allocation, "log_delta", lambda pair, epsilon: costs[pair.way][1])
+    for way in ("remove", "add"):
+        assert AllocationLoss(1.0, 100, way).epsilon_alone(1e-3) == 2.0
+        assert AllocationLoss(1.0, 100, way).delta_alone(1.0) == math.exp(-3.0)
 
 
 @settings(max_examples=5, deadline=None)
