@@ -133,9 +133,9 @@ def sampled(z, steps, epsilons, way, draws, generator, shift=1.0):
 class Drawn:
     """Draws of several passes from other laws than their own, weighted.
 
-    A tenth is drawn from the law itself. Others have one coordinate, any, around a, and the rest around b: in all passes
-    (a and b free, or moved alike), or in one pass, b as it is. a and b follow what small samples weighted by their gain
-    say (cross entropy). Weights are at most 10, and estimates have no bias whatever a and b are.
+    A tenth is drawn from the law itself. Others have one coordinate, any, around a, and the rest around b: in all
+    passes (a and b free, or moved alike), or in one pass, b as it is. a and b follow what small samples weighted by
+    their gain say (cross entropy). Weights are at most 10, and estimates have no bias whatever a and b are.
     """
 
     shares = (0.1, 0.3, 0.3, 0.3)
@@ -150,7 +150,10 @@ class Drawn:
         numbers = [round(draws * share) for share in self.shares]
         x = np.concatenate([self._draw(number, *part) for number, part in zip(numbers, parts, strict=True)])
         plain = self._log_density(x, *self.own)
-        logs = [self._log_ratio(x, plain, *part) + math.log(n / sum(numbers)) for n, part in zip(numbers, parts, strict=True)]
+        logs = [
+            self._log_ratio(x, plain, *part) + math.log(n / sum(numbers))
+            for n, part in zip(numbers, parts, strict=True)
+        ]
         weight, loss = np.exp(-np.logaddexp.reduce(np.array(logs), axis=0)), self._losses(x)
         return [self._summary(weight * -np.expm1(np.minimum(epsilon - loss, 0.0))) for epsilon in epsilons]
 

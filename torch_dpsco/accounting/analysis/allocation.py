@@ -21,15 +21,22 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.allocation_pass import LEAST_NOISE, Pass, epsilon_at, log_delta, profile
+from torch_dpsco.accounting.analysis.allocation_pass import (
+    ADJACENCIES,
+    LEAST_NOISE,
+    MOST_NOISE,
+    Pass,
+    epsilon_at,
+    log_delta,
+    profile,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw, LossLaw, connected
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-_MOST_NOISE, _MOST_STEPS = 1e4, 1 << 20
-_ADJACENCIES = ("add_remove", "zero_out", "replace_one")
+_MOST_STEPS = 1 << 20
 _DIRECTIONS = ("remove", "add")
 _SEARCH = 1e-4  # of the noise
 
@@ -110,9 +117,9 @@ def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
         AllocationLoss(noise=1.0, steps=100, way='remove')
     """
     # PRIVACY: more noise and more steps cost less (test_more_steps_never_cost_more)
-    noise = min(check.positive(noise=noise), _MOST_NOISE)
+    noise = min(check.positive(noise=noise), MOST_NOISE)
     steps = min(check.positive_count(steps=steps), _MOST_STEPS)
-    check.choice(_ADJACENCIES, adjacency=adjacency)
+    check.choice(ADJACENCIES, adjacency=adjacency)
     way = "replace" if adjacency == "replace_one" else "remove"
     if steps == 1 or noise < LEAST_NOISE:
         return GaussianLoss(Pass(noise, steps, way).mu)
@@ -148,7 +155,7 @@ def allocation_epsilon(
     if losses is None:
         return math.inf
     if direction is not None:
-        return epsilon_at(Pass(min(noise, _MOST_NOISE), min(steps, _MOST_STEPS), direction), delta)
+        return epsilon_at(Pass(min(noise, MOST_NOISE), min(steps, _MOST_STEPS), direction), delta)
     found = pld_epsilon(losses, delta)
     return _unamplified(losses, epochs).epsilon_alone(delta) if found is None else found.epsilon
 
@@ -167,7 +174,7 @@ def allocation_delta(
     if losses is None:
         return 1.0
     if direction is not None:
-        return math.exp(log_delta(Pass(min(noise, _MOST_NOISE), min(steps, _MOST_STEPS), direction), epsilon))
+        return math.exp(log_delta(Pass(min(noise, MOST_NOISE), min(steps, _MOST_STEPS), direction), epsilon))
     found = pld_delta(losses, epsilon)
     return _unamplified(losses, epochs).delta_alone(epsilon) if found is None else found.delta
 

@@ -25,10 +25,11 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 LARGEST = 150.0  # epsilon up to which sums are computed
-LEAST_NOISE = 0.25  # from which on they are
+LEAST_NOISE, MOST_NOISE = 0.25, 1e4  # from which on they are, and from which on noise counts as that much
+ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 _TOLERANCE = 1e-4  # of epsilon, that a grid may cost
 _LEAST_TOLERANCE = 1e-5  # of log delta
-_SEARCH = 1e-4  # of epsilon
+_SEARCH, _TRIALS = 1e-4, 48  # of epsilon; a secant at first, then halves
 _FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
 _SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
 _MUCH, _MUCH_OF_A_POINT = 1e-5, 0.02  # of a bound, for rounding and what is cut off
@@ -132,22 +133,26 @@ def epsilon_at(pair: Pass, delta: float) -> float:
 
     A secant on sqrt(-log delta), which is nearly linear, inside a bracket.
     """
-    low, high, target = 0.0, gaussian_epsilon(pair.mu, delta), math.log(delta)
+    low, high, target = -1.0, gaussian_epsilon(pair.mu, delta), math.log(delta)
+    if pair.plain or high == 0:
+        return high
     epsilon, slope = _start(pair, target, high)
     much = max(_MUCH, min(-_MUCH_OF_EPSILON * epsilon * slope * 2 * math.sqrt(-target), 0.1))
     seen: tuple[float, float] | None = None
-    while not pair.plain and high - low > _SEARCH * high:
+    for tried in range(_TRIALS):
+        if epsilon <= 0 and low < 0:
+            epsilon = 0.0
+        elif tried > _TRIALS // 4 or not low < epsilon < high:
+            epsilon = (max(low, 0.0) + high) / 2
         excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon, much))
         # PRIVACY: only what was seen to meet delta is returned (test_the_epsilon_of_a_pass_meets_delta)
         low, high = (epsilon, high) if excess > 0 else (low, epsilon)
-        if seen and seen[0] != epsilon and (found := (excess - seen[1]) / (epsilon - seen[0])) < 0:
+        if seen and (found := (excess - seen[1]) / (epsilon - seen[0])) < 0:
             slope = found
-        seen = epsilon, excess
-        if 0 <= -excess <= -slope * _SEARCH * epsilon:
+        if high - max(low, 0.0) <= _SEARCH * high or 0 <= -excess <= -slope * _SEARCH * epsilon:
             break
+        seen = epsilon, excess
         epsilon += _SEARCH * epsilon / 2 - excess / slope
-        if not low < epsilon < high:
-            epsilon = (low + high) / 2 if low > 0 else max(low, min(epsilon, high))
     return high
 
 
@@ -156,22 +161,24 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
 
     By two Gaussians: one large term against the rest, taken for a lognormal number, and all terms together.
     """
-    variance, others = math.expm1(1 / pair.noise**2), pair.steps - 1
+    variance, others, most = math.expm1(1 / pair.noise**2), 0.0, min(most, LARGEST)
+    whole = variance / pair.steps
     if pair.way == "replace":
-        rest, whole = variance / others, 2 * (variance - math.expm1(-1 / pair.noise**2)) / pair.steps
-    else:
-        rest, whole = 0.0, variance / pair.steps
+        others, whole = variance / (pair.steps - 1), 2 * (variance - math.expm1(-1 / pair.noise**2)) / pair.steps
+    mu, spread = math.sqrt(math.log1p(whole)), math.hypot(1 / pair.noise, math.sqrt(math.log1p(others)))
 
-    def root(epsilon: float) -> float:
-        large = gaussian_log_delta(math.log1p(pair.steps * math.expm1(epsilon)), math.hypot(1 / pair.noise, math.sqrt(math.log1p(rest))))
-        together = gaussian_log_delta(epsilon, math.sqrt(math.log1p(whole)))
-        return math.sqrt(-target) - math.sqrt(-min(together if pair.way == "add" else float(np.logaddexp(large, together)), 0.0))
+    def excess(epsilon: float) -> float:
+        found = gaussian_log_delta(epsilon, mu)
+        if pair.way != "add":
+            large = gaussian_log_delta(math.log1p(pair.steps * math.expm1(epsilon)), spread)
+            found = min(float(np.logaddexp(found, large)), 0.0)
+        return math.sqrt(-target) - math.sqrt(-found)
 
-    most = min(most, LARGEST)
-    if root(0.0) <= 0 or root(most) >= 0:
-        return (0.0 if root(0.0) <= 0 else most), root(most) / max(most, 1.0)
-    epsilon = float(brentq(root, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
-    return epsilon, (root(1.01 * epsilon) - root(0.99 * epsilon)) / (0.02 * epsilon)
+    epsilon = 0.0 if excess(0.0) <= 0 else most
+    if excess(0.0) > 0 > excess(most):
+        epsilon = float(brentq(excess, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
+    least, width = max(0.99 * epsilon, 0.0), max(0.02 * epsilon, 1e-6 * most)
+    return epsilon, min((excess(least + width) - excess(least)) / width, -1e-9)
 
 
 def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:

@@ -8,7 +8,7 @@ Removing, integers a: E M^a = a! [u^a] ( sum_k e^(k (k-1) / 2z^2) (u / T)^k / k!
 coefficients, by squaring, in logarithms. (a - 1) D_a is convex in a and 0 at 1: chords bound it between integers.
 
 Adding, b = a - 1 > 0: E M^-b = (1 / Gamma(b)) int u^(b-1) E e^(-uM) du, by the trapezoidal rule in log u, and
-E e^(-uM) = phi(u/T)^T, phi(v) = E e^(-vL), by that in x. Rules for such functions are off by less than rounding is. Also
+E e^(-uM) = phi(u/T)^T, phi(v) = E e^(-vL), by that in x, both off by less than rounding. Also
 E M^-b <= e^(b (b/T + 1) / 2z^2), since M is at least the geometric mean of the L_i.
 
 Replacing: by Hoelder's inequality, D_a <= (2a / (2a-1)) D_(2a-1)[remove] + D_(2a)[add].
@@ -28,14 +28,12 @@ import numpy as np
 from scipy.special import gammaln
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.allocation_pass import LEAST_NOISE
+from torch_dpsco.accounting.analysis.allocation_pass import ADJACENCIES, LEAST_NOISE, MOST_NOISE
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders, by_order
 from torch_dpsco.accounting.analysis.rdp import gaussian_divergence
 
-_ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 _ORDERS = 256  # integer orders computed for removing
-_MOST_NOISE = 1e4
 _MOST_POWER = 512.0  # b up to which the integral for adding is computed
 _STEP = 1 / 80  # of log u
 _LOWEST, _HIGHEST = -20.0, 45.0  # log u
@@ -69,8 +67,8 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
         >>> round(allocation_renyi(1.0, 100, 2.0, "add_remove"), 6)
         0.017037
     """
-    noise, steps = min(check.nonnegative(noise=noise), _MOST_NOISE), check.positive_count(steps=steps)
-    replaced = check.choice(_ADJACENCIES, adjacency=adjacency) == "replace_one"
+    noise, steps = min(check.nonnegative(noise=noise), MOST_NOISE), check.positive_count(steps=steps)
+    replaced = check.choice(ADJACENCIES, adjacency=adjacency) == "replace_one"
 
     def curve(orders: FloatArray) -> FloatArray:
         if noise == 0:
@@ -101,7 +99,9 @@ def added(noise: float, steps: int, orders: FloatArray) -> FloatArray:
     """Returns a bound on D_a of "without" against "with" a record."""
     b = orders - 1
     smooth = (1 + b / steps) * (1 + 1e-15) / (2 * noise * noise)
-    return np.where(b <= _MOST_POWER, np.minimum(_integral(noise, steps, np.minimum(b, _MOST_POWER)) / b, smooth), smooth)
+    return np.where(
+        b <= _MOST_POWER, np.minimum(_integral(noise, steps, np.minimum(b, _MOST_POWER)) / b, smooth), smooth
+    )
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +157,7 @@ def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
     x = np.arange(-_REACH * noise, 2 + _REACH * noise, _NODE * noise)
     weights = np.exp(-((x / noise) ** 2) / 2) * (_NODE / math.sqrt(2 * math.pi))
     ratios = np.exp((2 * x - 1) / (2 * noise * noise))
-    log_u = np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP
+    log_u: FloatArray = np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP
     u = np.exp(log_u)
     v = u / steps
     few = int(np.searchsorted(v, _SMALL))
@@ -166,7 +166,7 @@ def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
     rest, phi = rest * (1 + 1e-13) + 1e-20 * v[:few] ** 2 * math.exp(1 / (noise * noise)), phi * (1 + 1e-13) + 1e-20
     log_all = np.concatenate([np.log1p(rest - v[:few]), np.log(phi)]) * steps
     log_all += 2e-15 * (steps * np.minimum(v, _SMALL) + np.abs(log_all))
-    log_rise = log_all + np.log(-np.expm1(-(u + log_all + 2e-15 * u)))
+    log_rise: FloatArray = log_all + np.log(-np.expm1(-(u + log_all + 2e-15 * u)))
     log_u.setflags(write=False)
     log_rise.setflags(write=False)
     return log_u, log_rise

@@ -271,7 +271,7 @@ class Hinge:
 
     def log_at(self, level: float) -> float:
         """Returns the logarithm of the bound at a level; inf where there is none."""
-        # PRIVACY: the level is rounded down (test_no_figure_is_below_its_bracket)
+        # PRIVACY: the level is rounded down (test_between_points_a_bound_is_not_below_its_chord)
         place = level / self.step * (1 - math.copysign(4 * UNIT, level)) - self.first
         k = math.floor(place)
         if k < 0:
