@@ -157,7 +157,7 @@ def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
     x = np.arange(-_REACH * noise, 2 + _REACH * noise, _NODE * noise)
     weights = np.exp(-((x / noise) ** 2) / 2) * (_NODE / math.sqrt(2 * math.pi))
     ratios = np.exp((2 * x - 1) / (2 * noise * noise))
-    log_u: FloatArray = np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP
+    log_u = np.asarray(np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP, dtype=np.float64)
     u = np.exp(log_u)
     v = u / steps
     few = int(np.searchsorted(v, _SMALL))
