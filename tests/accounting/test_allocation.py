@@ -201,6 +201,7 @@ def test_at_epsilon_0_removing_costs_what_adding_does():
 def test_the_larger_direction_is_reported(monkeypatch):
     for way, noise, steps in [("remove", 1.0, 100), ("add", 1.0, 100), ("remove", 20.0, 3)]:
         law = AllocationLoss(noise, steps, way)
+        assert law.exchanged() == AllocationLoss(noise, steps, "add" if way == "remove" else "remove")
         both = [epsilon_at(Pass(noise, steps, each), 1e-5) for each in ("remove", "add")]
         assert law.epsilon_alone(1e-5) == max(both)
         assert law.delta_alone(0.3) == max(delta(noise, steps, 0.3, each) for each in ("remove", "add"))
@@ -466,14 +467,14 @@ def _moments_of_two(noise, powers, way):
     return np.array(out)
 
 
-@pytest.mark.parametrize("noise", [0.25, 0.5, 1.0, 4.0])
+@pytest.mark.parametrize("noise", [0.25, 0.5, 1.0, 4.0, 100.0])
 def test_the_integral_for_adding_is_not_below_moments(noise):
     """One step in closed form, two by a square of points, several by the bracket of their law."""
     b = np.array([1e-3, 0.3, 1.0, 2.5])
     exact = b * (b + 1) / (2 * noise**2)
     found = _integral(noise, 1, b)
     assert np.all(found >= exact)
-    assert np.all(found[:2] <= exact[:2] * (1 + 1e-9) + 1e-3 * (noise < 0.5))
+    assert np.all(found[:2] <= exact[:2] * (1 + 1e-8) + 1e-3 * (noise < 0.5))
     orders = np.array([1.2, 2.0, 4.0])
     exact = _moments_of_two(noise, orders - 1, "add")
     found = added(noise, 2, orders) * (orders - 1)

@@ -60,6 +60,7 @@ class AllocationLoss(LossLaw):
 
     def exchanged(self) -> AllocationLoss:
         """See the base class."""
+        # PRIVACY: several passes compose in both orders (test_the_larger_direction_is_reported)
         return replace(self, way=self._pass.exchanged.way)
 
     def span(self, reach: float) -> tuple[float, float]:
@@ -120,6 +121,7 @@ def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
     noise = min(check.positive(noise=noise), MOST_NOISE)
     steps = min(check.positive_count(steps=steps), _MOST_STEPS)
     check.choice(ADJACENCIES, adjacency=adjacency)
+    # PRIVACY: a pair of its own (test_more_steps_never_cost_more)
     way = "replace" if adjacency == "replace_one" else "remove"
     if steps == 1 or noise < LEAST_NOISE:
         return GaussianLoss(Pass(noise, steps, way).mu)
