@@ -447,6 +447,9 @@ def test_renyi_divergences_are_not_below_exact_moments(noise, steps):
     found = removed(noise, steps, orders) * (orders - 1)
     assert np.all(found >= exact[2:])
     assert np.all(found <= np.array(exact[2:]) * (1 + 1e-9) + 2e-12 * orders)
+    assert removed(noise, steps, np.array([1 + 1e-9, 1.1])) == pytest.approx(
+        removed(noise, steps, orders[:1])[0], rel=1e-6
+    )
     between = removed(noise, steps, orders + 0.5) * (orders - 0.5)
     assert np.all(np.diff(found) / 2 <= np.diff(between) * (1 + 1e-9) + 1e-11)  # chords of a convex curve
 

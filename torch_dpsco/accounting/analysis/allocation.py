@@ -25,6 +25,7 @@ from torch_dpsco.accounting.analysis.allocation_pass import (
     ADJACENCIES,
     LEAST_NOISE,
     MOST_NOISE,
+    MOST_STEPS,
     Pass,
     epsilon_at,
     log_delta,
@@ -36,7 +37,6 @@ from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw, Loss
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-_MOST_STEPS = 1 << 20
 _DIRECTIONS = ("remove", "add")
 _SEARCH = 1e-4  # of the noise
 
@@ -119,7 +119,7 @@ def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
     """
     # PRIVACY: more noise and more steps cost less (test_more_steps_never_cost_more)
     noise = min(check.positive(noise=noise), MOST_NOISE)
-    steps = min(check.positive_count(steps=steps), _MOST_STEPS)
+    steps = min(check.positive_count(steps=steps), MOST_STEPS)
     check.choice(ADJACENCIES, adjacency=adjacency)
     # PRIVACY: a pair of its own (test_more_steps_never_cost_more)
     way = "replace" if adjacency == "replace_one" else "remove"
@@ -157,7 +157,7 @@ def allocation_epsilon(
     if losses is None:
         return math.inf
     if direction is not None:
-        return epsilon_at(Pass(min(noise, MOST_NOISE), min(steps, _MOST_STEPS), direction), delta)
+        return epsilon_at(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), delta)
     found = pld_epsilon(losses, delta)
     return _unamplified(losses, epochs).epsilon_alone(delta) if found is None else found.epsilon
 
@@ -176,7 +176,7 @@ def allocation_delta(
     if losses is None:
         return 1.0
     if direction is not None:
-        return math.exp(log_delta(Pass(min(noise, MOST_NOISE), min(steps, _MOST_STEPS), direction), epsilon))
+        return math.exp(log_delta(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), epsilon))
     found = pld_delta(losses, epsilon)
     return _unamplified(losses, epochs).delta_alone(epsilon) if found is None else found.delta
 

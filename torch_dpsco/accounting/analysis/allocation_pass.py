@@ -25,7 +25,8 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 LARGEST = 150.0  # epsilon up to which sums are computed
-LEAST_NOISE, MOST_NOISE = 0.25, 1e4  # from which on they are, and from which on noise counts as that much
+LEAST_NOISE = 0.25  # from which on they are
+MOST_NOISE, MOST_STEPS = 1e4, 1 << 20  # more counts as that much
 ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 _TOLERANCE = 1e-4  # of epsilon, that a grid may cost
 _LEAST_TOLERANCE = 1e-5  # of log delta

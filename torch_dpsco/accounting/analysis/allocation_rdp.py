@@ -28,7 +28,7 @@ import numpy as np
 from scipy.special import gammaln
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.allocation_pass import ADJACENCIES, LEAST_NOISE, MOST_NOISE
+from torch_dpsco.accounting.analysis.allocation_pass import ADJACENCIES, LEAST_NOISE, MOST_NOISE, MOST_STEPS
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders, by_order
 from torch_dpsco.accounting.analysis.rdp import gaussian_divergence
@@ -67,7 +67,7 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
         >>> round(allocation_renyi(1.0, 100, 2.0, "add_remove"), 6)
         0.017037
     """
-    noise, steps = min(check.nonnegative(noise=noise), MOST_NOISE), check.positive_count(steps=steps)
+    noise, steps = min(check.nonnegative(noise=noise), MOST_NOISE), min(check.positive_count(steps=steps), MOST_STEPS)
     replaced = check.choice(ADJACENCIES, adjacency=adjacency) == "replace_one"
 
     def curve(orders: FloatArray) -> FloatArray:
@@ -90,7 +90,8 @@ def removed(noise: float, steps: int, orders: FloatArray) -> FloatArray:
     known = np.arange(1.0, _ORDERS + 1)
     # PRIVACY: rounded up (test_renyi_divergences_are_not_below_exact_moments)
     slack = 8 * UNIT * steps.bit_length() * (20 + 2 * math.log(steps))
-    heights = _log_moments(noise, steps)[1:] * (1 + 1e-12) + slack * known * (known > 1)
+    heights = _log_moments(noise, steps)[1:] * (1 + 1e-12) + slack * known
+    heights[0] = 0.0
     chords: FloatArray = np.interp(orders, known, heights, right=math.inf) / (orders - 1)
     return chords
 
