@@ -17,7 +17,7 @@ CODE = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT 
 CITED = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]*)?")
 LINK = re.compile(r"\[[^\]]*\]\(\s*([^)\s]+)\s*\)")
 # Proofs were cited by section of documents that are not in the repository. Families of documents:
-FAMILIES = ("holder", "perf", "heavytail", "output", "accounting", "userlevel")
+FAMILIES = ("holder", "perf", "heavytail", "output", "accounting", "userlevel", "allocation")
 OLD = re.compile(rf"\b(?:{'|'.join(FAMILIES)})(?:\.md,? (?:sections? )?[0-9A-Z]| spec\b)")
 
 

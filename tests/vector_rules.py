@@ -29,6 +29,7 @@ from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedS
 # Functions that return a probability, and the field that holds it ("result" if it is the whole, or its items): a delta
 # far below the absolute tolerance of its vector must not pass by being small (see `accepted`).
 PROBABILITIES = {
+    "allocation:allocation_delta": "result",
     "accounting:gaussian_delta": "result",
     "accounting:group_approx_dp_delta": "result",
     "heavytail:binomial_shift_renyi_windowed": "lost_mass",

@@ -61,7 +61,7 @@ def test_the_error_bound_covers_the_difference_to_an_exact_convolution(size, ato
     rng = np.random.default_rng([size, len(counts), counts[0], int(atom * 1000)])
     parts = [(tilted(random_law(rng, 150, atom), 0.0), count) for count in counts]
     first = int(rng.integers(-500, 500))
-    mass, bound = pld_compose._convolved(parts, first, size)
+    mass, bound = pld_compose.convolved(parts, first, size)
     exact = convolved([part.mass for part, _ in parts], counts)
     start = sum(part.law.first * count for part, count in parts)
     wrapped = np.zeros(size, dtype=LONG)
@@ -82,7 +82,7 @@ def test_the_error_bound_covers_the_difference_to_an_exact_convolution(size, ato
 def test_any_error_is_within_the_bound(atom, size, points, count, seed):
     part = tilted(random_law(np.random.default_rng(seed), size, atom), 0.0)
     number = transform_size(points)
-    mass, bound = pld_compose._convolved([(part, count)], 0, number)
+    mass, bound = pld_compose.convolved([(part, count)], 0, number)
     exact = convolved([part.mass], [count])
     wrapped = np.zeros(number, dtype=LONG)
     np.add.at(wrapped, (part.law.first * count + np.arange(exact.size)) % number, exact)
@@ -104,7 +104,7 @@ def test_transforms_are_as_accurate_as_stated(size):
 @pytest.mark.parametrize("size", [8, 40, 160, 512])
 def test_a_single_release_is_folded_without_a_transform(size):
     part = tilted(random_law(np.random.default_rng(size), 300, 0.3), 0.0)
-    mass, bound = pld_compose._convolved([(part, 1)], -70, size)
+    mass, bound = pld_compose.convolved([(part, 1)], -70, size)
     wrapped = np.zeros(size, dtype=LONG)
     np.add.at(wrapped, (part.law.first + np.arange(300) + 70) % size, part.mass.astype(LONG))
     assert bound == 0.0

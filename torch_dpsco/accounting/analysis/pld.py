@@ -40,7 +40,7 @@ from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.convert import mu_upper
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu, log_delta_curve
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_compose import (
     Counted,
     Cumulant,
@@ -114,8 +114,8 @@ def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: fl
     ledger, step = _canonical(losses), check.positive(grid=grid)
     if delta == 1 or not ledger:
         return PLDResult(0.0, delta, 0.0, 0.0, 0.0)
-    if len(ledger) == 1 and isinstance(ledger[0][0], GaussianLoss):
-        return PLDResult(gaussian_epsilon(ledger[0][0].ratio, delta), delta, 0.0, 0.0, 0.0)
+    if len(ledger) == 1 and ledger[0][1] == 1 and (alone := ledger[0][0].epsilon_alone(delta)) is not None:
+        return PLDResult(alone, delta, 0.0, 0.0, 0.0)
     infinite = -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in ledger))
     if infinite >= delta:
         return PLDResult(math.inf, delta, 0.0, 0.0, 0.0)
@@ -146,9 +146,8 @@ def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: fl
     ledger, step = _canonical(losses), check.positive(grid=grid)
     if not ledger:
         return PLDResult(epsilon, 0.0, 0.0, 0.0, 0.0)
-    if len(ledger) == 1 and isinstance(ledger[0][0], GaussianLoss):
-        delta = min(1.0, gaussian_delta(ledger[0][0].ratio, epsilon) * (1 + 1e-12))
-        return PLDResult(epsilon, delta, 0.0, 0.0, 0.0)
+    if len(ledger) == 1 and ledger[0][1] == 1 and (alone := ledger[0][0].delta_alone(epsilon)) is not None:
+        return PLDResult(epsilon, alone, 0.0, 0.0, 0.0)
     return _both_ways(ledger, _AtEpsilon(epsilon), step)
 
 

@@ -55,6 +55,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,15 @@ Counted = Sequence[tuple[GridLaw, int]]
 
 _DETAIL = 64  # blocks are single points up to this distance, then 1 / 64 of their distance wide
 _LOG_TAIL = math.log(1e15)  # of the tilted mass beyond each end of the window
+
+
+class AnyCumulant(Protocol):
+    """A cumulant K, or an estimate of one, and the largest tilt to ask it for."""
+
+    limit: float
+
+    def __call__(self, t: float) -> float:
+        """Returns K(t)."""
 
 
 class Cumulant:
@@ -147,7 +157,7 @@ class Window:
         return replace(self, low=loss) if farther else self
 
 
-def window(cumulant: Cumulant, tilt: float) -> Window:
+def window(cumulant: AnyCumulant, tilt: float) -> Window:
     """Returns the window of a tilted composition: Chernoff's bound at both ends."""
     base = cumulant(tilt)
 
@@ -315,7 +325,7 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     size = transform_size(view.width / grid + 4)
     parts = [(tilted(law, tilt), count) for law, count in laws]
     losses = np.asarray((first + np.arange(size)) * grid, dtype=np.float64)
-    mass, error = _convolved(parts, first, size)
+    mass, error = convolved(parts, first, size)
     log_scale = math.fsum(count * part.log_norm for part, count in parts)
     # PRIVACY: the margin for rounding (test_the_error_bound_covers_the_difference_to_an_exact_convolution)
     finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (log_scale - tilt * aim)
@@ -323,7 +333,7 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     # |log_norm| + log n bounds the numbers that log_norm is the sum of
     summed = math.fsum(count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts)
     slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
-    log_lost = _log_beyond(laws, losses[-1], view.rise)
+    log_lost = log_beyond(laws, losses[-1], view.rise)
     log_infinite = _log(-math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws)))
     log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (8 + np.abs(finite))
     log_delta[losses - aim < -_CLIP / max(tilt, 1.0)] = 0.0
@@ -331,7 +341,7 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     return DeltaCurve(first, grid, np.minimum(log_delta, 0.0), np.logaddexp(log_error, log_lost))
 
 
-def _convolved(parts: list[tuple[TiltedLaw, int]], first: int, size: int) -> tuple[FloatArray, float]:
+def convolved(parts: list[tuple[TiltedLaw, int]], first: int, size: int) -> tuple[FloatArray, float]:
     """Returns the circular convolution of the tilted laws from index `first` on, and the bound E on its error."""
     rows = max(part.mass.size for part, _ in parts) / size + 2  # of `_folded`, each an addition
     if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
@@ -393,7 +403,7 @@ def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) 
     return result
 
 
-def _log_beyond(laws: Counted, end: float, rise: float) -> float:
+def log_beyond(laws: Counted, end: float, rise: float) -> float:
     """Returns log of the bound on what losses above `end` contribute."""
     exponent = 1e-6 - rise * end
     for law, count in laws:

@@ -34,6 +34,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair, MixturePair, OppositePair
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
@@ -166,6 +167,14 @@ class LossLaw(ABC):
         """Returns the law of the loss with P and Q exchanged."""
         return self
 
+    def epsilon_alone(self, delta: float) -> float | None:
+        """Returns epsilon at delta of a single release, in both orders, where no grid is needed for it."""
+        return None
+
+    def delta_alone(self, epsilon: float) -> float | None:
+        """Returns delta at epsilon of a single release, in both orders, where no grid is needed for it."""
+        return None
+
     @abstractmethod
     def span(self, reach: float) -> tuple[float, float]:
         """Returns an interval of losses, beyond which less than 2 Phi(-reach) of the mass lies, infinity aside."""
@@ -244,6 +253,14 @@ class GaussianLoss(LossLaw):
     def mu(self) -> float | None:
         """See the base class."""
         return self.ratio
+
+    def epsilon_alone(self, delta: float) -> float:
+        """See the base class."""
+        return gaussian_epsilon(self.ratio, delta)
+
+    def delta_alone(self, epsilon: float) -> float:
+        """See the base class."""
+        return min(1.0, gaussian_delta(self.ratio, epsilon) * (1 + 1e-12))
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""

@@ -1,0 +1,525 @@
+"""Random allocation: brackets, quadrature and Monte Carlo written plainly, rounding to the safe side, composition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import mpmath as mp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+
+from tests.reference.allocation_literal import Drawn, bound, bracket, ratio, sampled, sum_law, two_steps
+from torch_dpsco.accounting.analysis import allocation, allocation_rdp, allocation_sums
+from torch_dpsco.accounting.analysis.allocation import (
+    AllocationLoss,
+    allocation_delta,
+    allocation_epsilon,
+    allocation_law,
+    allocation_noise,
+)
+from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
+from torch_dpsco.accounting.analysis.allocation_pass import Pass, epsilon_at, log_delta, profile
+from torch_dpsco.accounting.analysis.allocation_rdp import _integral, added, allocation_renyi, removed
+from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
+from torch_dpsco.accounting.analysis.pld import pld_delta
+from torch_dpsco.accounting.analysis.pld_compose import Window
+from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw
+
+WAYS = ("remove", "add", "replace")
+
+
+def delta(noise, steps, epsilon, way):
+    return math.exp(log_delta(Pass(noise, steps, way), epsilon))
+
+
+# Against other computations.
+
+TWO = [(0.25, 30.0), (0.3, 12.0), (0.5, 1.0), (0.5, 5.0), (0.5, 15.0), (0.8, 3.0), (1.0, 1.0), (1.0, 6.0), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("noise", "epsilon"), TWO)
+def test_two_steps_agree_with_quadrature(noise, epsilon, way):
+    exact = two_steps(noise, epsilon, way)
+    assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, way) <= exact * 1.015  # of the quadrature
+
+
+CASES = [
+    (1.0, 100, 0.5, "remove"),
+    (1.0, 100, 0.5, "add"),
+    (1.0, 100, 0.8, "replace"),
+    (0.5, 16, 5.0, "remove"),
+    (0.5, 16, 1.0, "add"),
+    (2.0, 10, 1.0, "replace"),
+    (0.3, 8, 12.0, "remove"),
+    (0.7, 33, 3.0, "replace"),
+    (5.0, 200, 0.02, "add"),
+    (5.0, 200, 0.02, "replace"),
+    (100.0, 5, 0.01, "remove"),
+    (1.0, 4096, 0.08, "remove"),
+]
+
+
+@pytest.mark.representatives(4)
+@pytest.mark.parametrize(("noise", "steps", "epsilon", "way"), CASES)
+def test_no_figure_is_below_its_bracket(noise, steps, epsilon, way):
+    low, high = bracket(noise, steps, epsilon, way, m=14 if way == "replace" else 50)
+    found = delta(noise, steps, epsilon, way)
+    assert low <= found <= (2 * low + high) / 3 * 1.02
+
+
+DRAWN = [
+    (1.0, 20, (1.0,), "remove", 3.0),
+    (1.0, 20, (0.6,), "add", 1.0),
+    (1.0, 20, (1.2,), "replace", 3.0),
+    (0.4, 50, (8.0,), "remove", 2.0),
+    (0.4, 50, (8.0,), "replace", 2.0),
+    (2.0, 8, (0.7,), "replace", 5.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "steps", "epsilons", "way", "shift"), DRAWN)
+def test_no_figure_is_below_what_is_sampled(noise, steps, epsilons, way, shift):
+    """False alarms: one in a million for each side (4.9 standard errors)."""
+    mean, error = sampled(noise, steps, epsilons, way, 400_000, np.random.default_rng(), shift)
+    found = delta(noise, steps, math.fsum(epsilons), way)
+    assert mean - 4.9 * error <= found <= (mean + 4.9 * error) * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_several_passes_cost_no_less_than_is_sampled(way):
+    """False alarms: one in a million for each side. Two passes of two losses, composed by `pld` in one order."""
+    noise, steps, total, epochs = 1.0, 16, 1.0, 3
+    mean, error = sampled(noise, steps, [total / epochs] * epochs, way, 400_000, np.random.default_rng())
+    both = pld_delta([(AllocationLoss(noise, steps, way), epochs)], total)
+    assert both is not None
+    assert both.delta >= mean - 4.9 * error
+    if way != "add":  # the larger order
+        assert both.delta <= (mean + 4.9 * error) * 1.02
+
+
+CLOSE = [
+    (0.5, 2, 1e-14, "replace_one", 30),
+    (0.5, 3, 1e-9, "replace_one", 20),
+    (0.5, 10, 1e-14, "replace_one", 20),
+    (0.7, 5, 1e-5, "replace_one", 25),
+    (1.0, 2, 1e-14, "replace_one", 25),
+    (1.0, 100, 1e-14, "replace_one", 25),
+    (1.0, 10_000, 1e-14, "replace_one", 30),
+    (2.0, 10, 1e-14, "replace_one", 30),
+    (0.5, 2, 1e-14, "add_remove", 30),
+    (0.5, 10_000, 1e-5, "add_remove", 40),
+    (1.0, 1000, 1e-9, "add_remove", 60),
+    (1.0, 10_000, 1e-14, "add_remove", 60),
+    (2.0, 100, 1e-9, "add_remove", 60),
+    (20.0, 10, 1e-14, "add_remove", 80),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "steps", "target", "adjacency", "m"), CLOSE)
+def test_epsilon_is_within_half_a_percent_of_the_truth(noise, steps, target, adjacency, m):
+    """By a certified lower bound on delta, bins merged into their means: at 0.5 % less, it is larger than allowed."""
+    less = 0.995 * allocation_epsilon(noise, steps, target, adjacency)
+    assert bound(noise, steps, less, "replace" if adjacency == "replace_one" else "remove", m, False) > target
+
+
+def _settings(number, generator):
+    """Yields noise, steps, passes, delta, adjacency and the orders in which they compare."""
+    for _ in range(number):
+        noise, steps = (
+            math.exp(generator.uniform(math.log(0.5), math.log(10))),
+            int(math.exp(generator.uniform(0.7, 4.5))),
+        )
+        epochs = 1 if generator.random() < 0.93 else int(generator.integers(2, 6))
+        adjacency = str(generator.choice(["add_remove", "zero_out", "replace_one"]))
+        ways = ("replace",) if adjacency == "replace_one" else ("remove", "add")
+        yield noise, steps, epochs, 10 ** generator.uniform(-12, -1.5), adjacency, ways
+
+
+@pytest.mark.slow
+def test_random_settings_agree_with_what_is_sampled():
+    """200 settings: no epsilon is below what is sampled, nor more than 0.5 % above it (several passes: 2 %).
+
+    False alarms: 602 normal errors beyond 5.9 standard errors, together one in a million; estimates that fewer than 300
+    draws make up do not count.
+    """
+    generator, checked, ratios, squares = np.random.default_rng(), 0, [], []
+    for noise, steps, epochs, target, adjacency, ways in _settings(200, generator):
+        epsilon = allocation_epsilon(noise, steps, target, adjacency, epochs=epochs)
+        if epsilon == 0:
+            continue
+        less = (0.995 if epochs == 1 else 0.98) * epsilon
+        found = [Drawn(noise, steps, epochs, way, generator).estimates((epsilon, less), 5000) for way in ways]
+        setting = (noise, steps, epochs, target, adjacency, found)
+        assert all(mean - 5.9 * error <= target for (mean, error, number), _ in found if number > 300), setting
+        (mean, error, number), (high, high_error, _) = max(found)
+        if number > 300:
+            checked += 1
+            assert high + 5.9 * high_error >= target, setting
+            ratios.append(mean / target)
+            squares.append((error / target) ** 2)
+    assert checked > 120
+    error = math.sqrt(sum(squares)) / checked
+    assert 0.94 - 5.9 * error <= np.mean(ratios) <= 1 + 5.9 * error
+
+
+# Bounds that hold between figures.
+
+
+@pytest.mark.representatives(3)
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+@pytest.mark.parametrize("noise", [0.6, 1.0, 7.0])
+def test_more_steps_never_cost_more(noise, adjacency):
+    mu = (2 if adjacency == "replace_one" else 1) / noise
+    costs = [allocation_epsilon(noise, steps, 1e-6, adjacency) for steps in (1, 2, 7, 30, 300)]
+    assert costs[0] == pytest.approx(gaussian_epsilon(mu, 1e-6), rel=1e-12)
+    assert all(more < fewer for fewer, more in itertools.pairwise(costs))
+    assert allocation_law(noise, 1, adjacency) == GaussianLoss(mu)
+    assert allocation_law(1e9, 1 << 40, adjacency) == allocation_law(1e4, 1 << 20, adjacency)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_noise_below_a_quarter_counts_as_unsampled(way):
+    assert delta(0.2, 50, 3.0, way) == pytest.approx(gaussian_delta(Pass(0.2, 50, way).mu, 3.0), rel=1e-9)
+
+
+def test_at_epsilon_0_removing_costs_what_adding_does():
+    for noise, steps in [(0.4, 9), (1.0, 100), (20.0, 1000)]:
+        assert delta(noise, steps, 0.0, "remove") == pytest.approx(delta(noise, steps, 0.0, "add"), rel=1e-3)
+
+
+def test_the_larger_direction_is_reported(monkeypatch):
+    for way, noise, steps in [("remove", 1.0, 100), ("add", 1.0, 100), ("remove", 20.0, 3)]:
+        law = AllocationLoss(noise, steps, way)
+        assert law.exchanged() == AllocationLoss(noise, steps, "add" if way == "remove" else "remove")
+        both = [epsilon_at(Pass(noise, steps, each), 1e-5) for each in ("remove", "add")]
+        assert law.epsilon_alone(1e-5) == max(both)
+        assert law.delta_alone(0.3) == max(delta(noise, steps, 0.3, each) for each in ("remove", "add"))
+    assert allocation_epsilon(1.0, 100, 1e-5, "add_remove") > 1.4 * epsilon_at(Pass(1.0, 100, "add"), 1e-5)
+    # were adding dearer, adding would be reported
+    costs = {"remove": (1.0, -9.0), "add": (2.0, -3.0)}
+    monkeypatch.setattr(allocation, "epsilon_at", lambda pair, target: costs[pair.way][0])
+    monkeypatch.setattr(allocation, "log_delta", lambda pair, epsilon: costs[pair.way][1])
+    for way in ("remove", "add"):
+        assert AllocationLoss(1.0, 100, way).epsilon_alone(1e-3) == 2.0
+        assert AllocationLoss(1.0, 100, way).delta_alone(1.0) == math.exp(-3.0)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.floats(0.3, 30.0), st.integers(2, 500), st.floats(-25.0, -0.01), st.sampled_from(WAYS))
+def test_the_epsilon_of_a_pass_meets_delta(noise, steps, log_target, way):
+    epsilon = epsilon_at(Pass(noise, steps, way), math.exp(log_target))
+    assert log_delta(Pass(noise, steps, way), epsilon) <= log_target + 1e-9
+    assert 0 <= epsilon <= gaussian_epsilon(Pass(noise, steps, way).mu, math.exp(log_target))
+
+
+def test_replacing_costs_at_most_removing_and_adding_another():
+    for noise, steps in [(0.5, 100), (1.0, 20), (3.0, 50)]:
+        removed, added = delta(noise, steps, 0.8, "remove"), delta(noise, steps, 0.6, "add")
+        assert delta(noise, steps, 1.4, "replace") <= removed + math.exp(0.8) * added
+        assert delta(noise, steps, 1.4, "replace") > delta(noise, steps, 1.4, "remove")
+
+
+# Rounding: everything that is cut off or rounded counts.
+
+
+def _exact_cells(term, cuts):
+    """Returns masses of N(0, z^2), and their products with the rise of Y over the left cut, in 40 digits."""
+    z, weight = mp.mpf(term.noise), mp.exp(term.log_weight) if not term.positive else mp.mpf(0)
+
+    def at(x, mean):
+        return mp.ncdf((x - mean) / z)
+
+    out = []
+    for left, right in itertools.pairwise(cuts):
+        mass = at(right, 0) - at(left, 0)
+        value = mp.exp((2 * left - 1) / (2 * z * z)) - weight * mp.exp((-2 * left - 1) / (2 * z * z))
+        mean = (at(right, 1) - at(left, 1)) - weight * (at(right, -1) - at(left, -1))
+        out.append((mass, mean - value * mass))
+    return out
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("noise", "log_weight", "step"), [(0.5, -math.inf, 0.5), (2.0, -math.inf, 0.02), (1.0, 0.7, 0.1)]
+)
+def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, step, sign):
+    """Against 40 digits: no interval has less mass than it should, nor less at the end towards which sums grow."""
+    if sign < 0 and log_weight > -math.inf:
+        return
+    term = Term(1.0, noise, log_weight=log_weight)
+    low, high = (3, 60) if term.positive else (-40, 60)
+    law = spread(term, step, (low, low, high), sign, 1.0)
+    points = law.mass if sign > 0 else law.mass[::-1]
+    with mp.workdps(40):
+        x = [mp.mpf(float(position)) for position in term.positions(np.arange(low, high + 1) * step)[0]]
+        cells = _exact_cells(term, x)
+        ends = [mp.ncdf(x[0] / noise), mp.ncdf(-x[-1] / noise)]
+        up = [rise / step for _, rise in cells]
+        exact = [ends[0] + cells[0][0] - up[0]]
+        exact += [up[i - 1] + cells[i][0] - up[i] for i in range(1, len(cells))]
+        exact += [up[-1] + ends[1]]
+        # mass that is kept from above every point on (from below for -Y) dominates
+        running = np.cumsum(points[::-1])[::-1] if sign > 0 else np.cumsum(points)
+        wanted = np.cumsum(np.array(exact[::-1]))[::-1] if sign > 0 else np.cumsum(np.array(exact))
+        short = [float(w - mp.mpf(float(r))) for w, r in zip(wanted, running, strict=True)]
+        assert max(short) <= 1e-17
+        assert max(abs(value) for value in short) < 1e-9
+
+
+def test_the_error_of_a_position_is_within_the_stated_one():
+    for noise, log_weight in [(0.25, -math.inf), (0.25, 60.0), (1.0, 2.0), (100.0, -math.inf), (100.0, 0.01)]:
+        term = Term(1.0, noise, log_weight=log_weight)
+        values = term.value(np.linspace(-9 * noise, 9 * noise + 1, 200))
+        back, _ = term.positions(values)
+        with mp.workdps(60):
+            z, weight = mp.mpf(noise), mp.exp(mp.mpf(log_weight)) if log_weight > -math.inf else mp.mpf(0)
+            for value, position in zip(values.tolist(), back.tolist(), strict=True):
+                y, root = mp.mpf(value), 2 * mp.sqrt(weight) * mp.exp(-1 / (2 * z * z))
+                larger = mp.log((abs(y) + mp.sqrt(y * y + root * root)) / 2)
+                exact = z * z * (larger if y >= 0 else log_weight - larger - 1 / (z * z)) + mp.mpf(1) / 2
+                assert abs(float((exact - mp.mpf(position)) / (z * z))) <= term.rounding
+
+
+def test_the_margin_for_rounding_is_in_the_figure():
+    """A sum of few terms is convolved in fractions: no point of the bound is below the exact one."""
+    generator = np.random.default_rng(5)
+    mass = generator.dirichlet(np.ones(40)) * np.exp(-np.linspace(0, 60, 40))
+    law, count = GridLaw(-11, mass, 0.0, 0.5, 0.0), 3
+    exact = [Fraction(1)]
+    for _ in range(count):
+        total = [Fraction(0)] * (len(exact) + mass.size - 1)
+        for i, one in enumerate(exact):
+            for j, two in enumerate(mass.tolist()):
+                total[i + j] += one * Fraction(two)
+        exact = total
+    whole, part = (Window(1.0, -16.5, high, rise) for high, rise in ((44.0, 1.5), (-5.0, 1.2)))
+    for view in (whole, part):  # what lies above the window counts, too
+        first, log_value, _ = allocation_sums._exceeded(law, count, view, 0.0)
+        for k in range(-33, min(80, first + log_value.size)):
+            excess = sum((mass * (i - 33 - k) for i, mass in enumerate(exact) if i - 33 > k), Fraction(0))
+            assert mp.mpf(log_value[k - first]) >= mp.log(mp.mpf(excess.numerator) / excess.denominator) - mp.mpf(
+                "1e-15"
+            )
+
+
+@pytest.mark.parametrize("first", [10**6, -(10**6)])
+def test_between_points_a_bound_is_not_below_its_chord(first):
+    values = -np.cumsum(np.linspace(0.0, 2.0, 40))
+    hinge = Hinge(first, 0.1, values, values - 30, 1e-20, math.inf)
+    with mp.workdps(40):
+        for level in (0.1 * (first + np.random.default_rng(7).uniform(0, 39, 300))).tolist():
+            place = mp.mpf(level) / mp.mpf(0.1) - first
+            k = int(mp.floor(place))
+            high, low = (mp.exp(mp.mpf(float(values[i]))) for i in (k, k + 1))
+            exact = mp.log((high + (place - k) * (low - high)) * mp.mpf(0.1) + mp.mpf(1e-20))
+            assert exact <= mp.mpf(hinge.log_at(level)) <= exact + mp.mpf("1e-8")
+
+
+def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
+    """With noise 0.3 nearly all of delta is beyond the top of the grid of a term."""
+    assert delta(0.3, 2, 12.0, "remove") >= two_steps(0.3, 12.0, "remove") * (1 - 1e-7)
+    monkeypatch.setattr(Sum, "_beyond", lambda self, low, high: 0.0)
+    question = Pass(0.3, 2, "remove").sum(12.0, -30.0)
+    assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(0.3, 12.0, "remove")
+
+
+@pytest.mark.parametrize(("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)])
+def test_one_large_term_is_a_bound_too(noise, epsilon):
+    exact = two_steps(noise, epsilon, "replace")
+    found = by_one_large(Pass(noise, 2, "replace").sum(epsilon, -90.0), 1e-4) - math.log(2)
+    assert exact * (1 - 1e-7) <= math.exp(found) <= exact * 1.02
+
+
+def _hull(x, y, i):
+    """Returns the largest convex function below points, at one of them: the least of all chords over it."""
+    share = (x[i] - x[:i, None]) / (x[i + 1 :] - x[:i, None])
+    return min(y[i], ((1 - share) * y[:i, None] + share * y[i + 1 :]).min(initial=math.inf))
+
+
+@pytest.mark.parametrize("grid", [pytest.param(1e-3, marks=pytest.mark.slow), 0.05])
+@pytest.mark.parametrize("way", ["remove", "add", pytest.param("replace", marks=pytest.mark.slow)])
+def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
+    law = AllocationLoss(1.0, 20, way).on_grid(grid, 9.0)
+    losses = law.losses()
+
+    def excess(epsilon):
+        return law.infinite + float(law.mass @ np.maximum(-np.expm1(np.minimum(epsilon - losses, 0.0)), 0.0))
+
+    for epsilon in (0.0, 0.1, 0.333, 1.0, 1.7, 2.5):
+        exact = delta(1.0, 20, epsilon, way)
+        assert exact * (1 - 1e-3) <= excess(epsilon) <= exact * (1.04 + 40 * grid * grid) + 1e-18
+        other = 1 - math.exp(-epsilon) + math.exp(-epsilon) * delta(1.0, 20, epsilon, Pass(1.0, 20, way).exchanged.way)
+        assert other * (1 - 1e-3) <= excess(-epsilon) <= other * 1.01 + 40 * grid * grid
+    epsilons, values = profile(Pass(1.0, 20, way), -40.0)
+    short = [_hull(np.exp(epsilons), values, i) - excess(epsilons[i]) for i in range(0, values.size, 9)]
+    assert max(short) <= 0.0
+
+
+# Calibration, arguments, and what is not covered.
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "steps", "adjacency"),
+    [(1.0, 50, "zero_out"), (1.0, 1, "add_remove"), pytest.param(4.0, 7, "replace_one", marks=pytest.mark.slow)],
+)
+def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency, monkeypatch):
+    noise = allocation_noise(epsilon, 1e-5, steps, adjacency)
+    assert allocation_epsilon(noise, steps, 1e-5, adjacency) <= epsilon
+    assert allocation_epsilon(noise * 0.995, steps, 1e-5, adjacency) > epsilon
+    monkeypatch.setattr(allocation, "brentq", lambda *args, **more: brentq(*args, **more) - 1e-3)  # a poor search
+    assert allocation_epsilon(allocation_noise(epsilon, 1e-5, steps, adjacency), steps, 1e-5, adjacency) <= epsilon
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"noise": -1.0},
+        {"steps": 0},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"adjacency": "other"},
+        {"epochs": -1},
+        {"direction": "replace"},
+        {"direction": "add", "epochs": 2},
+        {"direction": "add", "adjacency": "replace_one"},
+    ],
+)
+def test_bad_arguments_are_refused(arguments):
+    good = {"noise": 1.0, "steps": 10, "delta": 1e-5, "adjacency": "add_remove"}
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        allocation_epsilon(**(good | arguments))
+
+
+def test_no_pass_costs_nothing_and_no_noise_everything():
+    assert allocation_epsilon(1.0, 10, 1e-5, "add_remove", epochs=0) == 0
+    assert allocation_delta(0.0, 10, 1.0, "add_remove") == 1
+    assert allocation_epsilon(0.0, 10, 1e-5, "replace_one") == math.inf
+    with pytest.raises(ValueError, match="epsilon"):
+        allocation_noise(0.0, 1e-5, 10, "add_remove")
+
+
+def test_a_permutation_cut_into_batches_is_not_covered():
+    """All other records contribute -C, and the record C against 0: the offset shows where the record is.
+
+    After adding b C to each sum, the pair is the mixtures of N(2 C e_t) and of N(C e_t). Its delta at the epsilon of
+    random allocation is a thousand times as large: 4.9 standard errors are one false alarm in a million.
+    """
+    noise, steps, draws = 0.5, 100, 20_000
+    epsilon = allocation_epsilon(noise, steps, 1e-5, "zero_out")
+    x = np.random.default_rng().normal(0.0, noise, (draws, steps))
+    x[:, 0] += 2
+    loss = np.log(np.exp((2 * x - 2) / noise**2).mean(axis=1)) - np.log(ratio(x, noise).mean(axis=1))
+    gain = -np.expm1(np.minimum(epsilon - loss, 0.0))
+    assert gain.mean() - 4.9 * gain.std() / math.sqrt(draws) > 1e-3
+
+
+# Renyi divergences.
+
+
+def _exact_moments(noise, steps, largest):
+    """Returns log E M^a for a = 0 .. `largest`, in 40 digits: a power of a series by repeated products."""
+    with mp.workdps(40):
+        series = [mp.exp(mp.mpf(k * (k - 1)) / (2 * mp.mpf(noise) ** 2)) / mp.factorial(k) for k in range(largest + 1)]
+        total, left = [mp.mpf(1)] + [mp.mpf(0)] * largest, steps
+        while left:
+            if left % 2:
+                total = [mp.fdot(total[: k + 1], series[k::-1]) for k in range(largest + 1)]
+            series = [mp.fdot(series[: k + 1], series[k::-1]) for k in range(largest + 1)]
+            left //= 2
+        return [mp.log(total[a] * mp.factorial(a) / mp.mpf(steps) ** a) for a in range(largest + 1)]
+
+
+@pytest.mark.parametrize(("noise", "steps"), [(0.25, 1000), (0.5, 7), (1.0, 100), (20.0, 1000), (100.0, 10**6)])
+def test_renyi_divergences_are_not_below_exact_moments(noise, steps):
+    exact = [float(value) for value in _exact_moments(noise, steps, 24)]
+    orders = np.arange(2.0, 25.0)
+    found = removed(noise, steps, orders) * (orders - 1)
+    assert np.all(found >= exact[2:])
+    assert np.all(found <= np.array(exact[2:]) * (1 + 1e-9) + 2e-12 * orders)
+    assert removed(noise, steps, np.array([1 + 1e-9, 1.1])) == pytest.approx(
+        removed(noise, steps, orders[:1])[0], rel=1e-6
+    )
+    between = removed(noise, steps, orders + 0.5) * (orders - 0.5)
+    assert np.all(np.diff(found) / 2 <= np.diff(between) * (1 + 1e-9) + 1e-11)  # chords of a convex curve
+
+
+def _moments_of_two(noise, powers, way):
+    """Returns log E M^-b (add), or log E M^(b+1) M'^-b (replace), for T = 2, on a square of points."""
+    x = np.arange(-14 * noise, 14 * noise + 2, 0.04 * noise) if way == "add" else None
+    out = []
+    for b in powers:
+        if way == "replace":
+            x = np.arange(-14 * noise, 14 * noise + 2 * b + 1, 0.06 * noise)
+        left = x - (b + 1) * (way == "add")  # where e^(-bx) puts the mass
+        density = -((left / noise) ** 2) / 2 + math.log((x[1] - x[0]) / noise / math.sqrt(2 * math.pi))
+        log_l, log_r = (2 * left - 1) / (2 * noise**2), (-2 * left - 1) / (2 * noise**2)
+        one, two = (np.logaddexp(each[:, None], each) - math.log(2) for each in (log_l, log_r))
+        total = density[:, None] + density + (-b * one if way == "add" else (b + 1) * one - b * two)
+        out.append(float(np.logaddexp.reduce(total, axis=None)))
+    return np.array(out)
+
+
+@pytest.mark.parametrize("noise", [0.25, 0.5, 1.0, 4.0, 100.0])
+def test_the_integral_for_adding_is_not_below_moments(noise):
+    """One step in closed form, two by a square of points, several by the bracket of their law."""
+    b = np.array([1e-3, 0.3, 1.0, 2.5])
+    exact = b * (b + 1) / (2 * noise**2)
+    found = _integral(noise, 1, b)
+    assert np.all(found >= exact)
+    assert np.all(found[:2] <= exact[:2] * (1 + 1e-8) + 1e-3 * (noise < 0.5))
+    orders = np.array([1.2, 2.0, 4.0])
+    exact = _moments_of_two(noise, orders - 1, "add")
+    found = added(noise, 2, orders) * (orders - 1)
+    assert np.all(found >= exact * (1 - 1e-12) - 1e-12)
+    assert np.all(found <= exact * 1.05)
+    for steps in (16, 1000):
+        low, high = (sum_law(noise, steps, 20, spread) for spread in (False, True))
+        for order in (1.5, 3.0, 10.0):
+            found = math.exp((order - 1) * added(noise, steps, np.array([order]))[0])
+            bounds = [float(mass @ (np.maximum(values, 1e-12) / steps) ** (1 - order)) for values, mass in (low, high)]
+            assert bounds[0] <= found
+            if low[0].min() > 0 and order < 4:
+                assert found <= 1 + 1.04 * max(bounds[1] - 1, bounds[0] - 1)
+
+
+def test_renyi_divergences_cover_both_directions(monkeypatch):
+    orders = np.array([1.3, 2.0, 3.5])
+    for noise in (0.5, 1.0, 3.0):
+        exact = _moments_of_two(noise, orders - 1, "replace") / (orders - 1)
+        found = allocation_renyi(noise, 2, orders, "replace_one")
+        assert np.all(found >= exact * (1 - 1e-12))
+        assert np.all(found <= 2 * exact)
+        assert allocation_renyi(noise, 2, 2.0, "add_remove") == allocation_renyi(noise, 2, 2.0, "zero_out") < found[1]
+    monkeypatch.setattr(allocation_rdp, "added", lambda noise, steps, orders: orders / 9.0)
+    assert allocation_renyi(1.0, 100, 2.0, "zero_out") == 2 / 9
+    assert allocation_renyi(1.0, 100, 2.0, "replace_one") > 4 / 9
+
+
+def test_renyi_divergences_are_those_of_one_release_where_nothing_better_is_known():
+    orders = np.array([1.5, 4.0, 64.0, 1e4])
+    for adjacency, squared in (("add_remove", 1), ("replace_one", 4)):
+        for noise, steps in ((2.0, 1), (0.2, 50)):
+            found = allocation_renyi(noise, steps, orders, adjacency)
+            assert found == pytest.approx(orders * squared / (2 * noise**2), rel=1e-12)
+        assert np.all(allocation_renyi(2.0, 7, orders, adjacency) <= orders * squared / 8 * (1 + 1e-12))
+        assert allocation_renyi(0.0, 7, 2.0, adjacency) == math.inf
+    with pytest.raises(ValueError, match="order"):
+        allocation_renyi(1.0, 7, 1.0, "zero_out")
+
+
+def test_epsilon_of_the_divergences_is_above_that_of_the_sums():
+    orders = np.arange(2.0, 60.0)
+    for adjacency in ("add_remove", "replace_one"):
+        loose = rdp_epsilon(orders, allocation_renyi(1.0, 100, orders, adjacency), 1e-5).epsilon
+        assert allocation_delta(1.0, 100, loose, adjacency) < 1e-5 < allocation_delta(1.0, 100, loose / 3, adjacency)

@@ -1,0 +1,287 @@
+"""Random allocation: passes of T steps in which each record takes part in one, drawn uniformly and kept secret.
+
+A pass has a loss law (`AllocationLoss`), made of delta at some hundred epsilons (`allocation_pass`), in both orders,
+whose chords in e^epsilon are an upper bound. It composes with all other laws. One pass alone needs no chords.
+
+Figures are upper bounds for all z and T; sums are computed for z from 1/4 to 1e4 and T up to 2^20. Beyond, z and T are
+rounded to the safe side, and passes with z below 1/4 count as one unsampled Gaussian release each.
+
+Source: docs/proofs/allocation.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.allocation_pass import (
+    ADJACENCIES,
+    LEAST_NOISE,
+    MOST_NOISE,
+    MOST_STEPS,
+    Pass,
+    epsilon_at,
+    log_delta,
+    profile,
+)
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
+from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw, LossLaw, connected
+from torch_dpsco.accounting.analysis.pld_pairs import UNIT
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
+
+_DIRECTIONS = ("remove", "add")
+_SEARCH = 1e-4  # of the noise
+
+
+@dataclass(frozen=True)
+class AllocationLoss(LossLaw):
+    """The loss of one pass.
+
+    Args:
+        noise: z >= 1/4, noise std over the clip.
+        steps: T >= 2.
+        way: "remove" is log(with / without) under "with", "add" its reverse, "replace" one record replaced.
+
+    Guarantee: ADD_REMOVE and ZERO_OUT ("remove", "add": both must hold, see `pld_laws.PoissonLoss`), REPLACE_ONE.
+    Source: docs/proofs/allocation.md#a-law-from-a-profile.
+    """
+
+    noise: float
+    steps: int
+    way: str
+
+    def exchanged(self) -> AllocationLoss:
+        """See the base class."""
+        # PRIVACY: several passes compose in both orders (test_the_larger_direction_is_reported)
+        return replace(self, way=self._pass.exchanged.way)
+
+    def span(self, reach: float) -> tuple[float, float]:
+        """See the base class."""
+        losses = _atoms(self._pass, reach).losses
+        return float(losses[0]), float(losses[-1])
+
+    def on_grid(self, grid: float, reach: float) -> GridLaw:
+        """See the base class."""
+        atoms = _atoms(self._pass, reach)
+        places = np.floor(atoms.losses / grid).astype(np.int64)
+        first = int(places[0])
+        mass, excess = np.zeros(int(places[-1]) - first + 1), np.zeros(int(places[-1]) - first + 1)
+        np.add.at(mass, places - first, atoms.mass)
+        np.add.at(excess, places - first, -atoms.mass * np.expm1(-np.maximum(atoms.losses - places * grid, 0.0)))
+        accuracy = 16 * UNIT * (4 + float(np.abs(atoms.losses).max()))
+        return GridLaw(first, connected(mass, excess, grid, accuracy), atoms.infinite, grid, accuracy)
+
+    def epsilon_alone(self, delta: float) -> float:
+        """See the base class."""
+        order = self._pass.exchanged if self.way == "add" else self._pass
+        found = epsilon_at(order, delta)
+        # PRIVACY: both orders (test_the_larger_direction_is_reported)
+        if order == order.exchanged or log_delta(order.exchanged, found) <= math.log(delta):
+            return found
+        return max(found, epsilon_at(order.exchanged, delta))
+
+    def delta_alone(self, epsilon: float) -> float:
+        """See the base class."""
+        return math.exp(max(log_delta(self._pass, epsilon), log_delta(self._pass.exchanged, epsilon)))
+
+    @property
+    def _pass(self) -> Pass:
+        return Pass(self.noise, self.steps, self.way)
+
+
+def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
+    """Returns the loss law of one pass.
+
+    Args:
+        noise: z > 0, noise std over the clip.
+        steps: T >= 1.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: that of the law, under the adjacency, if picks are uniform, independent of each other and of all data
+        and noise, and never released, and T steps of noise at least z clips each are made.
+
+    Source: docs/proofs/allocation.md#dominating-pairs.
+
+    Example:
+        >>> allocation_law(1.0, 100, "add_remove")
+        AllocationLoss(noise=1.0, steps=100, way='remove')
+    """
+    # PRIVACY: more noise and more steps cost less (test_more_steps_never_cost_more)
+    noise = min(check.positive(noise=noise), MOST_NOISE)
+    steps = min(check.positive_count(steps=steps), MOST_STEPS)
+    check.choice(ADJACENCIES, adjacency=adjacency)
+    # PRIVACY: a pair of its own (test_more_steps_never_cost_more)
+    way = "replace" if adjacency == "replace_one" else "remove"
+    if steps == 1 or noise < LEAST_NOISE:
+        return GaussianLoss(Pass(noise, steps, way).mu)
+    return AllocationLoss(noise, steps, way)
+
+
+def allocation_epsilon(
+    noise: float, steps: int, delta: float, adjacency: str, *, epochs: int = 1, direction: str | None = None
+) -> float:
+    """Returns epsilon at delta of passes with fresh picks, rounded up.
+
+    Args:
+        noise: z >= 0, noise std over the clip.
+        steps: T >= 1, steps of a pass.
+        delta: in (0, 1).
+        adjacency: "add_remove", "zero_out" or "replace_one".
+        epochs: number of passes, >= 0.
+        direction: "remove" or "add" for one of the two orders of a single pass, not for replace_one.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: as `allocation_law`.
+
+    Source: docs/proofs/allocation.md.
+
+    Example:
+        >>> round(allocation_epsilon(1.0, 100, 1e-5, "add_remove"), 3)
+        0.621
+    """
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    losses = _losses(noise, steps, adjacency, epochs, direction)
+    if losses is None:
+        return math.inf
+    if direction is not None:
+        return epsilon_at(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), delta)
+    found = pld_epsilon(losses, delta)
+    return _unamplified(losses, epochs).epsilon_alone(delta) if found is None else found.epsilon
+
+
+def allocation_delta(
+    noise: float, steps: int, epsilon: float, adjacency: str, *, epochs: int = 1, direction: str | None = None
+) -> float:
+    """Returns delta at epsilon >= 0 of passes with fresh picks, rounded up (see `allocation_epsilon`).
+
+    Example:
+        >>> f"{allocation_delta(1.0, 100, 0.5, 'add_remove'):.2e}"
+        '4.41e-05'
+    """
+    epsilon = check.nonnegative(epsilon=epsilon)
+    losses = _losses(noise, steps, adjacency, epochs, direction)
+    if losses is None:
+        return 1.0
+    if direction is not None:
+        return math.exp(log_delta(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), epsilon))
+    found = pld_delta(losses, epsilon)
+    return _unamplified(losses, epochs).delta_alone(epsilon) if found is None else found.delta
+
+
+def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1) -> float:
+    """Returns nearly the least noise multiplier z with which passes are (epsilon, delta)-DP, rounded up.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1).
+        steps: T >= 1, steps of a pass.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+        epochs: number of passes, >= 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: `allocation_epsilon` of the result is at most epsilon.
+
+    Source: docs/proofs/allocation.md#calibration.
+
+    Example:
+        >>> round(allocation_noise(1.0, 1e-5, 100, "add_remove"), 3)
+        0.873
+    """
+    epsilon = check.positive(epsilon=epsilon)
+    epochs = check.positive_count(epochs=epochs)
+    law = allocation_law(1.0, 1, adjacency)
+    most = (law.mu or 0.0) * math.sqrt(epochs) / gaussian_mu(epsilon, check.open_interval(0.0, 1.0, delta=delta))
+    most *= 1 + 1e-12
+
+    @lru_cache
+    def excess(noise: float) -> float:
+        found = allocation_epsilon(noise, steps, delta, adjacency, epochs=epochs)
+        return math.log(max(found, 1e-9 * epsilon) / epsilon)
+
+    if steps == 1 or excess(most) > 0:
+        return most
+    least = most
+    while least > LEAST_NOISE and excess(max(least / 2, LEAST_NOISE)) <= 0:
+        least = max(least / 2, LEAST_NOISE)
+    if least == LEAST_NOISE:
+        return least
+    low = max(least / 2, LEAST_NOISE)
+    noise = math.exp(float(brentq(lambda log: excess(math.exp(log)), math.log(low), math.log(least), xtol=_SEARCH)))
+    step = _SEARCH * noise
+    # PRIVACY: only what was seen to meet the target (test_calibrated_noise_meets_its_target)
+    while excess(noise) > 0:
+        noise, step = min(noise + step, least), 2 * step
+    return noise
+
+
+def _losses(
+    noise: float, steps: int, adjacency: str, epochs: int, direction: str | None
+) -> tuple[tuple[LossLaw, int], ...] | None:
+    """Returns the law of the passes, None without noise, after the checks of all arguments."""
+    noise, epochs = check.nonnegative(noise=noise), check.count(epochs=epochs)
+    law = allocation_law(noise or 1.0, steps, adjacency)
+    if direction is not None:
+        check.choice(_DIRECTIONS, direction=direction)
+        if adjacency == "replace_one" or epochs != 1:
+            raise ValueError(f"direction must be None for {adjacency} and {epochs} epochs (got {direction!r})")
+    return None if noise == 0 and epochs else ((law, epochs),)
+
+
+def _unamplified(losses: tuple[tuple[LossLaw, int], ...], epochs: int) -> GaussianLoss:
+    law = losses[0][0]
+    mu = Pass(law.noise, law.steps, law.way).mu if isinstance(law, AllocationLoss) else law.mu or 0.0
+    return GaussianLoss(mu * math.sqrt(epochs) * (1 + 1e-15))
+
+
+class _Atoms(NamedTuple):
+    """A law of ascending losses with masses, and that at infinity."""
+
+    losses: FloatArray
+    mass: FloatArray
+    infinite: float
+
+
+@lru_cache(maxsize=64)
+def _atoms(pair: Pass, reach: float) -> _Atoms:
+    """Returns the law whose profile is the chords of both orders."""
+    floor = float(log_ndtr(-reach))
+    (right, above), (left, below) = (profile(order, floor) for order in (pair, pair.exchanged))
+    start = max(above[0], below[0])  # the two are equal
+    above[0] = below[0] = start
+    margin = 64 * UNIT * (4 + max(right[-1], left[-1]))
+    # PRIVACY: slopes rounded up, more so on the right (test_the_law_of_a_pass_is_not_below_its_profile)
+    losses, slopes = _falling(right, above, 3 * margin)
+    opposite, falls = _falling(left, below, margin)
+    rest = max(0.0, 1 - start - float(slopes[0]) - float(falls[0])) + 1e-14
+    mass = np.concatenate(
+        [-np.diff(falls, append=0.0)[::-1], [rest], -np.diff(slopes, append=0.0) * np.exp(losses[1:])]
+    )
+    mass[-losses.size + 1 :] *= 1 + margin
+    mass.setflags(write=False)
+    return _Atoms(np.concatenate([-opposite[:0:-1], losses]), mass, float(above[-1]) * (1 + 3 * margin))
+
+
+def _falling(epsilons: FloatArray, deltas: FloatArray, margin: float) -> tuple[FloatArray, FloatArray]:
+    """Returns the corners of the convex hull from below, in e^epsilon, and by how much its edges fall, rounded up."""
+    while True:
+        width = np.exp(epsilons[:-1]) * np.expm1(np.diff(epsilons))
+        slopes = -np.diff(deltas) / width
+        kept = np.concatenate([[True], slopes[1:] < slopes[:-1], [True]])
+        if kept.all():
+            return epsilons, np.maximum.accumulate((slopes * (1 + margin))[::-1])[::-1]
+        epsilons, deltas = epsilons[kept], deltas[kept]
