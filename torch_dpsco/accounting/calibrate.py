@@ -91,7 +91,7 @@ def design_epsilon(
 
 
 def epoch_steps(design: Design, epochs: float) -> int:
-    """Returns the number of draws of some epochs: whole epochs of `steps_per_epoch`, and a part of one rounded up.
+    """Returns the number of draws of some epochs: whole epochs of `batches`, and a part of one rounded up.
 
     Example:
         >>> from torch_dpsco.accounting.designs import Poisson
@@ -99,7 +99,7 @@ def epoch_steps(design: Design, epochs: float) -> int:
         (93, 118)
     """
     if check.positive(epochs=epochs) == int(epochs):
-        return int(epochs) * design.steps_per_epoch  # what a loop over that many iterations of the loader makes
+        return int(epochs) * design.batches  # what a loop over that many iterations of the loader makes
     return math.ceil(epochs * design.n / design.batch_size - 1e-9)
 
 

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.filters import make_filter
 from torch_dpsco.accounting.calibrate import largest
-from torch_dpsco.accounting.events import Event, Parallel
+from torch_dpsco.accounting.events import Event, Parallel, Sequential
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
 from torch_dpsco.accounting.planning import Planning
@@ -239,6 +239,8 @@ class Spending(Planning):
         self._allowance = (event, self._rule, len(self)), left - count
 
     def _charge(self, event: Event, count: int, note: Note = _NO_NOTE) -> None:
+        if count and event != Sequential(()) and (self.adaptive or "adaptive" in note.marks):
+            self._require_no_pass(note.releases or ())
         undecided = self._config["adjacency"] is None
         if undecided:
             self._config["adjacency"] = note.adjacency  # before the charge: the first line of a ledger file names it
@@ -248,6 +250,16 @@ class Spending(Planning):
         finally:
             if undecided and not added and not note.releases:
                 self._config["adjacency"] = None
+
+    def _require_no_pass(self, own: Collection[str]) -> None:
+        """Raises PrivacyError if another run is inside of a pass that was charged as a whole."""
+        if self._journal.book.in_pass(own):
+            # PRIVACY: proved for events that are fixed before the pass
+            # (test_no_adaptive_event_is_charged_inside_a_pass)
+            raise PrivacyError(
+                "an event that may depend on what was released must not be charged while a pass of random allocation "
+                "is open: call finalize() on its optimizer first, or give it Assigned(..., amplification=False)"
+            )
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
         known, _ = self._allowance or (None, 0)

@@ -445,5 +445,6 @@ def _one_pass(sampling: str | Design, batch_size: int | None, n: int, adjacency:
         return sampled(sampling, batch_size, n, adjacency)
     size = n // steps if batch_size is None else batch_size
     if sampling == "assigned":  # all records to these batches
-        return Assigned(size, n, steps if batch_size is None else None)
+        # noise and steps of the theorems are those of one release
+        return Assigned(size, n, steps if batch_size is None else None, amplification=False)
     return Disjoint(size, n)

@@ -1,5 +1,7 @@
 """Samplers of one pass: a partition of the records that is drawn once, and whose parts are used in order.
 
+`AssignedSampler` makes several passes, each over a partition of its own, all of one secret.
+
 The partition belongs to the run and not to a loader: an interrupted run continues with the parts that are left
 (`resume`), since a fresh partition would put a record into two parts. Why the largest part is all that counts, and what
 breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any, ClassVar
@@ -40,11 +42,11 @@ class Partition:
         tag: keyed fingerprint of the records; "" if it was not computed.
     """
 
-    cut: _Indices
+    cut: _Indices = field(repr=False)
     made: int = 0
     size: int | None = None
-    key: str = ""
-    tag: str = ""
+    key: str = field(default="", repr=False)
+    tag: str = field(default="", repr=False)
 
 
 class OnePassSampler(DesignSampler):
@@ -93,14 +95,22 @@ class OnePassSampler(DesignSampler):
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
+        first = self._begin()
+        name, parts = partition_name(self.design, self.partition), self._parts_from(self.partition.cut, first)
+        for index, (part, indices) in enumerate(islice(parts, self.steps), first):
+            yield Draw(len(indices), name, part, index), indices
+
+    def _begin(self) -> int:
+        """Returns the first draw of an iteration."""
         if self._used:
             # PRIVACY: each record is charged for one part (test_a_second_pass_is_refused)
             raise SequenceError(_EXHAUSTED)
         self._used = True
-        cut, made = self.partition.cut, self.partition.made
-        name = partition_name(self.design, self.partition)
-        for index, (part, indices) in islice(enumerate(self._parts(cut)), made, made + self.steps):
-            yield Draw(len(indices), name, part, index), indices
+        return self.partition.made
+
+    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
+        """Yields (part, positions) of the draws from the first one on."""
+        return islice(self._parts(cut), first, None)
 
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
@@ -151,15 +161,67 @@ class _KeyedSampler(OnePassSampler):
 
 
 class AssignedSampler(_KeyedSampler):
-    """One pass over batches to which each record was assigned independently and uniformly."""
+    """Passes over batches to which each record is assigned independently and uniformly, anew in each pass.
+
+    The draws of all passes come from one secret key of 256 bits: those of two passes, and of two records, are
+    independent. An iteration is one pass by default, and goes on where steps have stopped.
+
+    Args:
+        design: how to draw.
+        size: number of records.
+        steps: draws of an iteration; default those of a pass, or what is left.
+        seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
+        resume: partition of a run that continues.
+    """
 
     kind: ClassVar[type[Design]] = Assigned
+    design: Assigned
+
+    def __init__(
+        self,
+        design: Design,
+        *,
+        size: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
+        resume: Partition | None = None,
+    ) -> None:
+        self.require_kind(design)
+        assert isinstance(design, Assigned)
+        if seed is not None:
+            # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
+            design = replace(design, amplification=False)
+        self.resumed = resume is not None
+        if steps is None and design.passes > 1:
+            steps = max(1, min(design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)))
+        super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # PRIVACY: two runs of the same draws would be charged as if they were fresh
+        # (test_copies_of_an_assigned_sampler_draw_anew)
+        self.partition, self.resumed = Partition(self._new_cut(), size=self.size), False
+
+    def _begin(self) -> int:
+        if self.design.passes == 1:
+            return super()._begin()
+        made = self.so_far.made
+        if made >= self.design.steps_per_epoch:
+            raise SequenceError(_EXHAUSTED)
+        return made
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        return self._parts_from(cut, 0)
+
+    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         self._require_key(cut)
-        keys = KeyedStream(cut.tobytes(), "assigned").integers(self.design.steps_per_epoch, self.size)
-        for k, members in enumerate(_grouped(keys, self.design.steps_per_epoch)):
-            yield str(k), members
+        begun, left_out = divmod(first, self.design.batches)
+        for k in range(begun, self.design.passes):
+            # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
+            stream = KeyedStream(cut.tobytes(), f"assigned {k}" if k else "assigned")
+            batches = _grouped(stream.integers(self.design.batches, self.size), self.design.batches)
+            for part, members in islice(enumerate(batches), left_out if k == begun else 0, None):
+                yield str(part), members
 
 
 def _grouped(keys: _Indices, parts: int) -> Iterator[_Indices]:
@@ -236,7 +298,7 @@ def partition_name(design: Design, partition: Partition) -> str:
     # (test_partitions_of_different_cuts_have_different_names)
     digest = sha256(partition.cut.tobytes()).hexdigest()[:32]
     if isinstance(design, Assigned):
-        return f"assigned/{digest}/{design.steps_per_epoch}"
+        return f"assigned/{digest}/{design.batches}"
     if isinstance(design, Parts):
         return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
     return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
