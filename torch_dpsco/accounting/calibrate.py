@@ -13,9 +13,11 @@ from scipy.optimize import brentq
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
+from torch_dpsco.accounting.analysis.allocation import allocation_noise
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import InfeasibleError
 
@@ -141,6 +143,9 @@ def noise_multiplier(
     def epsilon_at(noise: float, method: str = method) -> float:
         return design_epsilon(noise, delta, design=design, steps=releases, adjacency=adjacency, method=method)
 
+    if isinstance(design, Assigned) and design.amplification and method in ("best", "pld"):
+        passes = math.ceil(releases / design.batches)
+        return allocation_noise(epsilon, delta, design.batches, check_adjacency(adjacency), epochs=passes)
     cheap = "rdp" if method in ("best", "pld") else method  # never below what the method says, and much faster
     high = 1.0
     while high < _HIGHEST and epsilon_at(high, cheap) > epsilon:

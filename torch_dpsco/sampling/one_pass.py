@@ -44,7 +44,7 @@ class Partition:
 
     cut: _Indices = field(repr=False)
     made: int = 0
-    size: int | None = None
+    size: int | None = field(default=None, repr=False)
     key: str = field(default="", repr=False)
     tag: str = field(default="", repr=False)
 
