@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.parts import AssignedParts
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.sampling import Partition, make_sampler
+from torch_dpsco.rng import KeyedStream
+from torch_dpsco.sampling import Partition, make_sampler, one_pass
 from torch_dpsco.sampling.one_pass import (
     AssignedPartsSampler,
     AssignedSampler,
@@ -246,6 +248,69 @@ def test_assigned_records_are_independent_of_each_other() -> None:
         }
         pairs[part[3], part[17]] += 1
     assert uniform(pairs) > FALSE_ALARM
+
+
+def picked(sampler: Any, size: int = 24) -> np.ndarray:
+    """Returns the batch of each record in each pass: (passes, size)."""
+    passes = np.full((sampler.design.passes, size), -1)
+    for draw, indices in sampler.draws():
+        passes[draw.index // sampler.design.batches, indices] = int(draw.part)
+    assert (passes >= 0).all()
+    return passes
+
+
+def check_that_passes_are_independent() -> None:
+    """Uniform, and as often the same batch in two passes as chance has it; sizes spread as binomial ones do."""
+    runs = []
+    for k in range(400):
+        sampler = AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12)
+        sampler.partition = replace(sampler.partition, cut=np.random.default_rng(k).bytes(32))
+        sampler.partition = replace(sampler.partition, cut=np.frombuffer(sampler.partition.cut, dtype=np.uint8))
+        runs.append(picked(sampler))
+    passes = np.array(runs)  # (runs, passes, records)
+    counts = np.stack([(passes == k).sum(axis=0) for k in range(4)])
+    assert ((counts - 100) ** 2 / 100).sum() < stats.chi2.isf(FALSE_ALARM, 3 * 24 * 3)
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        pairs = np.zeros((4, 4))
+        np.add.at(pairs, (passes[:, first].ravel(), passes[:, second].ravel()), 1)
+        assert uniform(pairs) > FALSE_ALARM
+    sizes = (passes == 0).sum(axis=2).ravel()
+    spread = ((sizes - 6.0) ** 2 / 4.5).sum()  # variance 24 / 4 * 3 / 4; a permutation that is cut has none
+    assert stats.chi2.ppf(1e-9, sizes.size) < spread < stats.chi2.isf(1e-9, sizes.size)
+
+
+def test_each_pass_has_draws_of_its_own() -> None:
+    def one_for_all(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(one_pass, "KeyedStream", lambda key, label: KeyedStream(key, "assigned"))
+
+    def cut_to_size(patch: pytest.MonkeyPatch) -> None:
+        class Cut(KeyedStream):
+            def integers(self, limit: int, count: int) -> np.ndarray:
+                return self.permutation(count) % limit
+
+        patch.setattr(one_pass, "KeyedStream", Cut)
+
+    for mutation in (one_for_all, cut_to_size):
+        assert_caught(check_that_passes_are_independent, mutation)
+
+
+def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
+    sampler = make_sampler(dp.Assigned(6, 24, passes=3))
+    assert len(sampler) == 4
+    whole = drawn(AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12, resume=sampler.partition))
+    seen: list[Any] = []
+    for stop in (4, 2, 4, 2):
+        for k, indices in enumerate(sampler, 1):
+            taken = sampler.log.take()
+            sampler.log.use_up()
+            seen.append((taken.draw.partition, taken.draw.part, indices))
+            if k == stop:
+                break
+    assert seen == whole
+    with pytest.raises(SequenceError, match="exhausted"):
+        next(iter(sampler))
+    resumed = make_sampler(dp.Assigned(6, 24, passes=3), resume=replace(sampler.partition, made=7))
+    assert drawn(resumed) == whole[7:11]
 
 
 def test_records_of_one_disjoint_batch_are_a_uniform_subset() -> None:
