@@ -103,7 +103,7 @@ def test_the_batches_of_real_loaders_are_those_of_the_audits() -> None:
 
 
 def test_draws_that_serve_several_passes_tell_more_than_fresh_ones() -> None:
-    """z = 1, T = 20, K = 10: equal draws are one pass with noise 1/sqrt(10), which must exceed the figure of fresh ones."""
+    """z = 1, T = 20, K = 10: equal draws are one pass with noise 1/sqrt(10), above the figure of fresh ones."""
     figure = allocation_epsilon(1.0, 20, DELTA, "add_remove", epochs=10)
     low, _ = excess(20_000, 20, 1.0 / math.sqrt(10), 0.0, figure)
     assert low > DELTA

@@ -38,7 +38,7 @@ from torch_dpsco.sampling import (
     OnePassSampler,
     Partition,
     PrivateLoader,
-    RankSampler,
+    RankAssignedSampler,
     accept_empty_draws,
     fingerprint,
     partition_name,
@@ -111,7 +111,8 @@ class LogicalBatch:
         own = type(sampler) is AssignedSampler and (
             not sampler.resumed or partition_name(self.design, sampler.partition) == self.partition_name
         )
-        if not own and type(sampler) is not RankSampler:
+        # the key of ranks is drawn by `distributed`, which admits no other samplers in a run of several processes
+        if not own and type(sampler) is not RankAssignedSampler:
             # PRIVACY: who knows the draws knows where a record is (test_draws_that_may_be_known_are_not_amplified)
             raise UnknownSamplerError(
                 f"loader must draw by itself who is in which batch, by fresh bits (got {type(sampler).__name__}): "

@@ -8,6 +8,7 @@ from torch_dpsco.sampling.one_pass import (
     OnePassSampler,
     Partition,
     PartsSampler,
+    RankAssignedSampler,
     make_sampler,
     partition_name,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "PhysicalBatches",
     "PoissonSampler",
     "PrivateLoader",
+    "RankAssignedSampler",
     "RankSampler",
     "ShuffledSampler",
     "Slots",

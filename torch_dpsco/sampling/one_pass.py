@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
@@ -217,11 +218,57 @@ class AssignedSampler(_KeyedSampler):
         self._require_key(cut)
         begun, left_out = divmod(first, self.design.batches)
         for k in range(begun, self.design.passes):
-            # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
-            stream = KeyedStream(cut.tobytes(), f"assigned {k}" if k else "assigned")
-            batches = _grouped(stream.integers(self.design.batches, self.size), self.design.batches)
-            for part, members in islice(enumerate(batches), left_out if k == begun else 0, None):
+            for part, members in islice(enumerate(self._batches(cut, k)), left_out if k == begun else 0, None):
                 yield str(part), members
+
+    def _batches(self, cut: _Indices, k: int) -> Iterator[_Indices]:
+        """Yields the members of each batch of pass k."""
+        # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
+        stream = KeyedStream(cut.tobytes(), f"assigned {k}" if k else "assigned")
+        return _grouped(stream.integers(self.design.batches, self.size), self.design.batches)
+
+
+class RankAssignedSampler(AssignedSampler):
+    """Draws the batches of the positions that one of several processes owns; see `samplers` on whose they are.
+
+    Args:
+        design: of all processes together.
+        rank: of this process, 0..processes-1.
+        processes: how many there are.
+        key: 32 secret bytes, the same on all processes, for this run only.
+        size: number of records there are, those of the others included.
+        steps: draws of an iteration, equal on all processes.
+        made: draws that the run has used before.
+
+    Guarantee: that of `AssignedSampler` for the union over the ranks: every record draws its batch once in a pass, on
+        the rank that owns it, from a stream of its own.
+    """
+
+    def __init__(
+        self,
+        design: Assigned,
+        *,
+        rank: int,
+        processes: int,
+        key: bytes,
+        size: int | None = None,
+        steps: int | None = None,
+        made: int = 0,
+    ) -> None:
+        self.processes, self.rank = check.positive_count(processes=processes), check.count(rank=rank)
+        if self.rank >= self.processes:
+            raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
+        cut = np.frombuffer(key, dtype=np.uint8).copy()
+        self._require_key(cut)
+        resume = Partition(cut, made=made, size=design.n if size is None else size)
+        super().__init__(design, size=size, steps=steps, resume=resume)
+
+    def _batches(self, cut: _Indices, k: int) -> Iterator[_Indices]:
+        own = np.arange(self.rank, self.size, self.processes)
+        # PRIVACY: (test_ranks_draw_the_batches_of_their_records_independently)
+        stream = KeyedStream(cut.tobytes(), f"assigned {k} rank {self.rank}")
+        for members in _grouped(stream.integers(self.design.batches, len(own)), self.design.batches):
+            yield own[members]
 
 
 def _grouped(keys: _Indices, parts: int) -> Iterator[_Indices]:
