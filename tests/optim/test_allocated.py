@@ -402,7 +402,7 @@ def test_a_seed_takes_the_amplification_away() -> None:
 
 
 def test_no_other_design_is_amplified() -> None:
-    """Batches of fixed sizes have no such bound (docs/proofs/allocation.md#what-is-not-covered)."""
+    """Batches of fixed sizes have no such bound (docs/proofs/allocation.md#not-covered)."""
     base = clipped_gaussian(Z)
     for design in (dp.Disjoint(6, N), dp.Shuffled(6, N), dp.Fixed(6, N), dp.Full(N), dp.Cyclic(6, N, passes=2)):
         assert "RandomAllocation" not in str(design.event(base, 2)) + str(design.draw_event(base, Draw(6, "p", "0")))

@@ -59,7 +59,7 @@ def excess(trials: int, steps: int, noise: float, shift: float, epsilon: float) 
 
 @pytest.mark.parametrize(("noise", "epsilon", "truth"), [(0.5, 5.397, 0.0204), (1.0, 0.622, 0.0363)])
 def test_a_cut_at_random_has_no_bound_of_random_allocation(noise: float, epsilon: float, truth: float) -> None:
-    """docs/proofs/allocation.md#what-is-not-covered: T = 100; epsilon is the figure of assigned batches at delta 1e-5.
+    """docs/proofs/allocation.md#not-covered: T = 100; epsilon is the figure of assigned batches at delta 1e-5.
 
     In a cut, the batches of the others show a place that is left; of assigned batches all others may be known.
     """
