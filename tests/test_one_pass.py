@@ -25,6 +25,7 @@ from torch_dpsco.sampling.one_pass import (
     AssignedSampler,
     DisjointSampler,
     PartsSampler,
+    _grouped,
     partition_name,
 )
 
@@ -292,6 +293,29 @@ def test_each_pass_has_draws_of_its_own() -> None:
 
     for mutation in (one_for_all, cut_to_size):
         assert_caught(check_that_passes_are_independent, mutation)
+
+
+def test_no_list_of_all_records_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are the same however many of them are found at a time, and however draws are made in blocks."""
+    monkeypatch.setattr(one_pass, "_BLOCK", 100)  # which is a part of what is drawn: the same for all
+    whole = make_sampler(dp.Assigned(50, 1000, passes=2), size=1003, steps=40)
+    expected = drawn(whole)
+    rest = [make_sampler(whole.design, size=1003, resume=replace(whole.partition, made=made)) for made in (0, 7, 19)]
+    for held in (1, 60, 400, 10_000):
+        monkeypatch.setattr(one_pass, "_HELD", held)
+        largest = 0
+
+        def note(keys: np.ndarray, parts: int) -> Any:
+            nonlocal largest
+            largest = max(largest, len(keys))
+            return _grouped(keys, parts)
+
+        monkeypatch.setattr(one_pass, "_grouped", note)
+        for sampler, made in zip(rest, (0, 7, 19), strict=True):
+            assert drawn(sampler) == expected[made : 20 + made]
+        assert largest <= max(held, 50) + 8 * max(held, 50) ** 0.5  # and no more is kept
+    monkeypatch.setattr(one_pass, "_grouped", _grouped)
+    assert drawn(rest[0]) == expected[:20]
 
 
 def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:

@@ -669,3 +669,47 @@ def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int) -
     assert optimizer.report().figures.epsilon <= 2.0
     with pytest.raises(ValueError, match="sampling must be one of poisson, assigned"):
         private(1, nn.Linear(2, 1), DataLoader(DATA, batch_size=6), sampling="shuffled")
+
+
+def test_users_are_in_one_batch_of_a_pass_with_all_their_rows() -> None:
+    plan = dp.UserClippedSGD.plan(
+        n_users=N,
+        clip=1.0,
+        lr=0.1,
+        noise_multiplier=Z,
+        sampling="allocated",
+        batch_size=6,
+        epochs=2,
+        adjacency="add_remove",
+    )
+    model = dp.attach(nn.Linear(2, 1))
+    optimizer = dp.UserClippedSGD(model.parameters(), plan)
+    loader = optimizer.loader(TensorDataset(torch.ones(60, 2), torch.ones(60, 1)), torch.arange(60) % N)
+    batches: list[dict[int, int]] = []
+    for _ in range(2):
+        last = optimizer.steps
+        for x, y, users in loader:
+            if optimizer.steps == last:
+                batches.append({})
+                last += 1
+            for user in users[users >= 0].tolist():
+                batches[-1][user] = batches[-1].get(user, 0) + 1
+            one_step(model, optimizer, x, y)
+    for first in (0, T):
+        seen = batches[first : first + T]
+        assert sum(map(len, seen)) == N
+        assert {user: rows for batch in seen for user, rows in batch.items()} == {k: 2 + (k < 12) for k in range(N)}
+    assert charged(optimizer) == [(PASS, 2)]
+
+
+def test_a_plan_that_was_saved_before_keeps_its_charge() -> None:
+    plan = dp.HolderSGD.plan(
+        problem=dp.losses.Logistic().problem(bound_x=2.0), n=N, noise_multiplier=Z, sampling="assigned", batch_size=6
+    )
+    row = json.loads(json.dumps(plan.to_dict()))
+    assert plan.event() == Repeat(PASS, 1)
+    for name in ("amplification", "passes"):
+        del row["design"][name]
+    old = type(plan).from_dict(row)
+    assert repr(old.design) == "Assigned(batch_size=6, n=24, parts=None)"
+    assert "RandomAllocation" not in str(old.event())

@@ -178,6 +178,9 @@ class Spending(Planning):
             event: what happened.
             count: how often, >= 0.
             adaptive: whether its parameters were chosen from what was released before.
+
+        Raises:
+            PrivacyError: parameters may be chosen on the way, and a pass of random allocation is open.
         """
         event, count = self._placed(event), check.count(count=count)
         with self._planning(event, count, count, refuse=False):
@@ -206,7 +209,8 @@ class Spending(Planning):
         Raises:
             BudgetExceeded: the event would pass the budget; the ledger is unchanged.
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
-            PrivacyError: the ledger file could not be written; nothing may be released.
+            PrivacyError: the ledger file could not be written; nothing may be released. Or parameters may be chosen on
+                the way, and another run is inside of a pass of random allocation.
         """
         if type(planned) is not int or not 0 < planned <= check.LARGEST_COUNT:
             planned = check.positive_count(planned=planned)

@@ -29,6 +29,7 @@ from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
+_BLOCK, _HELD = 1 << 20, 1 << 24  # draws that are made at a time, and members of batches that are kept, on average
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ class AssignedSampler(_KeyedSampler):
     """Passes over batches to which each record is assigned independently and uniformly, anew in each pass.
 
     The draws of all passes come from one secret key of 256 bits: those of two passes, and of two records, are
-    independent. An iteration is one pass by default, and goes on where steps have stopped.
+    independent. An iteration is one pass by default, and goes on where steps have stopped. Of more than 2^24 records
+    there is no list: all draws are made again for every 2^24 of them that are delivered.
 
     Args:
         design: how to draw.
@@ -177,6 +179,7 @@ class AssignedSampler(_KeyedSampler):
 
     kind: ClassVar[type[Design]] = Assigned
     design: Assigned
+    _owned = slice(None)  # positions that are drawn for
 
     def __init__(
         self,
@@ -218,14 +221,36 @@ class AssignedSampler(_KeyedSampler):
         self._require_key(cut)
         begun, left_out = divmod(first, self.design.batches)
         for k in range(begun, self.design.passes):
-            for part, members in islice(enumerate(self._batches(cut, k)), left_out if k == begun else 0, None):
+            at = left_out if k == begun else 0
+            for part, members in enumerate(self._batches(cut, k, at), at):
                 yield str(part), members
 
-    def _batches(self, cut: _Indices, k: int) -> Iterator[_Indices]:
-        """Yields the members of each batch of pass k."""
+    def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
+        """Yields the members of the batches of pass k, from the first one on."""
+        batches = self.design.batches
+        most = max(1, _HELD * batches // max(1, self.size))  # at a time
+        for start in range(first, batches, most):
+            stop = min(batches, start + most)
+            yield from self._members(cut, k, start, stop)
+
+    def _members(self, cut: _Indices, k: int, start: int, stop: int) -> Iterator[_Indices]:
+        """Yields the members of some batches of pass k; all draws are made again, in blocks, and the others left."""
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
-        stream = KeyedStream(cut.tobytes(), f"assigned {k}" if k else "assigned")
-        return _grouped(stream.integers(self.design.batches, self.size), self.design.batches)
+        stream = KeyedStream(cut.tobytes(), self._label(k))
+        own = range(self.size)[self._owned]
+        block = _BLOCK if self.design.amplification else max(1, len(own))  # the latter as versions before drew them
+        keys, members = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for begin in range(0, len(own), block):
+            drawn = stream.integers(self.design.batches, min(block, len(own) - begin))
+            kept = np.flatnonzero((drawn >= start) & (drawn < stop))
+            keys.append(drawn[kept] - start)
+            members.append(own.start + own.step * (begin + kept))
+        found = np.concatenate(members)
+        for places in _grouped(np.concatenate(keys), stop - start):
+            yield found[places]
+
+    def _label(self, k: int) -> str:
+        return f"assigned {k}" if k else "assigned"
 
 
 class RankAssignedSampler(AssignedSampler):
@@ -258,17 +283,15 @@ class RankAssignedSampler(AssignedSampler):
         self.processes, self.rank = check.positive_count(processes=processes), check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
+        self._owned = slice(self.rank, None, self.processes)
         cut = np.frombuffer(key, dtype=np.uint8).copy()
         self._require_key(cut)
         resume = Partition(cut, made=made, size=design.n if size is None else size)
         super().__init__(design, size=size, steps=steps, resume=resume)
 
-    def _batches(self, cut: _Indices, k: int) -> Iterator[_Indices]:
-        own = np.arange(self.rank, self.size, self.processes)
+    def _label(self, k: int) -> str:
         # PRIVACY: (test_ranks_draw_the_batches_of_their_records_independently)
-        stream = KeyedStream(cut.tobytes(), f"assigned {k} rank {self.rank}")
-        for members in _grouped(stream.integers(self.design.batches, len(own)), self.design.batches):
-            yield own[members]
+        return f"assigned {k} rank {self.rank}"
 
 
 def _grouped(keys: _Indices, parts: int) -> Iterator[_Indices]:
