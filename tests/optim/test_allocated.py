@@ -211,6 +211,9 @@ def test_a_budget_that_pays_a_prefix_only_refuses_the_first_step() -> None:
 def test_only_clipped_gaussian_sums_are_amplified(base: Any) -> None:
     design, draw = Assigned(6, 24, passes=2), Draw(3, "a", "1", 5)
     assert design.amplifies(clipped_gaussian(2.0))
+    assert [design.covers(clipped_gaussian(2.0), Draw(3, "a", "", k)) for k in range(8)] == [4, 3, 2, 1, 4, 3, 2, 1]
+    assert design.between(3, 5, [clipped_gaussian(2.0)]) == Repeat(PASS, 2)  # the end of a pass, and the next one
+    assert design.between(4, 8, [clipped_gaussian(2.0)]) == Repeat(PASS, 1)
     assert not design.amplifies(base)
     assert design.covers(base, draw) == 1
     assert design.draw_event(base, draw) == Parallel({"1": (base,)}, "a/1", "keyed", key_public=True)
@@ -456,6 +459,7 @@ def test_a_checkpoint_with_draws_says_that_it_is_secret() -> None:
     model, optimizer = built()
     train(model, optimizer, 2)
     state = optimizer.state_dict()
+    assert repr(optimizer._batch.partition) == "Partition(made=2)"  # not the key of the draws, nor how many records
     assert isinstance(state, SecretState)
     assert isinstance(state["dpsco"], SecretState)
     assert repr(state).startswith("SecretState(CONFIDENTIAL")

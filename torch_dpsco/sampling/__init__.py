@@ -23,6 +23,7 @@ from torch_dpsco.sampling.samplers import (
     require_divisible,
 )
 from torch_dpsco.sampling.slots import Isolation, Slots
+from torch_dpsco.sampling.spilled import Spilled
 from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "RankSampler",
     "ShuffledSampler",
     "Slots",
+    "Spilled",
     "UserLoader",
     "accept_empty_draws",
     "bounded",
