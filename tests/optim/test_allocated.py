@@ -220,6 +220,12 @@ def test_only_clipped_gaussian_sums_are_amplified(base: Any) -> None:
     assert design.event(base, 5).n == 2  # type: ignore[union-attr]
 
 
+def test_a_charge_that_is_asked_for_again_pays_for_as_much() -> None:
+    oracle, design = Clipped(1.0, Z, N // T), Assigned(N // T, N)
+    for draw in (Draw(0), Draw(0, "a", "0")):
+        assert [oracle.charge(design, draw).covers for _ in range(2)] == [T, T]
+
+
 def test_without_amplification_every_pass_is_a_partition_of_its_own() -> None:
     model, optimizer = built(amplification=False)
     whole = optimizer.ahead()

@@ -274,8 +274,7 @@ class Saved(Assembly):
             return
         known = self._batch.partition is not None
         part = self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
-        index = self._steps if self._in_passes else 0
-        charge = self.oracle.charge(self.design, Draw(0, self._batch.partition_name, str(part), index))
+        charge = self.oracle.charge(self.design, Draw(0, self._batch.partition_name, str(part)))
         if charge.covers > 1:
             name = self._batch.partition_name if known else ""
             self._paid = Paid(self._steps + charge.covers, name, charge.event if self._in_passes else None)
