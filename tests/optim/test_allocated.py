@@ -372,6 +372,20 @@ def test_copies_of_an_assigned_sampler_draw_anew() -> None:
         assert twin.partition.cut.tobytes() != sampler.partition.cut.tobytes()
 
 
+def test_a_pass_begun_on_a_part_stays_there() -> None:
+    """A pass inside of a part is an event of the part, and pays for no step outside of it."""
+    model, optimizer = built()
+    with optimizer.accountant.phase("a", partition="mine", kind="keyed", key_public=True):
+        train(model, optimizer, 2)
+    assert list(optimizer.accountant.ledger.entries()) == [("mine", "a", PASS, 1)]
+    refused(lambda: train(model, optimizer, 1, resume=True), "must be those of the cut")
+    with optimizer.accountant.phase("b", partition="mine", kind="keyed", key_public=True):
+        refused(lambda: train(model, optimizer, 1, resume=True), "must be those of the cut")
+    with optimizer.accountant.phase("a", partition="mine", kind="keyed", key_public=True):
+        train(model, optimizer, T, resume=True)
+    assert list(optimizer.accountant.ledger.entries()) == [("mine", "a", PASS, 2)]
+
+
 # -- draws that may be known ------------------------------------------------------------------------------------------
 
 

@@ -160,6 +160,11 @@ class Spending(Planning):
         finally:
             self._phase.place = None
 
+    @property
+    def place(self) -> str:
+        """What this thread charges to, in words: a part of a partition; "" for all records."""
+        return "" if self._phase.place is None else " in part {} of {}".format(*self._phase.place)
+
     def _placed(self, event: Event) -> Event:
         place = self._phase.place
         if place is None:

@@ -143,9 +143,10 @@ class PrivateOptimizer(Saved):
         marks = {self._run: self._steps + 1}
         if self.design.one_pass:
             marks[draw.partition] = draw.index + 1
-        paid = self._paid
+        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+        paid, where = self._paid, draw.partition + self.accountant.place
         if paid is not None and self._steps < paid.stop:
-            paid.require(draw.partition, self.oracle.charge(self.design, draw).event if self._in_passes else None)
+            paid.require(where, self.oracle.charge(self.design, draw).event if self._in_passes else None)
             charge = Charge(Sequential(()))
         else:
             charge = self.oracle.charge(self.design, draw)
@@ -169,7 +170,7 @@ class PrivateOptimizer(Saved):
             self.accountant.authorize(charge.event, planned=planned, adaptive=self._adaptive, releases=marks)
             if charge.covers > 1:
                 event = charge.event if self._in_passes else None
-                self._paid = Paid(self._steps + charge.covers, draw.partition, event)
+                self._paid = Paid(self._steps + charge.covers, where, event)
 
     def _require_fresh(self, draw: Draw) -> None:
         """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
