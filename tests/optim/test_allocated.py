@@ -430,6 +430,9 @@ def test_no_other_design_is_amplified() -> None:
     for design in (dp.Disjoint(6, N), dp.Shuffled(6, N), dp.Fixed(6, N), dp.Full(N), dp.Cyclic(6, N, passes=2)):
         assert "RandomAllocation" not in str(design.event(base, 2)) + str(design.draw_event(base, Draw(6, "p", "0")))
         assert design.covers(base, Draw(6, "p", "0")) == 1
+        if not isinstance(design, dp.Full):
+            with pytest.raises(AdjacencyError):
+                design.draw_event(PASS, Draw(6, "p", "0"))
 
 
 # -- what must not show -----------------------------------------------------------------------------------------------
@@ -586,10 +589,23 @@ def check_that_nothing_adaptive_is_charged_inside() -> None:
     train(model, optimizer, 2)
     chosen = clipped_gaussian(100.0)
     refused(lambda: ledger.authorize(chosen, adaptive=True), "call finalize() on its optimizer", PrivacyError)
-    refused(lambda: ledger.record(chosen, adaptive=True), "call finalize() on its optimizer", PrivacyError)
     ledger.authorize(chosen)  # fixed before
     optimizer.finalize()
     ledger.authorize(chosen, adaptive=True)
+    assert charged(optimizer) == [(PASS, 1), (chosen, 2)]
+
+
+def test_what_has_happened_inside_a_pass_takes_its_amplification_away() -> None:
+    """Truth is recorded; then nothing is proved but that the place of a record may be known."""
+    ledger = dp.Accountant(adjacency="add_remove")
+    model, optimizer = built(accountant=ledger)
+    train(model, optimizer, 2)
+    chosen = clipped_gaussian(100.0)
+    ledger.record(chosen, adaptive=True)
+    assert charged(optimizer) == [(PASS, 1), (chosen, 1), (clipped_gaussian(Z), 1)]
+    optimizer.finalize()
+    ledger.record(chosen, adaptive=True)
+    assert charged(optimizer)[1:] == [(chosen, 2), (clipped_gaussian(Z), 1)]
 
 
 def test_no_adaptive_event_is_charged_inside_a_pass() -> None:

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.filters import make_filter
 from torch_dpsco.accounting.calibrate import largest
-from torch_dpsco.accounting.events import Event, Parallel, Sequential
+from torch_dpsco.accounting.events import Event, Parallel, RandomAllocation, Sequential, clipped_gaussian
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
 from torch_dpsco.accounting.planning import Planning
@@ -179,13 +179,13 @@ class Spending(Planning):
     def record(self, event: Event, count: int = 1, *, adaptive: bool = False) -> None:
         """Charges an event that has happened already, even past the budget (truth wins over wishes).
 
+        Inside of another run's pass of random allocation, an event that may depend on what was released takes the
+        amplification of passes away: they are charged once more, as unsampled releases.
+
         Args:
             event: what happened.
             count: how often, >= 0.
             adaptive: whether its parameters were chosen from what was released before.
-
-        Raises:
-            PrivacyError: parameters may be chosen on the way, and a pass of random allocation is open.
         """
         event, count = self._placed(event), check.count(count=count)
         with self._planning(event, count, count, refuse=False):
@@ -232,6 +232,7 @@ class Spending(Planning):
     def _authorize(self, event: Event, count: int, note: Note = _NO_NOTE, planned: int = 1) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
+        self._require_outside(event, count, note)
         if self._rule is None:
             self._charge(event, count, note)
             return
@@ -248,8 +249,6 @@ class Spending(Planning):
         self._allowance = (event, self._rule, len(self)), left - count
 
     def _charge(self, event: Event, count: int, note: Note = _NO_NOTE) -> None:
-        if count and event != Sequential(()) and (self.adaptive or "adaptive" in note.marks):
-            self._require_no_pass(note.releases or ())
         undecided = self._config["adjacency"] is None
         if undecided:
             self._config["adjacency"] = note.adjacency  # before the charge: the first line of a ledger file names it
@@ -259,10 +258,21 @@ class Spending(Planning):
         finally:
             if undecided and not added and not note.releases:
                 self._config["adjacency"] = None
+        if self._is_inside(event, count, note):
+            # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
+            # (test_no_adaptive_event_is_charged_inside_a_pass)
+            passes = [(e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)]
+            for one, times in passes:
+                self._journal.charge(clipped_gaussian(one.noise), times)
 
-    def _require_no_pass(self, own: Collection[str]) -> None:
-        """Raises PrivacyError if another run is inside of a pass that was charged as a whole."""
-        if self._journal.book.in_pass(own):
+    def _is_inside(self, event: Event, count: int, note: Note) -> bool:
+        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
+        chosen = self.adaptive or "adaptive" in note.marks
+        return chosen and count > 0 and event != Sequential(()) and self._journal.book.in_pass(note.releases or ())
+
+    def _require_outside(self, event: Event, count: int, note: Note) -> None:
+        """Raises PrivacyError if it may."""
+        if self._is_inside(event, count, note):
             # PRIVACY: proved for events that are fixed before the pass
             # (test_no_adaptive_event_is_charged_inside_a_pass)
             raise PrivacyError(
