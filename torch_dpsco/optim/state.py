@@ -184,7 +184,8 @@ class Saved(Assembly):
         partition = None if self._finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        secret = bool(self._sharing) or partition is not None or isinstance(private["oracle"], SecretState)
+        shared = bool(self._sharing) and not (self._in_passes and self._finalized)  # of passes no draw is left
+        secret = shared or partition is not None or isinstance(private["oracle"], SecretState)
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
         private["paid"] = None if self._paid is None else self._paid.row
         if partition is not None:
