@@ -318,6 +318,16 @@ def test_no_list_of_all_records_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert drawn(rest[0]) == expected[:20]
 
 
+def test_the_draws_of_a_key_are_those_of_every_version() -> None:
+    """A run may be resumed by a later version, which must find each record in its batch."""
+    assert one_pass._BLOCK == 2**20
+    sampler = AssignedSampler(dp.Assigned(6, 24, passes=2), steps=8)
+    sampler.partition = replace(sampler.partition, cut=np.arange(32, dtype=np.uint8))
+    first, second = picked(sampler)
+    assert first.tolist() == [2, 1, 2, 3, 3, 0, 0, 3, 0, 2, 3, 2, 3, 2, 1, 0, 3, 1, 2, 0, 1, 0, 2, 0]
+    assert second.tolist() == [0, 2, 0, 1, 3, 0, 2, 3, 3, 0, 1, 3, 2, 1, 2, 0, 0, 3, 3, 1, 2, 1, 2, 1]
+
+
 def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
     sampler = make_sampler(dp.Assigned(6, 24, passes=3))
     assert len(sampler) == 4

@@ -29,7 +29,10 @@ from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
-_BLOCK, _HELD = 1 << 20, 1 << 24  # draws that are made at a time, and members of batches that are kept, on average
+_HELD = 1 << 24  # members of batches that are kept at a time, on average
+# PRIVACY: draws that are made at a time; with another number a resumed run would draw others
+# (test_the_draws_of_a_key_are_those_of_every_version)
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
