@@ -27,7 +27,7 @@ from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.accounting.events import Gaussian, PoissonGaussian, WORGaussian
+from torch_dpsco.accounting.events import Gaussian, PoissonGaussian, RandomAllocation, Repeat, WORGaussian
 from torch_dpsco.accounting.ledger.store import Ledger
 
 N, BATCH, STEPS, DELTA = 60_000, 256, 235, 1e-5
@@ -138,6 +138,10 @@ def table() -> list[tuple[str, list[float]]]:
     def poisson(noise: float) -> PoissonGaussian:
         return PoissonGaussian(noise, RATE)
 
+    def allocated(adjacency: str) -> list[float]:
+        events = [Repeat(RandomAllocation(noise, STEPS), epochs) for epochs, noise in cells]
+        return [Ledger([event]).epsilon(DELTA, adjacency, "pld") for event in events]
+
     def fixed(noise: float) -> WORGaussian:
         return WORGaussian(noise, BATCH, N)
 
@@ -149,6 +153,8 @@ def table() -> list[tuple[str, list[float]]]:
         ("Poisson, add/remove, Renyi", row(poisson, "add_remove", "rdp")),
         ("Poisson, replace-one, loss distribution", row(poisson, "replace_one", "pld")),
         ("Poisson, replace-one, Renyi", row(poisson, "replace_one", "rdp")),
+        ("random allocation, add/remove or zero-out, loss distribution", allocated("add_remove")),
+        ("random allocation, replace-one, loss distribution", allocated("replace_one")),
         ("fixed batches, replace-one, loss distribution", row(fixed, "replace_one", "pld")),
         ("fixed batches, replace-one, Renyi", row(fixed, "replace_one", "rdp")),
         ("shuffled passes, zero-out, exact", passes("zero_out")),

@@ -27,6 +27,7 @@ from tests.processes import (
     backward,
     empties,
     full,
+    holder,
     launch,
     layer,
     numbers,
@@ -55,7 +56,19 @@ def same_as_one(rank: int) -> dict[str, Any]:
     found = {kind: trajectory(kind) for kind in ("poisson", "full")}
     found["chunks"] = trajectory("poisson", physical_batch_size=1)
     found["full chunks"] = trajectory("full", physical_batch_size=5 + rank)  # as many chunks as each rank likes
+    found["allocated"] = allocated()
     return found | {"empties": empties(), "fit": fitted(rank), "largest": [largest_tensor(n) for n in (200, 2000)]}
+
+
+def allocated() -> dict[str, Any]:
+    """Two passes of secret draws; the second loop goes on with the loader of the first."""
+    model = layer()
+    optimizer = holder(model, noise=1.0, batch_size=16, sampling="allocated", epochs=2)
+    loader = optimizer.loader(records())
+    found = [train(model, optimizer, loader)["drawn"] for _ in range(2)]
+    optimizer.finalize()
+    events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]
+    return {"drawn": found, "answer": numbers(model), "events": events, "steps": optimizer.steps}
 
 
 def fitted(rank: int) -> dict[str, Any]:
@@ -198,6 +211,21 @@ def test_each_rank_draws_its_own_positions_only(together: list[dict[str, Any]]) 
 def test_ranks_with_equal_seeds_draw_different_places(together: list[dict[str, Any]]) -> None:
     places = [[[i // len(together) for i in draw] for draw in rank["poisson"]["drawn"]] for rank in together]
     assert all(own != places[0] for own in places[1:])
+
+
+def test_passes_of_secret_draws_are_charged_once_and_hold_each_record_once(together: list[dict[str, Any]]) -> None:
+    for rank in together:
+        found = rank["allocated"]
+        assert found["events"] == ["2 x RandomAllocation(noise_multiplier=1.0, steps=4)"]
+        assert found["steps"] == 8
+        assert torch.equal(found["answer"], together[0]["allocated"]["answer"])
+    passes = []
+    for k in range(2):
+        parts = [rank["allocated"]["drawn"][k] for rank in together]
+        batches = [sorted(i for part in drawn for i in part) for drawn in zip(*parts, strict=True)]
+        assert sorted(i for batch in batches for i in batch) == list(range(N))
+        passes.append(batches)
+    assert passes[0] != passes[1]
 
 
 def test_t13_empty_draws_are_steps_on_every_rank(together: list[dict[str, Any]]) -> None:

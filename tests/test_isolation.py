@@ -463,6 +463,12 @@ def test_a_part_of_assigned_records_overflows_as_rarely():
     assert capacity(design) < 3600
 
 
+def test_few_batches_of_a_small_divisor_overflow_as_rarely():
+    """The divisor says nothing about how many records are in one of two batches."""
+    assert stats.binom.sf(capacity(Assigned(100, 10_000, 2)), 10_001, 0.5) < 2.0**-40
+    assert capacity(Assigned(6000, 10_000, 2)) >= 6000
+
+
 def test_a_filled_block_of_all_records_has_them_at_their_places():
     x = torch.arange(20.0).reshape(20, 1) + 1
     design = Full(20)

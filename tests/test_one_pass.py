@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.parts import AssignedParts
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.sampling import Partition, make_sampler
+from torch_dpsco.rng import KeyedStream
+from torch_dpsco.sampling import Partition, make_sampler, one_pass
 from torch_dpsco.sampling.one_pass import (
     AssignedPartsSampler,
     AssignedSampler,
     DisjointSampler,
     PartsSampler,
+    _grouped,
     partition_name,
 )
 
@@ -246,6 +249,102 @@ def test_assigned_records_are_independent_of_each_other() -> None:
         }
         pairs[part[3], part[17]] += 1
     assert uniform(pairs) > FALSE_ALARM
+
+
+def picked(sampler: Any, size: int = 24) -> np.ndarray:
+    """Returns the batch of each record in each pass: (passes, size)."""
+    passes = np.full((sampler.design.passes, size), -1)
+    for draw, indices in sampler.draws():
+        passes[draw.index // sampler.design.batches, indices] = int(draw.part)
+    assert (passes >= 0).all()
+    return passes
+
+
+def check_that_passes_are_independent() -> None:
+    """Uniform, and as often the same batch in two passes as chance has it; sizes spread as binomial ones do."""
+    runs = []
+    for k in range(400):
+        sampler = AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12)
+        sampler.partition = replace(sampler.partition, cut=np.random.default_rng(k).bytes(32))
+        sampler.partition = replace(sampler.partition, cut=np.frombuffer(sampler.partition.cut, dtype=np.uint8))
+        runs.append(picked(sampler))
+    passes = np.array(runs)  # (runs, passes, records)
+    counts = np.stack([(passes == k).sum(axis=0) for k in range(4)])
+    assert ((counts - 100) ** 2 / 100).sum() < stats.chi2.isf(FALSE_ALARM, 3 * 24 * 3)
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        pairs = np.zeros((4, 4))
+        np.add.at(pairs, (passes[:, first].ravel(), passes[:, second].ravel()), 1)
+        assert uniform(pairs) > FALSE_ALARM
+    sizes = (passes == 0).sum(axis=2).ravel()
+    spread = ((sizes - 6.0) ** 2 / 4.5).sum()  # variance 24 / 4 * 3 / 4; a permutation that is cut has none
+    assert stats.chi2.ppf(1e-9, sizes.size) < spread < stats.chi2.isf(1e-9, sizes.size)
+
+
+def test_each_pass_has_draws_of_its_own() -> None:
+    def one_for_all(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(one_pass, "KeyedStream", lambda key, label: KeyedStream(key, "assigned"))
+
+    def cut_to_size(patch: pytest.MonkeyPatch) -> None:
+        class Cut(KeyedStream):
+            def integers(self, limit: int, count: int) -> np.ndarray:
+                return self.permutation(count) % limit
+
+        patch.setattr(one_pass, "KeyedStream", Cut)
+
+    for mutation in (one_for_all, cut_to_size):
+        assert_caught(check_that_passes_are_independent, mutation)
+
+
+def test_no_list_of_all_records_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are the same however many of them are found at a time, and however draws are made in blocks."""
+    monkeypatch.setattr(one_pass, "_BLOCK", 100)  # which is a part of what is drawn: the same for all
+    whole = make_sampler(dp.Assigned(50, 1000, passes=2), size=1003, steps=40)
+    expected = drawn(whole)
+    rest = [make_sampler(whole.design, size=1003, resume=replace(whole.partition, made=made)) for made in (0, 7, 19)]
+    for held in (1, 60, 400, 10_000):
+        monkeypatch.setattr(one_pass, "_HELD", held)
+        largest = 0
+
+        def note(keys: np.ndarray, parts: int) -> Any:
+            nonlocal largest
+            largest = max(largest, len(keys))
+            return _grouped(keys, parts)
+
+        monkeypatch.setattr(one_pass, "_grouped", note)
+        for sampler, made in zip(rest, (0, 7, 19), strict=True):
+            assert drawn(sampler) == expected[made : 20 + made]
+        assert largest <= max(held, 50) + 8 * max(held, 50) ** 0.5  # and no more is kept
+    monkeypatch.setattr(one_pass, "_grouped", _grouped)
+    assert drawn(rest[0]) == expected[:20]
+
+
+def test_the_draws_of_a_key_are_those_of_every_version() -> None:
+    """A run may be resumed by a later version, which must find each record in its batch."""
+    assert one_pass._BLOCK == 2**20
+    sampler = AssignedSampler(dp.Assigned(6, 24, passes=2), steps=8)
+    sampler.partition = replace(sampler.partition, cut=np.arange(32, dtype=np.uint8))
+    first, second = picked(sampler)
+    assert first.tolist() == [2, 1, 2, 3, 3, 0, 0, 3, 0, 2, 3, 2, 3, 2, 1, 0, 3, 1, 2, 0, 1, 0, 2, 0]
+    assert second.tolist() == [0, 2, 0, 1, 3, 0, 2, 3, 3, 0, 1, 3, 2, 1, 2, 0, 0, 3, 3, 1, 2, 1, 2, 1]
+
+
+def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
+    sampler = make_sampler(dp.Assigned(6, 24, passes=3))
+    assert len(sampler) == 4
+    whole = drawn(AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12, resume=sampler.partition))
+    seen: list[Any] = []
+    for stop in (4, 2, 4, 2):
+        for k, indices in enumerate(sampler, 1):
+            taken = sampler.log.take()
+            sampler.log.use_up()
+            seen.append((taken.draw.partition, taken.draw.part, indices))
+            if k == stop:
+                break
+    assert seen == whole
+    with pytest.raises(SequenceError, match="exhausted"):
+        next(iter(sampler))
+    resumed = make_sampler(dp.Assigned(6, 24, passes=3), resume=replace(sampler.partition, made=7))
+    assert drawn(resumed) == whole[7:11]
 
 
 def test_records_of_one_disjoint_batch_are_a_uniform_subset() -> None:

@@ -300,7 +300,7 @@ def test_one_pass_is_no_more() -> None:
     for more in ({"steps": 5}, {"epochs": 2}):
         with pytest.raises(ValueError, match=r"steps must be <= 4, one pass of Assigned.* \(got [58]\)"):
             holder(budget=BUDGET, sampling="assigned", **more)()
-    with pytest.raises(ValueError, match="sampling must be one of poisson, fixed, shuffled, assigned, full"):
+    with pytest.raises(ValueError, match="sampling must be one of poisson, fixed, shuffled, assigned, allocated, full"):
         holder(budget=BUDGET, sampling="one-pass")()
 
 

@@ -10,8 +10,10 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.test_mutations import assert_caught
 from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.sampling import RankSampler
+from torch_dpsco.rng import KeyedStream
+from torch_dpsco.sampling import RankAssignedSampler, RankSampler, one_pass
 from torch_dpsco.sampling import samplers as parts
 
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
@@ -95,3 +97,47 @@ def test_designs_whose_positions_depend_on_each_other_are_refused(design: Any) -
 def test_ranks_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="rank must be < processes=2"):
         RankSampler(dp.Full(8), rank=2, processes=2, key=bytes(32))
+
+
+# -- batches that records draw by themselves --------------------------------------------------------------------------
+
+
+def by_rank(key: bytes, processes: int = 2, size: int = 24) -> np.ndarray:
+    """Returns the batch of each record in each pass, drawn by the rank that owns it: (passes, size)."""
+    passes = np.full((2, size), -1)
+    for rank in range(processes):
+        place: dict[str, Any] = {"rank": rank, "processes": processes, "key": key}
+        for draw, indices in RankAssignedSampler(dp.Assigned(6, 24, passes=2), **place, size=size, steps=8).draws():
+            assert (passes[draw.index // 4, indices] < 0).all()
+            assert set(indices % processes) <= {rank}
+            passes[draw.index // 4, indices] = int(draw.part)
+    return passes
+
+
+def check_that_ranks_are_independent() -> None:
+    passes = np.array([by_rank(np.random.default_rng(k).bytes(32)) for k in range(400)])
+    assert (passes >= 0).all()  # every record is in one batch of each pass
+    counts = np.stack([(passes == k).sum(axis=0) for k in range(4)])
+    assert ((counts - 100) ** 2 / 100).sum() < stats.chi2.isf(1e-6, 2 * 24 * 3)
+    for first, second in (((0, 0), (0, 1)), ((0, 6), (1, 7)), ((0, 0), (0, 2)), ((0, 3), (1, 3))):
+        pairs = np.zeros((4, 4))
+        np.add.at(pairs, (passes[(slice(None), *first)], passes[(slice(None), *second)]), 1)
+        assert stats.chisquare(pairs.ravel()).pvalue > 1e-6
+
+
+def test_ranks_draw_the_batches_of_their_records_independently() -> None:
+    def equal(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(one_pass, "KeyedStream", lambda key, label: KeyedStream(key, label.split(" rank")[0]))
+
+    assert_caught(check_that_ranks_are_independent, equal)
+
+
+def test_a_rank_without_records_has_all_batches() -> None:
+    place: dict[str, Any] = {"rank": 2, "processes": 3, "key": bytes(range(32))}
+    sampler = RankAssignedSampler(dp.Assigned(1, 2, passes=2), **place, steps=4)
+    assert [(draw.size, draw.index, len(indices)) for draw, indices in sampler.draws()] == [(0, k, 0) for k in range(4)]
+    names = {RankAssignedSampler(dp.Assigned(1, 2), **place | {"rank": k}).so_far.cut.tobytes() for k in (0, 1)}
+    assert len(names) == 1
+    for wrong in ({"rank": 3}, {"processes": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            RankAssignedSampler(dp.Assigned(1, 2), **place | wrong)

@@ -357,7 +357,7 @@ def test_phases_do_not_start_again() -> None:
     for batch in run.opt.loader(data, ids):
         run.step(batch)
         break
-    with pytest.raises(SequenceError, match="phases must not start again"):
+    with pytest.raises(SequenceError, match="must not start again"):
         run.opt.loader(data, ids)
 
 

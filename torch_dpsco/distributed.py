@@ -40,11 +40,19 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source, sampling_key
-from torch_dpsco.sampling import DesignSampler, Partition, RankSampler, make_sampler, require_divisible
+from torch_dpsco.sampling import (
+    DesignSampler,
+    Partition,
+    RankAssignedSampler,
+    RankSampler,
+    make_sampler,
+    require_divisible,
+)
 from torch_dpsco.schedule import Schedule
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
@@ -237,7 +245,7 @@ class World:
 
     def require_own_draws(self, loader: Any) -> None:
         """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
-        if isinstance(getattr(loader, "batch_sampler", loader), RankSampler):
+        if isinstance(getattr(loader, "batch_sampler", loader), (RankSampler, RankAssignedSampler)):
             raise UnknownSamplerError("loader must draw whole batches (got the part of one of several processes)")
 
     def agree(self, run: Run, draw: Draw) -> None:
@@ -279,6 +287,7 @@ class Ranks(World):
         self._device, self._group = device, Group(device)
         self._settings: int | None = None
         self._stage = _COLLECTING
+        self._sampler: RankAssignedSampler | None = None  # whose key these ranks have drawn
 
     def begin(self, run: Run) -> None:
         """Raises SequenceError unless all ranks have the same settings, parameters and ledger.
@@ -290,7 +299,8 @@ class Ranks(World):
         self._group.compare("construction", problem, **self._whole(run))
 
     def _share(self, run: Run) -> None:
-        require_divisible(run.design)
+        if not isinstance(run.design, Assigned) or not run.design.amplification:
+            require_divisible(run.design)
         if any(phase.smoothing for phase in run.schedule.phases):
             raise SequenceError("smoothing must be 0 in a run of several processes, whose random points would differ")
         oracle, kind = run.oracle, type(run.oracle)
@@ -330,14 +340,22 @@ class Ranks(World):
         """Returns the sampler of this rank's positions, with a key that rank 0 draws."""
         self._share(run)
         group = self._group
-        key = torch.tensor(list(sampling_key() if group.first else bytes(32)), dtype=torch.uint8, device=group.device)
+        fresh = sampling_key() if resume is None else resume.cut.tobytes()
+        key = torch.tensor(list(fresh if group.first else bytes(32)), dtype=torch.uint8, device=group.device)
         group.send(key)
         secret = bytes(key.tolist())
+        if isinstance(run.design, Assigned):
+            made = 0 if resume is None else resume.made
+            place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
+            self._sampler = RankAssignedSampler(run.design, **place, size=size, steps=steps, made=made)
+            return self._sampler
         return RankSampler(run.design, rank=group.rank, processes=group.processes, key=secret, size=size, steps=steps)
 
     def require_own_draws(self, loader: Any) -> None:
         """Refuses loaders that were not made by `optimizer.loader` in this process."""
         sampler, group = getattr(loader, "batch_sampler", loader), self._group
+        if isinstance(sampler, RankAssignedSampler) and sampler is self._sampler:
+            return
         if isinstance(sampler, RankSampler) and (sampler.rank, sampler.processes) == (group.rank, group.processes):
             return
         # PRIVACY: ranks that draw from all positions could draw a record twice

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets.budget import Budget
@@ -44,6 +45,7 @@ def make_private(
     loss: Callable[..., Any] | None = None,
     loss_reduction: str = "mean",
     rows: str = "auto",
+    sampling: str = "poisson",
     average: str = "last",
     prox: Prox | None = None,
     reg: float = 0.0,
@@ -53,8 +55,8 @@ def make_private(
 
     The model is attached in place, and probed by `doctor` before anything is spent. The torch optimizer goes on making
     the updates, with its own learning rates, but from private means. The loader's data set, batch size, workers and
-    collate function are kept; its sampler is replaced by Poisson sampling, because nothing else amplifies (the batch
-    size becomes an expected one).
+    collate function are kept; its sampler is replaced by one whose batches are secret, because nothing else amplifies
+    (the batch size becomes an expected one): Poisson sampling, or passes in which each record is in one batch.
 
     Args:
         model: see `attach`.
@@ -65,6 +67,8 @@ def make_private(
         n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
             It is asked for, and not read from the data set, because rate and number of steps follow from it.
         epochs: passes over the data on average.
+        sampling: "poisson"; or "assigned": an iteration of the loader is a pass, in which each record is in one batch,
+            drawn anew and secretly (`dp.Assigned`), at about the same price.
         loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
             model alone. What the loop computes is looked at in its first step; see `attach`.
         loss_reduction: see `attach`.
@@ -106,8 +110,11 @@ def make_private(
         )
     if isinstance(data_loader.dataset, IterableDataset):
         raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
-    lr = optimizer.param_groups[0]["lr"]
-    plan = HolderSGD.plan(problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr)
+    check.choice(("poisson", "assigned"), sampling=sampling)
+    lr, drawn = optimizer.param_groups[0]["lr"], "poisson" if sampling == "poisson" else "allocated"
+    plan = HolderSGD.plan(
+        problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr, sampling=drawn
+    )
     rule = TorchRule(optimizer, average)
     private = HolderSGD(optimizer.param_groups, plan, rule=rule, prox=prox, reg=reg, accountant=accountant)
     loader = private.loader(

@@ -158,7 +158,7 @@ def test_more_draws_than_one_pass_are_refused() -> None:
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_assigned_batches_hold_under_every_adjacency(adjacency: str) -> None:
     """Whatever is spent on the parts of one assignment costs what one unsampled Gaussian costs."""
-    design, ledger = dp.Assigned(6, 26), Ledger()
+    design, ledger = dp.Assigned(6, 26, amplification=False), Ledger()
     assert design.steps_per_epoch == 5
     one = epsilon(BASE, adjacency)
     for k in range(5):
@@ -198,7 +198,7 @@ def test_assigned_parts_are_of_all_records_and_of_designs_without_positions(part
 
 def test_assigned_batches_of_a_query_of_one_adjacency_hold_under_that_only() -> None:
     base = Gaussian(4.0, {"zero_out": 1.0})
-    ledger = Ledger([dp.Assigned(6, 26).draw_event(base, Draw(3, "assigned/x/5", "0"))])
+    ledger = Ledger([dp.Assigned(6, 26, amplification=False).draw_event(base, Draw(3, "assigned/x/5", "0"))])
     assert ledger.epsilon(DELTA, "zero_out") > 0
     for adjacency in ("add_remove", "replace_one"):
         with pytest.raises(AdjacencyError):
@@ -206,7 +206,7 @@ def test_assigned_batches_of_a_query_of_one_adjacency_hold_under_that_only() -> 
 
 
 def test_the_same_partition_cannot_be_cut_by_position_and_by_key() -> None:
-    ledger = Ledger([dp.Assigned(6, 26).draw_event(BASE, Draw(3, "x", "0"))])
+    ledger = Ledger([dp.Assigned(6, 26, amplification=False).draw_event(BASE, Draw(3, "x", "0"))])
     with pytest.raises(ValueError, match="cut in one way"):
         ledger.add(dp.Disjoint(6, 26).draw_event(BASE, Draw(6, "x", "1")))
 

@@ -46,7 +46,7 @@ def _problem(scale: float, radius: float) -> dp.Problem:
 
 
 def _holder(
-    design: type[dp.Poisson] | type[dp.Fixed] = dp.Poisson,
+    design: type[dp.Poisson] | type[dp.Fixed] | type[dp.Assigned] = dp.Poisson,
     adjacency: str = REPLACE,
     *,
     radius: float = 3.0,
@@ -285,6 +285,8 @@ ROWS = [
     _row("holder-tiny-ball", _holder(radius=0.02, average="uniform"), REPLACE, _grad_bound(0.02), "plain"),
     _row("holder-uniform", _holder(average="uniform"), REPLACE, BALL),
     _row("holder-weighted", _holder(average="weighted"), REPLACE, BALL),
+    _row("holder-allocated", _holder(dp.Assigned, adjacency=ADD), ADD, BALL,
+         "shared anew alike endless"),
     _row("holder-momentum", _holder(adjacency=ADD, inner=_momentum), ADD, BALL, "plain"),
     _row("holder-adam", _holder(adjacency=ADD, inner=torch.optim.Adam), ADD, BALL, "plain"),
     _row("clipped-shuffled", _own(_clip, _shuffle), REPLACE, FIXED, "empty"),
@@ -304,7 +306,8 @@ ROWS = [
     _row("piloted", _own(_piloted, _pilot_parts), REPLACE, None, "clip alike empty anew moving"),
     _row("exact", _own(_exact, _poisson), REPLACE, None, "clip private numbers"),
     _row("accelerated-disjoint", _heavy(dp.AcceleratedSGD, _disjoint), REPLACE, FIXED, "empty"),
-    _row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N), ADD), ADD, FIXED),
+    _row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N, amplification=False), ADD), ADD,
+         FIXED),
     _row("proximal-disjoint", _heavy(dp.ProximalSGD, _disjoint), REPLACE, FIXED, "empty"),
     _row("correlated", _correlated, REPLACE, FIXED, "empty", louder=lambda oracle: oracle.strategy.norm),
     _row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, _poisson, ADD), ADD, FIXED),

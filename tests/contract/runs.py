@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.streams import seeded
-from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.sampling import PrivateLoader, UserLoader, make_sampler
+from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.sampling import DesignSampler, PrivateLoader, UserLoader, make_sampler
 
 N, BATCH, STEPS, DIM = 24, 6, 4, 3
 LOSS = dp.losses.Logistic()
@@ -113,6 +114,20 @@ class Row:
         return dp.Accountant(budget, adjacency=self.adjacency, unit=self.unit, **more)
 
 
+def is_amplified(design: Design) -> bool:
+    return isinstance(design, Assigned) and design.amplification
+
+
+def repeatable(design: Design, size: int, steps: int, seed: int) -> DesignSampler:
+    """Returns a sampler that draws as a seed says; where no seed is accepted, its secret is written into it."""
+    if not is_amplified(design):
+        return make_sampler(design, size=size, steps=steps, seed=seed)
+    sampler = make_sampler(design, size=size, steps=steps)
+    key = np.random.default_rng(seed).integers(0, 256, 32, dtype=np.uint8)
+    sampler.partition = replace(sampler.partition, cut=key)  # type: ignore[attr-defined]
+    return sampler
+
+
 def zeros(dtype: torch.dtype = torch.float32) -> nn.Linear:
     model = nn.Linear(DIM, 1, dtype=dtype)
     for p in model.parameters():
@@ -146,12 +161,13 @@ class Run:
         dtype: Any = None,
     ) -> PrivateLoader:
         """Returns a bound loader of repeatable draws; where a run has begun in parts, of those that it has left."""
-        if isinstance(self.opt.design, Parts) and (self.opt.steps or self.opt._batch.partition is not None):
+        in_order = isinstance(self.opt.design, Parts) or is_amplified(self.opt.design)
+        if in_order and (self.opt.steps or self.opt._batch.partition is not None):
             return self.going_on(steps, physical)
         design = self.opt.design
         dataset, users = self.given(size, dtype)
         units = design.n if size is None or (users is not None and self.row.adjacency != "add_remove") else size
-        sampler = make_sampler(design, size=units, steps=steps, seed=seed)
+        sampler = repeatable(design, units, steps, seed)
         if users is None:
             return self.opt.bind(PrivateLoader(dataset, sampler, physical_batch_size=physical))
         return self.opt.bind(UserLoader(dataset, sampler, users, physical_batch_size=physical))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,11 @@ _SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)
 CASES = {
     "holder-poisson": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2),
     "holder-fixed": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="fixed"),
+    # two passes of four steps, for which the budget has room and for no third one
+    "holder-allocated": replace(
+        _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="allocated", noise_multiplier=4.0),
+        budget=dp.Budget(0.6, DELTA, adjacency="add_remove"),
+    ),
     "accelerated": _steps(dp.AcceleratedSGD, _SMOOTH, clip=1.0, steps=7),
     "proximal": _steps(dp.ProximalSGD, _SMOOTH, clip=1.0, steps=7),
     "clipped": _steps(dp.ClippedSGD, _SMOOTH, clip=1.0, steps=7),

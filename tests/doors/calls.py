@@ -156,7 +156,7 @@ simple("dp.Cyclic", dp.Cyclic, batch_size=6, n=24, passes=2)
 simple("dp.Disjoint", dp.Disjoint, batch_size=6, n=24)
 simple("dp.Shuffled", dp.Shuffled, batch_size=6, n=24)
 simple("dp.Full", dp.Full, n=24)
-simple("dp.Assigned", dp.Assigned, batch_size=6, n=24)
+simple("dp.Assigned", dp.Assigned, batch_size=6, n=24, amplification=True, passes=2)
 simple("dp.Parts", dp.Parts, parts=lambda: ((dp.Full(8), 1), (dp.Poisson(4, 16), 2)), n=24)
 for _kind in (dp.Poisson, dp.Fixed, dp.Disjoint, dp.Shuffled):
     CALLS[f"dp.sampling.{_kind.__name__}Sampler"] = lambda kind=_kind: (
@@ -167,6 +167,7 @@ CALLS["dp.sampling.FullSampler"] = lambda: (dp.sampling.FullSampler, {"design": 
 simple("events.Gaussian", events.Gaussian, sigma=1.0, sens=lambda: {"replace_one": 1.0})
 simple("events.PoissonGaussian", events.PoissonGaussian, noise_multiplier=1.0, q=0.1)
 simple("events.WORGaussian", events.WORGaussian, noise_multiplier=1.0, batch_size=2, dataset_size=10)
+simple("events.RandomAllocation", events.RandomAllocation, noise_multiplier=1.0, steps=10, used=5, releases=2)
 simple("events.Laplace", events.Laplace, scale=1.0, sens=lambda: {"replace_one": 1.0})
 simple("events.AboveThreshold", events.AboveThreshold, b_threshold=1.0, b_query=1.0, sens=lambda: {"replace_one": 1.0})
 simple("events.Repeat", events.Repeat, event=step_event(), n=2)

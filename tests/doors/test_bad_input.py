@@ -70,8 +70,11 @@ EXEMPT = {
     "dp.UserFilteredSGD.loader",
     "dp.LocalizedUserSGD.loader",
     # what loaders of the library are made of
-    *(f"dp.sampling.{kind}Sampler" for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank")),
-    *(f"dp.sampling.{name}" for name in ("BoundedLoader", "Chunk", "DrawLog", "Isolation", "Partition", "Slots")),
+    *(f"dp.sampling.{kind}Sampler" for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank", "RankAssigned")),
+    *(
+        f"dp.sampling.{name}"
+        for name in ("BoundedLoader", "Chunk", "DrawLog", "Isolation", "Partition", "Slots", "Spilled")
+    ),
     *(f"dp.sampling.{name}" for name in ("UserLoader", "accept_empty_draws", "bounded", "fingerprint", "make_sampler")),
     *(f"dp.sampling.{name}" for name in ("partition_name", "poisson_positions", "records_of", "require_divisible")),
     "dp.sampling.user_ids",

@@ -13,9 +13,11 @@ from scipy.optimize import brentq
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
+from torch_dpsco.accounting.analysis.allocation import allocation_noise
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import InfeasibleError
 
@@ -91,7 +93,7 @@ def design_epsilon(
 
 
 def epoch_steps(design: Design, epochs: float) -> int:
-    """Returns the number of draws of some epochs: whole epochs of `steps_per_epoch`, and a part of one rounded up.
+    """Returns the number of draws of some epochs: whole epochs of `batches`, and a part of one rounded up.
 
     Example:
         >>> from torch_dpsco.accounting.designs import Poisson
@@ -99,7 +101,7 @@ def epoch_steps(design: Design, epochs: float) -> int:
         (93, 118)
     """
     if check.positive(epochs=epochs) == int(epochs):
-        return int(epochs) * design.steps_per_epoch  # what a loop over that many iterations of the loader makes
+        return int(epochs) * design.batches  # what a loop over that many iterations of the loader makes
     return math.ceil(epochs * design.n / design.batch_size - 1e-9)
 
 
@@ -141,6 +143,9 @@ def noise_multiplier(
     def epsilon_at(noise: float, method: str = method) -> float:
         return design_epsilon(noise, delta, design=design, steps=releases, adjacency=adjacency, method=method)
 
+    if isinstance(design, Assigned) and design.amplification and method in ("best", "pld"):
+        passes = math.ceil(releases / design.batches)
+        return allocation_noise(epsilon, delta, design.batches, check_adjacency(adjacency), epochs=passes)
     cheap = "rdp" if method in ("best", "pld") else method  # never below what the method says, and much faster
     high = 1.0
     while high < _HIGHEST and epsilon_at(high, cheap) > epsilon:

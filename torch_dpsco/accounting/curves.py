@@ -25,7 +25,15 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events, stated
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    check_adjacency,
+)
+from torch_dpsco.accounting.analysis.allocation_rdp import allocation_renyi
 from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
@@ -195,6 +203,20 @@ def _(event: events.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Co
         return _cost(Gaussian(event.noise_multiplier, {adjacency: 2.0}), adjacency, orders)
     rate = event.batch_size / event.dataset_size
     return Cost(rdp_wor_gaussian(rate, event.noise_multiplier / 2.0, orders))
+
+
+@_cost.register
+def _(event: events.RandomAllocation, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    sensitivity = CLIP_UNITS[adjacency]
+    if event.steps == 1 or event.noise == 0:
+        return _cost(Gaussian(event.noise, {adjacency: sensitivity}), adjacency, orders)
+    # PRIVACY: mu^2 is left out, since epsilon would be read off it (test_a_pass_has_no_exact_gaussian_figure)
+    return Cost(allocation_renyi(event.noise, event.steps, orders, adjacency), None, (0.0, _rho(event.noise, adjacency)))
+
+
+def _rho(noise: float, adjacency: Adjacency) -> float:
+    ratio = CLIP_UNITS[adjacency] / noise
+    return ratio * ratio / 2.0
 
 
 def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) -> Cost:

@@ -68,6 +68,15 @@ class Design(ABC):
         """Draws that touch each record once on average: ceil(n / batch_size)."""
         return math.ceil(self.n / self.batch_size)
 
+    @property
+    def batches(self) -> int:
+        """Draws of one pass: `steps_per_epoch`, except for designs of several passes."""
+        return self.steps_per_epoch
+
+    def covers(self, base: BaseEvent, draw: Draw) -> int:
+        """Returns how many draws, this one and those that follow, the `draw_event` of this one pays for."""
+        return 1
+
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws of a sampler of this design, for planning.
 

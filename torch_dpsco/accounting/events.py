@@ -27,7 +27,8 @@ from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency, Sens, below_
 from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, ConditionError
 
-_OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact")  # where they have their default
+# where they have their default
+_OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact", "used", "releases")
 
 
 class _Query:
@@ -123,6 +124,44 @@ class WORGaussian(_Gaussian):
             raise ValueError(f"batch_size must be <= dataset_size={self.dataset_size} (got {self.batch_size})")
         # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
         check.flag(exact=self.exact)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RandomAllocation(_Gaussian):
+    """A pass of noisy sums of clipped rows, where each record is in the batch of one step, drawn uniformly and secret.
+
+    One event is the WHOLE pass: to stop at a step that was chosen on the way costs as much. All three adjacencies; a
+    unit of several rows counts as one record if it has one draw and one clip.
+
+    Args:
+        noise_multiplier: z >= 0, noise std on each sum over the clip norm; 0 means no privacy.
+        steps: T >= 1, over which draws are uniform.
+        used: steps that were planned of these, from 1 to T; default all. It costs what all do.
+        releases: noisy sums that are made of each batch, one after another, >= 1.
+        exact: as in `Gaussian`.
+
+    Source: docs/proofs/allocation.md.
+    """
+
+    noise_multiplier: float
+    steps: int
+    used: int | None = None
+    releases: int = 1
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        check.fields(self, noise_multiplier=check.nonnegative, steps=check.positive_count, exact=check.flag)
+        check.fields(self, releases=check.positive_count)
+        if self.used is not None and check.positive_count(used=self.used) > self.steps:
+            raise ValueError(f"used must be <= steps={self.steps} (got {self.used})")
+
+    @property
+    def noise(self) -> float:
+        """Noise multiplier of one sum that tells as much as all that are made of a batch, rounded down."""
+        if self.releases == 1:
+            return self.noise_multiplier
+        # PRIVACY: each sum tells about the same step (test_releases_of_one_batch_lower_the_noise_of_its_pass)
+        return self.noise_multiplier / math.sqrt(self.releases) * (1.0 - 2.0**-50)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +276,7 @@ SimpleEvent: TypeAlias = (
     Gaussian
     | PoissonGaussian
     | WORGaussian
+    | RandomAllocation
     | Laplace
     | AboveThreshold
     | Pure
@@ -313,7 +353,7 @@ def scaled_noise(event: Event, factor: float) -> Event:
     if isinstance(event, Parallel):
         parts = {part: tuple(scaled_noise(inner, factor) for inner in inside) for part, inside in event.items()}
         return dataclasses.replace(event, parts=parts)
-    if isinstance(event, (PoissonGaussian, WORGaussian)):
+    if isinstance(event, (PoissonGaussian, WORGaussian, RandomAllocation)):
         return dataclasses.replace(event, noise_multiplier=event.noise_multiplier * factor)
     if isinstance(event, Gaussian) and not event.failure:
         return dataclasses.replace(event, sigma=event.sigma * factor)

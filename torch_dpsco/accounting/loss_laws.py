@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.analysis.allocation import allocation_law
 from torch_dpsco.accounting.analysis.pld import gdp_upper, pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
@@ -24,7 +25,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     ReplaceOneLoss,
 )
 from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.events import PoissonGaussian, SimpleEvent, WORGaussian
+from torch_dpsco.accounting.events import PoissonGaussian, RandomAllocation, SimpleEvent, WORGaussian
 from torch_dpsco.accounting.stated import Failure
 
 _MOST_COMBINATIONS = 256
@@ -55,6 +56,8 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
         if adjacency == REPLACE_ONE:
             return (ReplaceOneLoss(event.q, event.noise_multiplier),)
         return (PoissonLoss(event.q, event.noise_multiplier, event.k),)
+    if isinstance(event, RandomAllocation):
+        return (allocation_law(event.noise, event.steps, adjacency),)
     if isinstance(event, WORGaussian):
         return (FixedSizeLoss(event.batch_size / event.dataset_size, event.noise_multiplier / 2.0),)
     # PRIVACY: the worst law of a pure mechanism; that of one Laplace coordinate is not proved to be the worst for

@@ -1,7 +1,7 @@
-"""Designs of one partition: batches that records were assigned to, repeated passes, phases on separate parts.
+"""Designs of partitions: batches that records are assigned to, repeated passes, phases on separate parts.
 
-A differing record lies in one part only, so that all draws together cost what the costliest part costs. Which record is
-in which part is drawn without looking at the data.
+A differing record lies in one part only, so that all draws together cost what the costliest part costs; less where its
+part is secret and drawn by itself (`Assigned`). Which record is in which part is drawn without looking at the data.
 
 Proof: docs/proofs/heavy_tailed.md#disjoint-parts.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import (
     BaseEvent,
     CutDesign,
@@ -28,47 +29,105 @@ from torch_dpsco.accounting.designs import (
     SizedDesign,
     positional_event,
 )
-from torch_dpsco.accounting.events import Event, Parallel, Repeat, Sequential
+from torch_dpsco.accounting.events import Event, Gaussian, Parallel, RandomAllocation, Repeat, Sequential
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Assigned(SizedDesign):
-    """One pass over batches to which each record was assigned independently and uniformly; all three adjacencies.
+    """Passes over batches to which each record is assigned independently and uniformly; all three adjacencies.
 
-    What `Disjoint` is for a public number of records: removing a record leaves all others where they are. The sizes of
-    the batches are random, hence private, and `batch_size` is the public divisor.
+    In each pass every record is in one batch, which it draws by itself, and anew for the next pass. A pass is charged
+    as one `RandomAllocation` before its first step: it costs what Poisson batches do, or less. Draws and sizes of
+    batches stay secret, and `batch_size` is the public divisor.
+
+    Amplified are sums of clipped rows with Gaussian noise only. Other queries, `amplification=False` and a sampler with
+    a `seed=` are charged one unsampled release a pass: a record is in one batch, whoever knows which.
 
     Args:
         batch_size: public divisor, about the expected size of a batch.
         n: public (reference) number of records.
         parts: number of batches; default ceil(n / batch_size).
+        amplification: whether draws are secret, so that they hide records.
+        passes: number of passes, fixed in advance.
+
+    Source: docs/proofs/allocation.md.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> Assigned(batch_size=5, n=100, passes=3).event(clipped_gaussian(1.0), 60)
+        Repeat(event=RandomAllocation(noise_multiplier=1.0, steps=20), n=3)
     """
 
     parts: int | None = None
-    one_pass = True
+    amplification: bool = True
+    passes: int = 1
+    one_pass = True  # of one partition a pass, all from one secret
 
     def __post_init__(self) -> None:
         check_fields(self)
         super().__post_init__()
         if self.parts is not None:
             check.fields(self, parts=check.positive_count)
+        check.fields(self, amplification=check.flag, passes=check.positive_count)
+
+    def __repr__(self) -> str:
+        # as it was before these fields: it enters the digests of checkpoints
+        more = ", amplification=True" if self.amplification else ""
+        more += f", passes={self.passes}" if self.passes > 1 else ""
+        return f"Assigned(batch_size={self.batch_size}, n={self.n}, parts={self.parts}{more})"
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of a pass."""
+        return self.parts or super().steps_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches."""
-        return self.parts or super().steps_per_epoch
+        """Draws of all passes."""
+        return self.batches * self.passes
+
+    def amplifies(self, base: BaseEvent) -> TypeGuard[Gaussian]:
+        """Returns whether a pass of such queries is charged as a `RandomAllocation`."""
+        if not self.amplification or not isinstance(base, Gaussian):
+            return False
+        # PRIVACY: the theorem is of sums that one record moves by one clip, with Gaussian noise
+        # (test_only_clipped_gaussian_sums_are_amplified)
+        return dict(base.sens) == dict(CLIP_UNITS) and not base.failure and base.sigma > 0
+
+    def covers(self, base: BaseEvent, draw: Draw) -> int:
+        """Returns how many draws of the pass are left, where it is charged as a whole."""
+        return self.batches - draw.index % self.batches if self.amplifies(base) else 1
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
+        """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
         if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})")
-        return Repeat(base, min(draws, 1))
+            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned passes (got {draws})")
+        return Repeat(self._whole(base), math.ceil(draws / self.batches))
+
+    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+        """Returns the event of the draws start, .., stop - 1: that of all passes that they touch."""
+        if stop <= start:
+            return Sequential(())
+        first, last = start // self.batches, (stop - 1) // self.batches
+        if self.amplifies(bases[0]):
+            return Repeat(self._whole(bases[0]), last - first + 1)
+        draws = [max(start, k * self.batches) for k in range(first, last + 1)]
+        events = [self.draw_event(bases[0], Draw(0, partition, str(k % self.batches), k)) for k in draws]
+        return events[0] if len(events) == 1 else Sequential(tuple(events))
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
-        """Returns the event of one draw."""
+        """Returns the event of one draw; of its whole pass where that is amplified, see `covers`."""
+        if self.amplifies(base):
+            # PRIVACY: of the whole pass, since a prefix that outputs have chosen is no cheaper
+            # (test_a_pass_that_is_stopped_early_was_charged_as_a_whole)
+            return self._whole(base)
+        name = draw.partition if draw.index < self.batches else f"{draw.partition}/{draw.index // self.batches}"
         # PRIVACY: the key is drawn per record, whatever the record is, so that a replaced one keeps it
         # (test_assigned_batches_hold_under_every_adjacency)
-        return Parallel({draw.part: (base,)}, draw.partition, "keyed", key_public=True)
+        return Parallel({draw.part: (base,)}, name, "keyed", key_public=True)
+
+    def _whole(self, base: BaseEvent) -> BaseEvent:
+        return RandomAllocation(base.sigma, self.batches, exact=base.exact) if self.amplifies(base) else base
 
 
 @dataclass(frozen=True)
@@ -226,7 +285,8 @@ class AssignedParts(Parts):
     """Parts to which each record was assigned independently, with probabilities as their sizes; all three adjacencies.
 
     What `Parts` is for a public number of records. The sizes of the parts are random, hence private; those of the
-    designs are public divisors, and their sum is n, the (reference) number of records.
+    designs are public divisors, and their sum is n, the (reference) number of records. A part that is cut further is
+    charged one unsampled release: no amplification is claimed in it.
 
     Args:
         parts: (design, draws) per part; designs are Full, Poisson, or Assigned (which is cut further).
@@ -241,6 +301,11 @@ class AssignedParts(Parts):
         used = sum(design.n for design, _ in self.parts)
         if used != self.n:
             raise ValueError(f"parts must have n={self.n} records together (got {used})")
+        if any(isinstance(design, Assigned) and design.passes > 1 for design, _ in self.parts):
+            # PRIVACY: a part is charged once (test_a_part_is_assigned_to_batches_once)
+            raise ValueError(f"passes must be 1 for a part that is cut further (got {self.parts})")
+        plain = [(replace(d, amplification=False) if isinstance(d, Assigned) else d, k) for d, k in self.parts]
+        object.__setattr__(self, "parts", tuple(plain))
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.filters import make_filter
 from torch_dpsco.accounting.calibrate import largest
-from torch_dpsco.accounting.events import Event, Parallel
+from torch_dpsco.accounting.events import Event, Parallel, RandomAllocation, Sequential, clipped_gaussian
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
 from torch_dpsco.accounting.planning import Planning
@@ -160,6 +160,11 @@ class Spending(Planning):
         finally:
             self._phase.place = None
 
+    @property
+    def place(self) -> str:
+        """What this thread charges to, in words: a part of a partition; "" for all records."""
+        return "" if self._phase.place is None else " in part {} of {}".format(*self._phase.place)
+
     def _placed(self, event: Event) -> Event:
         place = self._phase.place
         if place is None:
@@ -173,6 +178,9 @@ class Spending(Planning):
     @locked
     def record(self, event: Event, count: int = 1, *, adaptive: bool = False) -> None:
         """Charges an event that has happened already, even past the budget (truth wins over wishes).
+
+        Inside of another run's pass of random allocation, an event that may depend on what was released takes the
+        amplification of passes away: they are charged once more, as unsampled releases.
 
         Args:
             event: what happened.
@@ -206,7 +214,8 @@ class Spending(Planning):
         Raises:
             BudgetExceeded: the event would pass the budget; the ledger is unchanged.
             AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
-            PrivacyError: the ledger file could not be written; nothing may be released.
+            PrivacyError: the ledger file could not be written; nothing may be released. Or parameters may be chosen on
+                the way, and another run is inside of a pass of random allocation.
         """
         if type(planned) is not int or not 0 < planned <= check.LARGEST_COUNT:
             planned = check.positive_count(planned=planned)
@@ -223,6 +232,7 @@ class Spending(Planning):
     def _authorize(self, event: Event, count: int, note: Note = _NO_NOTE, planned: int = 1) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
+        self._require_outside(event, count, note)
         if self._rule is None:
             self._charge(event, count, note)
             return
@@ -248,6 +258,27 @@ class Spending(Planning):
         finally:
             if undecided and not added and not note.releases:
                 self._config["adjacency"] = None
+        if self._is_inside(event, count, note):
+            # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
+            # (test_no_adaptive_event_is_charged_inside_a_pass)
+            passes = [(e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)]
+            for one, times in passes:
+                self._journal.charge(clipped_gaussian(one.noise), times)
+
+    def _is_inside(self, event: Event, count: int, note: Note) -> bool:
+        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
+        chosen = self.adaptive or "adaptive" in note.marks
+        return chosen and count > 0 and event != Sequential(()) and self._journal.book.in_pass(note.releases or ())
+
+    def _require_outside(self, event: Event, count: int, note: Note) -> None:
+        """Raises PrivacyError if it may."""
+        if self._is_inside(event, count, note):
+            # PRIVACY: proved for events that are fixed before the pass
+            # (test_no_adaptive_event_is_charged_inside_a_pass)
+            raise PrivacyError(
+                "an event that may depend on what was released must not be charged while a pass of random allocation "
+                "is open: call finalize() on its optimizer first, or give it Assigned(..., amplification=False)"
+            )
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
         known, _ = self._allowance or (None, 0)

@@ -16,14 +16,14 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.charges import Paid, first_charges, planned_event
+from torch_dpsco.optim.charges import Paid, first_charges, is_pass, planned_event
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
@@ -79,6 +79,7 @@ class Assembly(CommonOptimizer):
         checks.require_same_parts(oracle, design, self.schedule)
         charges = first_charges(oracle, design)
         self._adaptive = any(charge.adaptive for charge in charges)
+        self._in_passes = is_pass(oracle, design, charges)
         # whose releases have a secret in common
         self._sharing = tuple(oracle.members[k] for k, charge in enumerate(charges) if charge.covers > 1)
         if self._adaptive:
@@ -88,8 +89,9 @@ class Assembly(CommonOptimizer):
         self._run, self._since = secrets.token_hex(16), 0  # name of the run in the ledger, from that step on
         self._paid: Paid | None = None  # what was charged for several releases
         self._stills = 0  # releases of this phase that were no means
-        self._in_parts, self._constrains = isinstance(design, Parts), not isinstance(self.prox, Identity)
-        self._batch, self._isolation = LogicalBatch(self.design), Isolation()
+        self._in_order = isinstance(design, Parts) or self._in_passes
+        self._constrains = not isinstance(self.prox, Identity)
+        self._batch, self._isolation = LogicalBatch(self.design, in_order=self._in_order), Isolation()
         self._grad_scale: float | None = None
         self._told_of_scale = False
         self._checks: Mapping[str, str] = dict.fromkeys(("model", "loss"), "not checked, no model is attached")
@@ -148,7 +150,7 @@ class Assembly(CommonOptimizer):
                 all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
                 hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
-            steps: draws per iteration; default one epoch, or all that is left of one pass, or of a plan for users.
+            steps: draws per iteration; default one epoch, or all that is left of a partition, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
             physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
@@ -214,15 +216,20 @@ class Assembly(CommonOptimizer):
             self._require_continuation(resume, partition)
             if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone
                 left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
+                if isinstance(self.design, Assigned):  # a loop over the loader is a pass
+                    left = min(left, self.design.batches)
                 steps = max(1, min(left, self.schedule.steps - self._steps))
         return self._world.sampler(self, size, steps, partition)
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:
             raise SequenceError("resume must be False: no partition of this run is known that could be continued")
-        if not resume and isinstance(self.design, Parts) and self._steps:
+        if not resume and self._in_order and self._steps:
+            # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
+            # (test_a_pass_is_not_begun_again)
             raise SequenceError(
-                f"phases must not start again after {self._steps} steps: use optimizer.loader(dataset, resume=True)"
+                f"phases, and passes that are charged as a whole, must not start again after {self._steps} steps: use "
+                f"optimizer.loader(dataset, resume=True)"
             )
 
     def bind(self, loader: Any) -> Any:

@@ -28,15 +28,17 @@ from torch.utils.data import DataLoader
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.accounting.parts import Parts
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, warn
+from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UnknownSamplerError, warn
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import (
+    AssignedSampler,
     Chunk,
     DrawLog,
     OnePassSampler,
     Partition,
     PrivateLoader,
+    RankAssignedSampler,
     accept_empty_draws,
     fingerprint,
     partition_name,
@@ -54,9 +56,11 @@ class LogicalBatch:
 
     Args:
         design: how batches are drawn; if that is undeclared, its batch_size is the most that a step may use.
+        in_order: whether a run has one partition, and step k uses its draw k.
     """
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: Design, *, in_order: bool = False) -> None:
+        self._in_order = in_order
         self.design, self.declared = design, not isinstance(design, Undeclared)
         self.opened = False
         self.given: GradBatch | None = None  # rows for the next step that no backward has recorded
@@ -90,6 +94,8 @@ class LogicalBatch:
         if isinstance(loader, DataLoader):
             accept_empty_draws(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
+        if isinstance(design, Assigned) and design.amplification:
+            self._require_secret(sampler)
         one_pass = isinstance(sampler, OnePassSampler)
         if one_pass and sampler is not self._sampler:
             self._require_own_pass(sampler.so_far, loader)
@@ -100,14 +106,27 @@ class LogicalBatch:
         self._log.on_restart = on_restart
         self._draw_rows, self.opened = 0, False
 
+    def _require_secret(self, sampler: Any) -> None:
+        """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""
+        own = type(sampler) is AssignedSampler and (
+            not sampler.resumed or partition_name(self.design, sampler.partition) == self.partition_name
+        )
+        # the key of ranks is drawn by `distributed`, which admits no other samplers in a run of several processes
+        if not own and type(sampler) is not RankAssignedSampler:
+            # PRIVACY: who knows the draws knows where a record is (test_draws_that_may_be_known_are_not_amplified)
+            raise UnknownSamplerError(
+                f"loader must draw by itself who is in which batch, by fresh bits (got {type(sampler).__name__}): "
+                f"use optimizer.loader(dataset), or Assigned(..., amplification=False)"
+            )
+
     def _require_own_pass(self, partition: Partition, loader: Any) -> None:
         if self._log.again is not None and not self._comes_again(partition):
             # PRIVACY: another partition instead is one that was chosen
             # (test_a_draw_that_was_given_up_is_of_no_other_partition)
             raise SequenceError("a draw was given up and is the next one again: use loader(dataset, resume=True)")
-        if isinstance(self.design, Parts) and partition.made != self._made:
+        if self._in_order and partition.made != self._made:
             raise SequenceError(
-                f"loader must go on with draw {self._made} of the phases (got one at draw {partition.made}): use "
+                f"loader must go on with draw {self._made} of the run (got one at draw {partition.made}): use "
                 f"optimizer.loader(dataset, resume=True)"
             )
         self._require_same_records(partition, loader)

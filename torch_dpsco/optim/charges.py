@@ -1,19 +1,26 @@
 """What the steps of a run cost, which releases a charge has paid for, and what would repeat one of them.
 
-Releases that share a charge share a secret too: the noise of a threshold, or past noise. Two continuations of such a
-run would show it, under ledgers that know nothing of each other. So there is one: in this process, or, after a crash,
-with the ledger file, which knows how far the run has come.
+Releases that share a charge share a secret too: the noise of a threshold, past noise, or who is in which batch. Two
+continuations of such a run would show it, under ledgers that know nothing of each other. So there is one: in this
+process, or, after a crash, with the ledger file, which knows how far the run has come.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import Event, Repeat, Sequential
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.accounting.events import (
+    Event,
+    RandomAllocation,
+    Repeat,
+    Sequential,
+    event_from_json,
+    event_to_json,
+)
+from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
 from torch_dpsco.oracles.phased import Phased
 
@@ -24,13 +31,32 @@ class Paid(NamedTuple):
     Args:
         stop: step after the last of them.
         partition: how records were cut into batches; "" where they are not.
+        event: what was charged, where it is that of a pass of secret draws; None elsewhere.
     """
 
     stop: int
     partition: str
+    event: Event | None = None
 
-    def require(self, partition: str) -> None:
-        """Raises SequenceError for a batch of records that were cut in another way."""
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> Paid:
+        """Returns what `row` has made."""
+        stop, partition, *event = row
+        return cls(stop, partition, event_from_json(event[0]) if event else None)
+
+    @property
+    def row(self) -> list[Any]:
+        """All of it as primitives."""
+        return [self.stop, self.partition, *([] if self.event is None else [event_to_json(self.event)])]
+
+    def require(self, partition: str, event: Event | None = None) -> None:
+        """Raises SequenceError for a batch of records that were cut in another way, or for a release of less noise."""
+        if event != self.event:
+            # PRIVACY: (test_a_step_with_less_noise_than_its_pass_was_charged_for_is_refused)
+            raise SequenceError(
+                f"steps must be those that their pass was charged for, {self.event} (got one of {event}): noise is "
+                f"fixed before a pass, or give amplification=False to the design"
+            )
         if partition != self.partition:
             # PRIVACY: a record would come at other steps than those that were charged
             # (test_another_cut_under_a_charge_of_the_whole_run_is_caught)
@@ -43,6 +69,33 @@ class Paid(NamedTuple):
 def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
     """Returns what the first release of each phase is charged."""
     return [member.charge(design, Draw(0, "planned", str(k))) for k, member in enumerate(oracle.members)]
+
+
+def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bool:
+    """Returns whether passes of secret draws are charged as a whole, before their first step.
+
+    Args:
+        oracle: of the run.
+        design: how batches are drawn.
+        charges: of the members of the oracle, see `first_charges`.
+
+    Raises:
+        AdjacencyError: only a part of the steps of a pass has the noise that it is charged for.
+    """
+    events = {charge.event for charge in charges}
+    start = Draw(0, "planned", "0")
+    covered = [design.covers(member.event(), start) for member in oracle.members]
+    if not any(isinstance(event, RandomAllocation) for event in events):
+        return False
+    whole = all(not charge.adaptive and charge.covers == most for charge, most in zip(charges, covered, strict=True))
+    if len(events) > 1 or not whole:
+        # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
+        # (test_a_pass_whose_steps_are_not_alike_is_refused)
+        raise AdjacencyError(
+            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of a pass are not all "
+            f"charged alike, as fixed before the first of them (got {design})"
+        )
+    return True
 
 
 def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned") -> Event:

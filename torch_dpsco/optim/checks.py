@@ -47,7 +47,8 @@ def number_of_records(dataset: Dataset[Any]) -> int:
     """Returns len(dataset); raises ValueError for a stream, from which no batch can be sampled."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length)"
+            f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length): "
+            f"dp.sampling.Spilled(stream) reads a stream once into private files"
         )
     return len(dataset)
 

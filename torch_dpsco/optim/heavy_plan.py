@@ -22,6 +22,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    in_passes,
     noise_for,
     noise_on_mean,
     release_noise,
@@ -155,6 +156,10 @@ class ProximalPlan(ClippedPlan):
 
 def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjacency) -> Parts:
     """Returns the design of a pilot's step and the others, on records of their own."""
+    if isinstance(design, Assigned) and design.amplification:
+        raise ValueError(
+            f"sampling must not be 'allocated' after a pilot: in parts nothing is amplified (got {design})"
+        )
     if adjacency == ADD_REMOVE:
         # PRIVACY: cut by position, a record less would move all later ones (test_a_pilot_under_add_remove_is_private)
         if not isinstance(design, (Assigned, Full, Poisson)):
@@ -261,8 +266,8 @@ class HeavyTailed(PlannedOptimizer):
                 512 (at most n) in many passes.
             lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
             sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove). `ClippedSGD` makes many
-                passes too: "poisson", "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
-                dp.Poisson(batch_size, n).
+                passes too: "poisson", "allocated" (each record once per pass, secretly: `Assigned`, at the price of
+                Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as dp.Poisson(batch_size, n).
             average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
                 with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
@@ -337,6 +342,7 @@ class HeavyTailed(PlannedOptimizer):
                 design = sampled(sampling, batch_size, left, adjacency)
                 default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
                 free = goal is None and not isinstance(clip, Pilot)
+                design = in_passes(design, sampling, steps, epochs, None if free else default)
                 steps = steps_of(design, steps, epochs, None if free else default)
                 noise = noise if goal is None else noise_for(goal, design, steps)
         covered = lr is None and average is None
@@ -445,5 +451,6 @@ def _one_pass(sampling: str | Design, batch_size: int | None, n: int, adjacency:
         return sampled(sampling, batch_size, n, adjacency)
     size = n // steps if batch_size is None else batch_size
     if sampling == "assigned":  # all records to these batches
-        return Assigned(size, n, steps if batch_size is None else None)
+        # noise and steps of the theorems are those of one release
+        return Assigned(size, n, steps if batch_size is None else None, amplification=False)
     return Disjoint(size, n)

@@ -33,6 +33,7 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
+    in_passes,
     noise_for,
     noise_on_mean,
     sampled,
@@ -191,8 +192,9 @@ class HolderSGD(PlannedOptimizer):
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
                 `theory.holder.schedules.balanced_lr`.
-            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass) or
-                "full"; or a design such as dp.Full(n), which has batch_size and n.
+            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass),
+                "allocated" (each record once per pass, secretly: `Assigned`, at the price of Poisson) or "full"; or a
+                design such as dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
                 it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
@@ -249,8 +251,9 @@ class HolderSGD(PlannedOptimizer):
                     batch_size = min(_DEFAULT_BATCH, n)
                 else:
                     batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
-            design = sampled(sampling, batch_size, n, adjacency)
-            steps = steps_of(design, steps, epochs, None if given else _DEFAULT_EPOCHS)
+            default = None if given else _DEFAULT_EPOCHS
+            design = in_passes(sampled(sampling, batch_size, n, adjacency), sampling, steps, epochs, default)
+            steps = steps_of(design, steps, epochs, default)
             if not given and budget is not None and steps is not None:
                 multiplier, split = _noise(design, steps, budget, paper)
         batch_size = design.batch_size

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
     "fixed": Fixed,
     "shuffled": Shuffled,
     "assigned": Assigned,
+    "allocated": Assigned,
 }
 
 _STAGES = 10  # points of a curve over steps
@@ -196,6 +197,9 @@ def drawing(design: Design, unit: str) -> str:
         return f"{parts}; no {unit} is in two of these parts"
     if isinstance(design, Full):
         return f"all {design.n} {unit}s"
+    if isinstance(design, Assigned) and design.amplification:
+        batches = f"one of {design.batches} batches of each pass, of {design.n / design.batches:.3g} {unit}s on average"
+        return f"random allocation: each {unit} in {batches}; who is where, and true sizes, are secret"
     return f"{type(design).__name__}: {design.batch_size} of {design.n} {unit}s"
 
 
@@ -321,7 +325,8 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
     """Returns the design of a word and its numbers; without n none is claimed.
 
     Args:
-        sampling: "poisson", "fixed", "shuffled", "assigned" (one pass) or "full"; or a design, which has its numbers.
+        sampling: "poisson", "fixed", "shuffled", "assigned" (one pass), "allocated" (see `in_passes`) or "full"; or a
+            design, which has its numbers.
         batch_size: expected size of a batch; None for that of the design, or for n.
         n: public number of records.
         adjacency: of the guarantee.
@@ -344,15 +349,31 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
     return SAMPLING[sampling](n if batch_size is None else batch_size, n)
 
 
+def in_passes(
+    design: Design, sampling: str | Design, steps: int | None, epochs: float | None, default: float | None
+) -> Design:
+    """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
+    if sampling != "allocated" or not isinstance(design, Assigned):
+        return design
+    if steps is not None:
+        return replace(design, passes=math.ceil(check.positive_count(steps=steps) / design.batches))
+    passes = default if epochs is None else epochs
+    if passes is None:
+        raise ValueError("epochs or steps must be given for sampling='allocated': passes are fixed before the first")
+    return replace(design, passes=math.ceil(check.positive(epochs=passes)))
+
+
 def steps_of(design: Design, steps: int | None, epochs: float | None, default: float | None) -> int | None:
     """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
 
-    Designs of one pass have that as default, and no more.
+    Designs of one pass, or of passes that are counted, have these as default, and no more.
     """
     if steps is not None and epochs is not None:
         raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
     if steps is None:
-        passes = (1 if design.one_pass else default) if epochs is None else epochs
+        passes = default if epochs is None else epochs
+        if epochs is None and design.one_pass:
+            return design.steps_per_epoch
         if passes is None:
             return None
         steps = calibrate.epoch_steps(design, passes)

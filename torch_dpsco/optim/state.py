@@ -184,9 +184,10 @@ class Saved(Assembly):
         partition = None if self._finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        secret = bool(self._sharing) or partition is not None or isinstance(private["oracle"], SecretState)
+        shared = bool(self._sharing) and not (self._in_passes and self._finalized)  # of passes no draw is left
+        secret = shared or partition is not None or isinstance(private["oracle"], SecretState)
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
-        private["paid"] = None if self._paid is None else list(self._paid)
+        private["paid"] = None if self._paid is None else self._paid.row
         if partition is not None:
             private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
         return add_private_state(super().state_dict(), self.settings(), private)
@@ -210,6 +211,9 @@ class Saved(Assembly):
             # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
             # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
             private = private | {"oracle": None, "run": self._run}
+            if self._in_passes:
+                # PRIVACY: and so do secret draws (test_a_checkpoint_of_the_start_gives_its_draws_to_a_resumed_run_only)
+                private.pop("partition", None)
         self._restore(public, private)
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
@@ -223,7 +227,7 @@ class Saved(Assembly):
             self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
         self._stills, self._run = private["still"], private.get("run", self._run)
-        self._paid = None if private.get("paid") is None else Paid(*private["paid"])
+        self._paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
         self._since = private.get("since", self._steps)
 
     @in_turn
@@ -255,7 +259,7 @@ class Saved(Assembly):
             used = marked.get(self._batch.partition_name, partition.made)
             self._batch.resume(replace(partition, made=max(partition.made, used)))
         lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
-        refuse_lost(self._sharing, lost)
+        refuse_lost(() if self._in_passes else self._sharing, lost)  # batches of a pass share nothing but their charge
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
@@ -273,7 +277,8 @@ class Saved(Assembly):
         part = self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
         charge = self.oracle.charge(self.design, Draw(0, self._batch.partition_name, str(part)))
         if charge.covers > 1:
-            self._paid = Paid(self._steps + charge.covers, self._batch.partition_name if known else "")
+            name = self._batch.partition_name if known else ""
+            self._paid = Paid(self._steps + charge.covers, name, charge.event if self._in_passes else None)
 
     def _halt_mark(self) -> str:
         return f"{self._run}/halted/{self._steps}"
@@ -302,7 +307,7 @@ class Saved(Assembly):
             return
         device = checks.one_device(self._all_params())
         self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
-        self._batch, self._world = LogicalBatch(self.design), join(device)
+        self._batch, self._world = LogicalBatch(self.design, in_order=self._in_order), join(device)
         if partition is not None:
             self._batch.resume(partition)
         self.oracle.discard()

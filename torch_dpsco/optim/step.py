@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.ledger.book import OPEN, OVER
 from torch_dpsco.accounting.ledger.store import LOCK
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim import checks
@@ -142,14 +143,17 @@ class PrivateOptimizer(Saved):
         marks = {self._run: self._steps + 1}
         if self.design.one_pass:
             marks[draw.partition] = draw.index + 1
-        paid = self._paid
+        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+        paid, where = self._paid, draw.partition + self.accountant.place
         if paid is not None and self._steps < paid.stop:
-            paid.require(draw.partition)
+            paid.require(where, self.oracle.charge(self.design, draw).event if self._in_passes else None)
             charge = Charge(Sequential(()))
         else:
             charge = self.oracle.charge(self.design, draw)
         planned = 1 if self._planned is None else self._planned - self._steps
-        if self._adaptive or self._sharing:  # the next event is another one
+        if self._in_passes:
+            planned = math.ceil(planned / self.design.batches)
+        elif self._adaptive or self._sharing:  # the next event is another one
             planned = 1
         elif draw.partition:  # that of the next part is; within one all are equal
             planned = self.design.draws_left(draw.index)
@@ -160,9 +164,22 @@ class PrivateOptimizer(Saved):
                     "this step may have been made already, by another optimizer that goes on with the same run or by a "
                     "step that failed after its charge: resume the run from its last checkpoint, or finalize()"
                 )
+            if self._in_passes:
+                self._require_fresh(draw)
+                marks[self._run + OPEN] = 1
             self.accountant.authorize(charge.event, planned=planned, adaptive=self._adaptive, releases=marks)
             if charge.covers > 1:
-                self._paid = Paid(self._steps + charge.covers, draw.partition)
+                event = charge.event if self._in_passes else None
+                self._paid = Paid(self._steps + charge.covers, where, event)
+
+    def _require_fresh(self, draw: Draw) -> None:
+        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
+        if self.accountant.marked(draw.partition) > draw.index:
+            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
+            raise SequenceError(
+                "this batch may have been released already, and its pass was charged for one release of each: make a "
+                "new optimizer, whose draws are fresh"
+            )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -192,9 +209,9 @@ class PrivateOptimizer(Saved):
     ) -> Draw | None:
         batch = self._batch
         chunk = batch.current()
-        if self._in_parts and chunk.draw.index != self._steps:
+        if self._in_order and chunk.draw.index != self._steps:
             raise SequenceError(
-                f"step {self._steps} needs batch {self._steps} of the phases (got batch {chunk.draw.index}): after "
+                f"step {self._steps} needs batch {self._steps} of the run (got batch {chunk.draw.index}): after "
                 f"discard(), or to continue a run, use optimizer.loader(dataset, resume=True)"
             )
         rows = self._taken(params, scale) if given is None else given
@@ -321,4 +338,6 @@ class PrivateOptimizer(Saved):
         self.discard()
         with torch.no_grad():
             self._install_answer()
+        if self._in_passes and self._steps:  # no step of its passes follows
+            self.accountant.authorize(Sequential(()), releases={self._run + OVER: 1})
         self._finalized = True

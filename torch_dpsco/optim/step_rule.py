@@ -16,7 +16,7 @@ from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.optim.planned import noise_for, release_noise, sampled, steps_of
+from torch_dpsco.optim.planned import in_passes, noise_for, release_noise, sampled, steps_of
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory import steps as theory
 from torch_dpsco.theory.steps import Pace
@@ -136,8 +136,11 @@ def run_of(
         share = rows / (theory.LEAST if once else wanted)
         batch_size = min(n, max(1, math.ceil(share * n)))
     design = sampled(sampling, batch_size, n, adjacency)
-    if steps is None and epochs is None and not design.one_pass:
+    if steps is None and epochs is None and (sampling == "allocated" or not design.one_pass):
         steps = max(wanted, calibrate.epoch_steps(design, passes) if design.batch_size < n else 0)
+        if sampling == "allocated":  # a pass that is begun costs as much as a whole one
+            steps += -steps % design.batches
+    design = in_passes(design, sampling, steps, epochs, passes)
     made = steps_of(design, steps, epochs, 1)
     assert made is not None  # one pass at least
     noise = noise_for(budget, design, made)

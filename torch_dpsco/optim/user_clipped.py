@@ -16,7 +16,15 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.planned import agreed_adjacency, dimension, given_noise, noise_on_mean, sampled, steps_of
+from torch_dpsco.optim.planned import (
+    agreed_adjacency,
+    dimension,
+    given_noise,
+    in_passes,
+    noise_on_mean,
+    sampled,
+    steps_of,
+)
 from torch_dpsco.optim.step_rule import loudness
 from torch_dpsco.optim.user_plan import UserOptimizer, UserPlan
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
@@ -209,8 +217,9 @@ class UserClippedSGD(UserOptimizer):
                 noise of yours, there is no limit but the budget.
             epochs: passes over users; where clip and lr are given default 30 (all users: 30 steps), 10 for smaller
                 batches.
-            sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "assigned" (one pass) or
-                "full"; or a design of users.
+            sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "assigned" (one pass),
+                "allocated" (each user once per pass, secretly: `Assigned`, at the price of Poisson) or "full"; or a
+                design of users.
             center_decay: in [0, 1): the center follows the releases; None keeps it.
             min_items: rows that a user must have, public; others contribute 0.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
@@ -244,9 +253,10 @@ class UserClippedSGD(UserOptimizer):
         if sampling in ("poisson", "fixed") and batch_size in (None, n_users):
             sampling = "full"
         design = sampled(sampling, batch_size, n_users, adjacency)
-        if wanted is not None and epochs is None and not design.one_pass:
+        if wanted is not None and epochs is None and (sampling == "allocated" or not design.one_pass):
             steps = wanted if steps is None else steps
         default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
+        design = in_passes(design, sampling, steps, epochs, None if noise_multiplier is not None else default)
         steps = steps_of(design, steps, epochs, None if noise_multiplier is not None else default)
         noise = given_noise(noise_multiplier, budget, design, steps)
         search = ClipSearch.within(noise, design.batch_size) if clip is None else None

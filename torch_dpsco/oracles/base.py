@@ -147,10 +147,10 @@ class MeanOracle(ABC):
         base, known = self.event(), self._sampled
         if known is not None and known[0] is base and known[1] is design and not draw.partition:
             return Charge(known[2])
-        event = design.draw_event(base, draw)
-        if not draw.partition:  # else draws differ in their part
+        event, covers = design.draw_event(base, draw), design.covers(base, draw)
+        if not draw.partition and covers == 1:  # else draws differ in their part
             self.__dict__["_sampled"] = (base, design, event)
-        return Charge(event)
+        return Charge(event, covers)
 
     @abstractmethod
     def release(self, generator: Source) -> Release:

@@ -8,6 +8,7 @@ from torch_dpsco.sampling.one_pass import (
     OnePassSampler,
     Partition,
     PartsSampler,
+    RankAssignedSampler,
     make_sampler,
     partition_name,
 )
@@ -22,6 +23,7 @@ from torch_dpsco.sampling.samplers import (
     require_divisible,
 )
 from torch_dpsco.sampling.slots import Isolation, Slots
+from torch_dpsco.sampling.spilled import Spilled
 from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
@@ -40,9 +42,11 @@ __all__ = [
     "PhysicalBatches",
     "PoissonSampler",
     "PrivateLoader",
+    "RankAssignedSampler",
     "RankSampler",
     "ShuffledSampler",
     "Slots",
+    "Spilled",
     "UserLoader",
     "accept_empty_draws",
     "bounded",

@@ -1,5 +1,7 @@
 """Samplers of one pass: a partition of the records that is drawn once, and whose parts are used in order.
 
+`AssignedSampler` makes several passes, each over a partition of its own, all of one secret.
+
 The partition belongs to the run and not to a loader: an interrupted run continues with the parts that are left
 (`resume`), since a fresh partition would put a record into two parts. Why the largest part is all that counts, and what
 breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
@@ -26,6 +29,10 @@ from torch_dpsco.sampling.samplers import DesignSampler, kind_of
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
+_HELD = 1 << 24  # members of batches that are kept at a time, on average
+# PRIVACY: draws that are made at a time; with another number a resumed run would draw others
+# (test_the_draws_of_a_key_are_those_of_every_version)
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,11 @@ class Partition:
         tag: keyed fingerprint of the records; "" if it was not computed.
     """
 
-    cut: _Indices
+    cut: _Indices = field(repr=False)
     made: int = 0
-    size: int | None = None
-    key: str = ""
-    tag: str = ""
+    size: int | None = field(default=None, repr=False)
+    key: str = field(default="", repr=False)
+    tag: str = field(default="", repr=False)
 
 
 class OnePassSampler(DesignSampler):
@@ -93,14 +100,22 @@ class OnePassSampler(DesignSampler):
 
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
+        first = self._begin()
+        name, parts = partition_name(self.design, self.partition), self._parts_from(self.partition.cut, first)
+        for index, (part, indices) in enumerate(islice(parts, self.steps), first):
+            yield Draw(len(indices), name, part, index), indices
+
+    def _begin(self) -> int:
+        """Returns the first draw of an iteration."""
         if self._used:
             # PRIVACY: each record is charged for one part (test_a_second_pass_is_refused)
             raise SequenceError(_EXHAUSTED)
         self._used = True
-        cut, made = self.partition.cut, self.partition.made
-        name = partition_name(self.design, self.partition)
-        for index, (part, indices) in islice(enumerate(self._parts(cut)), made, made + self.steps):
-            yield Draw(len(indices), name, part, index), indices
+        return self.partition.made
+
+    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
+        """Yields (part, positions) of the draws from the first one on."""
+        return islice(self._parts(cut), first, None)
 
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
@@ -151,15 +166,135 @@ class _KeyedSampler(OnePassSampler):
 
 
 class AssignedSampler(_KeyedSampler):
-    """One pass over batches to which each record was assigned independently and uniformly."""
+    """Passes over batches to which each record is assigned independently and uniformly, anew in each pass.
+
+    The draws of all passes come from one secret key of 256 bits: those of two passes, and of two records, are
+    independent. An iteration is one pass by default, and goes on where steps have stopped. Of more than 2^24 records
+    there is no list: all draws are made again for every 2^24 of them that are delivered.
+
+    Args:
+        design: how to draw.
+        size: number of records.
+        steps: draws of an iteration; default those of a pass, or what is left.
+        seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
+        resume: partition of a run that continues.
+    """
 
     kind: ClassVar[type[Design]] = Assigned
+    design: Assigned
+    _owned = slice(None)  # positions that are drawn for
+
+    def __init__(
+        self,
+        design: Design,
+        *,
+        size: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
+        resume: Partition | None = None,
+    ) -> None:
+        self.require_kind(design)
+        assert isinstance(design, Assigned)
+        if seed is not None:
+            # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
+            design = replace(design, amplification=False)
+        self.resumed = resume is not None
+        if steps is None and design.passes > 1:
+            steps = max(1, min(design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)))
+        super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # PRIVACY: two runs of the same draws would be charged as if they were fresh
+        # (test_copies_of_an_assigned_sampler_draw_anew)
+        self.partition, self.resumed = Partition(self._new_cut(), size=self.size), False
+
+    def _begin(self) -> int:
+        if self.design.passes == 1:
+            return super()._begin()
+        made = self.so_far.made
+        if made >= self.design.steps_per_epoch:
+            raise SequenceError(_EXHAUSTED)
+        return made
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+        return self._parts_from(cut, 0)
+
+    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         self._require_key(cut)
-        keys = KeyedStream(cut.tobytes(), "assigned").integers(self.design.steps_per_epoch, self.size)
-        for k, members in enumerate(_grouped(keys, self.design.steps_per_epoch)):
-            yield str(k), members
+        begun, left_out = divmod(first, self.design.batches)
+        for k in range(begun, self.design.passes):
+            at = left_out if k == begun else 0
+            for part, members in enumerate(self._batches(cut, k, at), at):
+                yield str(part), members
+
+    def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
+        """Yields the members of the batches of pass k, from the first one on."""
+        batches = self.design.batches
+        most = max(1, _HELD * batches // max(1, self.size))  # at a time
+        for start in range(first, batches, most):
+            stop = min(batches, start + most)
+            yield from self._members(cut, k, start, stop)
+
+    def _members(self, cut: _Indices, k: int, start: int, stop: int) -> Iterator[_Indices]:
+        """Yields the members of some batches of pass k; all draws are made again, in blocks, and the others left."""
+        # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
+        stream = KeyedStream(cut.tobytes(), self._label(k))
+        own = range(self.size)[self._owned]
+        block = _BLOCK if self.design.amplification else max(1, len(own))  # the latter as versions before drew them
+        keys, members = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for begin in range(0, len(own), block):
+            drawn = stream.integers(self.design.batches, min(block, len(own) - begin))
+            kept = np.flatnonzero((drawn >= start) & (drawn < stop))
+            keys.append(drawn[kept] - start)
+            members.append(own.start + own.step * (begin + kept))
+        found = np.concatenate(members)
+        for places in _grouped(np.concatenate(keys), stop - start):
+            yield found[places]
+
+    def _label(self, k: int) -> str:
+        return f"assigned {k}" if k else "assigned"
+
+
+class RankAssignedSampler(AssignedSampler):
+    """Draws the batches of the positions that one of several processes owns; see `samplers` on whose they are.
+
+    Args:
+        design: of all processes together.
+        rank: of this process, 0..processes-1.
+        processes: how many there are.
+        key: 32 secret bytes, the same on all processes, for this run only.
+        size: number of records there are, those of the others included.
+        steps: draws of an iteration, equal on all processes.
+        made: draws that the run has used before.
+
+    Guarantee: that of `AssignedSampler` for the union over the ranks: every record draws its batch once in a pass, on
+        the rank that owns it, from a stream of its own.
+    """
+
+    def __init__(
+        self,
+        design: Assigned,
+        *,
+        rank: int,
+        processes: int,
+        key: bytes,
+        size: int | None = None,
+        steps: int | None = None,
+        made: int = 0,
+    ) -> None:
+        self.processes, self.rank = check.positive_count(processes=processes), check.count(rank=rank)
+        if self.rank >= self.processes:
+            raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
+        self._owned = slice(self.rank, None, self.processes)
+        cut = np.frombuffer(key, dtype=np.uint8).copy()
+        self._require_key(cut)
+        resume = Partition(cut, made=made, size=design.n if size is None else size)
+        super().__init__(design, size=size, steps=steps, resume=resume)
+
+    def _label(self, k: int) -> str:
+        # PRIVACY: (test_ranks_draw_the_batches_of_their_records_independently)
+        return f"assigned {k} rank {self.rank}"
 
 
 def _grouped(keys: _Indices, parts: int) -> Iterator[_Indices]:
@@ -236,7 +371,7 @@ def partition_name(design: Design, partition: Partition) -> str:
     # (test_partitions_of_different_cuts_have_different_names)
     digest = sha256(partition.cut.tobytes()).hexdigest()[:32]
     if isinstance(design, Assigned):
-        return f"assigned/{digest}/{design.steps_per_epoch}"
+        return f"assigned/{digest}/{design.batches}"
     if isinstance(design, Parts):
         return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
     return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut

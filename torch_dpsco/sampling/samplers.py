@@ -259,7 +259,7 @@ def require_divisible(design: Design) -> None:
         # (test_designs_whose_positions_depend_on_each_other_are_refused)
         raise UnknownSamplerError(
             f"design must be Poisson or Full in a run of several processes, which draw without knowing of each other "
-            f"(got {design}): give n= to HolderSGD, or sampling='poisson' or 'full' to ClippedSGD.plan"
+            f"(got {design}): give n= to HolderSGD, or sampling='poisson', 'allocated' or 'full'"
         )
 
 

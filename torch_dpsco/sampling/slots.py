@@ -59,8 +59,10 @@ def capacity(design: Design, *, processes: int = 1) -> int:
         return max(1, math.ceil(design.batch_size / processes))
     # PRIVACY: a neighbor has one record more than the declared number
     # (test_a_record_more_than_declared_overflows_as_rarely)
-    records = design.n + 1
-    mean, most = design.batch_size * records / design.n / processes, math.ceil(records / processes)
+    records, expected = design.n + 1, float(design.batch_size)
+    if isinstance(design, Assigned):  # which may have fewer batches, and a divisor of its own
+        expected = max(expected, design.n / design.batches)
+    mean, most = expected * records / design.n / processes, math.ceil(records / processes)
     most += 8 * math.isqrt(most) + 16  # the number of all may be private, and near the declared one
     room = most if isinstance(design, Full) else math.ceil(mean)
     while room < most and mean * _rate(room / mean - 1.0) < _RARE:

@@ -27,6 +27,9 @@ Place = tuple[str, int, int]
 # parameters chosen from what was released before.
 MARKS = ("stepped", "asserted", "adaptive")
 
+# ends of names in `Book.releases`: a run has begun a pass that is charged as a whole; it makes no step any more
+OPEN, OVER = "/pass", "/over"
+
 
 @dataclass
 class Book:
@@ -106,6 +109,11 @@ class Book:
     def release(self, run: str, number: int) -> None:
         """Marks that a run may have made so many releases; less than is known changes nothing."""
         self.releases[run] = max(number, self.releases.get(run, 0))
+
+    def in_pass(self, others: Iterable[str] = ()) -> bool:
+        """Returns whether a run, but for the others, may be inside of a pass that was charged as a whole."""
+        runs = {name.removesuffix(OPEN) for name in self.releases if name.endswith(OPEN)}
+        return any(run not in others and not self.releases.get(run + OVER) for run in runs)
 
     def mark(self, marks: Iterable[str], events: int) -> None:
         """Adds to the numbers of events of which a fact is known."""

@@ -24,6 +24,7 @@ from torch_dpsco.accounting.events import (
     Laplace,
     NonPrivate,
     PoissonGaussian,
+    RandomAllocation,
     Repeat,
     SimpleEvent,
     WORGaussian,
@@ -281,7 +282,7 @@ class PrivacyReport:
 
 def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     events = {type(event) for _, _, event, _ in ledger.entries()}
-    gaussians = (Gaussian, PoissonGaussian, WORGaussian)
+    gaussians = (Gaussian, PoissonGaussian, WORGaussian, RandomAllocation)
     exact = {event.exact for _, _, event, _ in ledger.entries() if isinstance(event, gaussians)}
     whose = "one record per example" if unit == "example" else f"all rows of a {unit} carry its id, and no other does"
     lines = [whose, "noise, rates and number of steps fixed before the run"]
@@ -289,6 +290,11 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
         lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
     if WORGaussian in events:
         lines.append("batches drawn by the optimizer's own fixed-size loader, kept secret; public data set size")
+    if RandomAllocation in events:
+        lines.append(
+            "each record put into one of the batches of a pass by itself, by the optimizer's own loader; who is where, "
+            "and sizes of batches, kept secret"
+        )
     partitions = {partition for partition, _, _, _ in ledger.entries() if partition}
     if any(partition.startswith("assigned/") for partition in partitions):
         lines.append(

@@ -46,9 +46,8 @@ _SAMPLING: dict[type[Design], str] = {
     "nothing is gained from the random order.",
     Cyclic: "{passes} passes over {n} {unit}s in one random order, cut into batches of {b}, which come in the same "
     "order in each pass. Nothing is gained from the random order: each pass that was begun costs one full release.",
-    Assigned: "One pass: each {unit} is put into one of {parts} batches of {b} on average, at random and independently "
-    "of all others. Each {unit} is used at most once, and nothing is gained from the random assignment. It must stay "
-    "secret who was in which batch.",
+    Assigned: "{passes}: each {unit} is put into one of {batches} batches of about {b}, at random and independently of "
+    "all others{anew}. It must stay secret who was in which batch. ",
     Parts: "Phases on disjoint parts: {n} {unit}s in a random order, cut into {parts} parts; each {unit} is used in "
     "one phase at most, and what counts is the phase that costs most.",
     AssignedParts: "Phases on disjoint parts: each of {n} {unit}s is put into one of {parts} parts, at random and "
@@ -58,6 +57,11 @@ _SAMPLING: dict[type[Design], str] = {
     Undeclared: "Not declared: each step is charged as a full release, and nothing is gained from random batches. It "
     "is taken for granted that a batch of {b} holds each {unit} at most once and is not chosen by looking at the data.",
 }
+_ALLOCATED = (
+    "Each {unit} picked one of {batches} batches, secretly; amplified by random allocation; batch sizes not released. "
+    "A pass that was begun counts as a whole one."
+)
+_NOT_ALLOCATED = "Each {unit} is used once in a pass, and nothing is gained from the random assignment: {why}."
 _IDEAL = "floating-point attacks on the noise are out of scope"
 _COUPLING = "What one record contributes does not depend on the others: no batch statistics, no loss across records."
 
@@ -365,6 +369,9 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
         yield f"As the class says: {design}."
         return
     declared = not isinstance(design, Undeclared)
+    if isinstance(design, Assigned):
+        yield _allocation(design, run, report.unit)
+        return
     yield _SAMPLING[type(design)].format(
         unit=report.unit,
         b=design.batch_size,
@@ -372,6 +379,20 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
         passes=getattr(design, "passes", ""),
         rate=rounded_up(design.batch_size / design.n, 6) if declared else "",
         parts=len(design.parts) if isinstance(design, Parts) else design.steps_per_epoch if declared else "",
+    )
+
+
+def _allocation(design: Assigned, run: Run, unit: str) -> str:
+    """Returns how passes of an assigned design are drawn, and whether that is counted on."""
+    why = "the release is no sum of clipped rows with Gaussian noise" if design.amplification else "amplification=False"
+    text = _SAMPLING[Assigned] + (_ALLOCATED if design.amplifies(run.event) else _NOT_ALLOCATED)
+    return text.format(
+        unit=unit,
+        b=design.batch_size,
+        batches=design.batches,
+        passes="One pass" if design.passes == 1 else f"{design.passes} passes",
+        anew="" if design.passes == 1 else ", anew in each pass",
+        why=why,
     )
 
 
