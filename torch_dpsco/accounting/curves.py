@@ -211,7 +211,9 @@ def _(event: events.RandomAllocation, adjacency: Adjacency, orders: FloatArray) 
     if event.steps == 1 or event.noise == 0:
         return _cost(Gaussian(event.noise, {adjacency: sensitivity}), adjacency, orders)
     # PRIVACY: mu^2 is left out, since epsilon would be read off it (test_a_pass_has_no_exact_gaussian_figure)
-    return Cost(allocation_renyi(event.noise, event.steps, orders, adjacency), None, (0.0, _rho(event.noise, adjacency)))
+    return Cost(
+        allocation_renyi(event.noise, event.steps, orders, adjacency), None, (0.0, _rho(event.noise, adjacency))
+    )
 
 
 def _rho(noise: float, adjacency: Adjacency) -> float:
