@@ -308,6 +308,8 @@ ROWS = [
     _row("accelerated-disjoint", _heavy(dp.AcceleratedSGD, _disjoint), REPLACE, FIXED, "empty"),
     _row("accelerated-assigned", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N, amplification=False), ADD), ADD,
          FIXED),
+    _row("accelerated-secret", _heavy(dp.AcceleratedSGD, lambda b: dp.Assigned(b, N), ADD), ADD, FIXED,
+         "shared anew alike endless"),
     _row("proximal-disjoint", _heavy(dp.ProximalSGD, _disjoint), REPLACE, FIXED, "empty"),
     _row("correlated", _correlated, REPLACE, FIXED, "empty", louder=lambda oracle: oracle.strategy.norm),
     _row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, _poisson, ADD), ADD, FIXED),

@@ -63,7 +63,20 @@ def made(cls: Any, params: Iterable[Any], **kind: Any) -> Any:
     """Returns an optimizer of this plan; what is no number of a plan is given to the class."""
     names = ("rule", "prox", "reg", "accountant", "generator")
     own = {name: kind.pop(name) for name in names if name in kind}
-    return cls(params, cls.plan(**kind), **own)
+    return cls(params, cls.plan(**repeatable(kind)), **own)
+
+
+def repeatable(kind: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments of a plan whose draws may be seeded: of assigned batches that hide nobody."""
+    adjacency = kind.get("adjacency") or (kind["budget"].adjacency if kind.get("budget") else "replace_one")
+    usual = "assigned" if adjacency == "add_remove" else None
+    if kind.get("sampling", usual) != "assigned" or isinstance(kind.get("clip"), dp.Pilot) or kind.get("mode"):
+        return kind
+    n, size, steps = kind.get("n"), kind.get("batch_size"), kind.get("steps")
+    if not n or (size is None) == (steps is None):
+        return kind
+    parts = steps if size is None else None
+    return kind | {"batch_size": None, "sampling": dp.Assigned(size or n // steps, n, parts, amplification=False)}
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
-from torch_dpsco.errors import AdjacencyError, MissingConstantError
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
 from torch_dpsco.optim.planned import (
@@ -29,7 +30,15 @@ from torch_dpsco.optim.planned import (
     sampled,
     steps_of,
 )
-from torch_dpsco.optim.step_rule import Scale, one_pass, pace_of, run_of, scale_of_clip
+from torch_dpsco.optim.step_rule import (
+    Scale,
+    noise_of_pass,
+    numbers_of_steps,
+    one_pass,
+    pace_of,
+    run_of,
+    scale_of_clip,
+)
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped
@@ -191,6 +200,7 @@ def scale_of(problem: Problem, distance: float | None, by: str) -> float:
 
 _PASS = ("shuffled", "assigned")  # words of one pass
 _FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
+_MORE_STEPS = 64  # of one pass whose draws are secret, in place of these
 _DEFAULT_BATCH, _DEFAULT_EPOCHS, _FULL_STEPS = 512, 10, 30
 
 
@@ -308,20 +318,28 @@ class HeavyTailed(PlannedOptimizer):
             noise = noise if goal is None else release_noise(goal)
             if steps is None and (isinstance(sampling, Design) or batch_size is not None):
                 steps = _one_pass(sampling, batch_size, left, adjacency).steps_per_epoch
+            secret = mode != "paper" and not isinstance(clip, Pilot) and _is_secret(sampling)
+            inputs = {"n": left, "dim": dim, "clip": clip, "adjacency": adjacency, "mode": mode}
+            inputs |= {"allow_infinite_variance": allow_infinite_variance}
             if noise and not isinstance(clip, Pilot):
-                inputs = {"n": left, "dim": dim, "rho": zcdp_of(noise, adjacency), "steps": steps, "clip": clip}
-                inputs |= {"adjacency": adjacency, "mode": mode, "allow_infinite_variance": allow_infinite_variance}
-                theory = cls._chosen(problem, distance, inputs)
+                tries: list[tuple[int | None, float]] = [(steps, noise)]
+                if secret and goal is not None and steps is None:
+                    tries = [(number, noise_of_pass(goal, number)) for number in numbers_of_steps(left)]
+                theory = cls._best(problem, distance, inputs, tries)
             if theory is not None:
-                steps, clip = theory.steps, theory.clip
+                steps = theory.steps
             elif by_rule and goal is not None and not problem.strong_convexity:
                 scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
-                steps = one_pass(scale, left, goal, bool(cls.momentum)) if steps is None else steps
-            steps = _FEW_STEPS if steps is None else check.positive_count(steps=steps)
-            if steps > left:
+                steps = one_pass(scale, left, goal, bool(cls.momentum), secret) if steps is None else steps
+            steps = min(left, _MORE_STEPS if secret else _FEW_STEPS) if steps is None else steps
+            if check.positive_count(steps=steps) > left:
                 raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
-            design = _one_pass(sampling, batch_size, left, adjacency, steps)
+            design = _one_pass(sampling, batch_size, left, adjacency, steps, secret)
             steps = steps_of(design, steps, None, None) or steps
+            if secret and goal is not None:
+                noise = noise_for(goal, design, steps)
+                theory = theory and cls._best(problem, distance, inputs, [(steps, noise)])
+            clip = clip if theory is None else theory.clip
             made = cls._averaging(problem, steps) if average is None else None
             if scale is not None and made is None:
                 pace = pace_of(scale, design, steps, noise)
@@ -420,6 +438,24 @@ class HeavyTailed(PlannedOptimizer):
         return 1.0 / (cls.most * smoothness)
 
     @classmethod
+    def _best(
+        cls,
+        problem: Problem,
+        distance: float | None,
+        inputs: dict[str, Any],
+        tries: Sequence[tuple[int | None, float]],
+    ) -> OnePassPlan | None:
+        """Returns what the theorem chooses, as `_chosen`, at the number of steps, beside its noise, of least bound."""
+        with warnings.catch_warnings():
+            if len(tries) > 1:  # what is said of those that are not taken
+                warnings.simplefilter("ignore", UtilityWarning)
+            plans = [
+                cls._chosen(problem, distance, inputs | {"steps": steps, "rho": zcdp_of(noise, inputs["adjacency"])})
+                for steps, noise in tries
+            ]
+        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.bound, default=None)
+
+    @classmethod
     def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> OnePassPlan | None:
         """Returns what the theorem chooses; None where promises are missing, and the clip is given."""
         if problem.moment is not None and inputs["dim"] is None:
@@ -445,12 +481,18 @@ def _goal(budget: Budget | None, noise_multiplier: float | None) -> tuple[Budget
     return budget, math.nan
 
 
-def _one_pass(sampling: str | Design, batch_size: int | None, n: int, adjacency: Adjacency, steps: int = 1) -> Design:
+def _is_secret(sampling: str | Design) -> bool:
+    """Returns whether each record draws its batch by itself, and that is charged as a whole pass."""
+    return sampling == "assigned" or (isinstance(sampling, Assigned) and sampling.amplification)
+
+
+def _one_pass(
+    sampling: str | Design, batch_size: int | None, n: int, adjacency: Adjacency, steps: int = 1, secret: bool = False
+) -> Design:
     """Returns the design of one pass in batches of this size, or in so many."""
     if isinstance(sampling, Design):
         return sampled(sampling, batch_size, n, adjacency)
     size = n // steps if batch_size is None else batch_size
     if sampling == "assigned":  # all records to these batches
-        # noise and steps of the theorems are those of one release
-        return Assigned(size, n, steps if batch_size is None else None, amplification=False)
+        return Assigned(size, n, steps if batch_size is None else None, amplification=secret)
     return Disjoint(size, n)

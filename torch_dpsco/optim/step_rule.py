@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.designs import Design, Poisson
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.optim.planned import in_passes, noise_for, release_noise, sampled, steps_of
 from torch_dpsco.problem import Problem
@@ -147,9 +147,45 @@ def run_of(
     return Run(design, made, noise, pace_of(scale, design, made, noise))
 
 
-def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool) -> int:
-    """Returns the number of batches of one pass."""
-    return min(n, theory.one_pass_steps(scale.horizon(n, budget), scale.smoothness or 1.0, momentum))
+def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool = False) -> int:
+    """Returns the number of batches of one pass.
+
+    Args:
+        scale: what it is measured by.
+        n: public number of records.
+        budget: to be met.
+        momentum: whether steps have it.
+        secret: whether each record draws its batch secretly, so that more batches have less noise each.
+    """
+    smoothness = scale.smoothness or 1.0
+    if not secret:
+        return min(n, theory.one_pass_steps(scale.horizon(n, budget), smoothness, momentum))
+
+    def risk(steps: int) -> float:
+        noise = noise_of_pass(budget, steps)
+        level = theory.noise_of_mean(noise, scale.bound, max(1, n // steps), steps, scale.dim, sampled=steps > 1)
+        return theory.risk(scale.distance, level, steps, smoothness, momentum)
+
+    return min(numbers_of_steps(n), key=risk)
+
+
+def numbers_of_steps(n: int) -> list[int]:
+    """Returns the numbers of batches that a secret pass over n records may have: powers of 2 up to 1024."""
+    return [2**k for k in range(theory.MOST.bit_length()) if 2**k <= n]
+
+
+def noise_of_pass(budget: Budget, steps: int) -> float:
+    """Returns about the noise multiplier of so many steps of a secret pass: that of Poisson batches by Renyi orders.
+
+    To compare numbers of steps by; the noise of the run is calibrated for what is chosen.
+    """
+    return calibrate.noise_multiplier(
+        *(budget.epsilon, budget.delta),
+        design=Poisson(1, steps),
+        steps=steps,
+        adjacency=budget.adjacency,
+        method="rdp",
+    )
 
 
 def pace_of(scale: Scale, design: Design, steps: int, noise: float) -> Pace:

@@ -160,6 +160,25 @@ def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
     return min(MOST, max(_FEW, math.ceil(steps)))
 
 
+def risk(distance: float, noise: float, steps: int, smoothness: float, momentum: bool) -> float:
+    """Returns D^2/(2 H) + H s^2/2 at the best horizon H that so many steps reach, by which numbers of steps compare.
+
+    Args:
+        distance: D > 0.
+        noise: s > 0, of the mean of all steps.
+        steps: T.
+        smoothness: L > 0.
+        momentum: as in `one_pass_steps`.
+
+    Example:
+        >>> risk(1.0, 0.1, 100, 1.0, momentum=True), risk(1.0, 0.1, 4, 1.0, momentum=True) > 0.1
+        (0.1, True)
+    """
+    largest = check.positive_count(steps=steps) / SETTLED if momentum else 0.5
+    horizon = min(check.positive(distance=distance) / noise, steps * largest / check.positive(smoothness=smoothness))
+    return distance**2 / (2.0 * horizon) + horizon * noise**2 / 2.0
+
+
 def relative_steps(noise: float) -> int:
     """Returns T, between 64 and 256, for means in units of a clip, where no smoothness is known: sqrt(200/noise).
 
