@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -106,12 +107,14 @@ def by_fit(build: Build, loss_name: str, adjacency: str = "add_remove") -> Fit:
     return fit
 
 
-def holder(table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget) -> dp.PrivateOptimizer:
-    """HolderSGD by default. A loss with a kink needs a guess of how far the answer is: the bound of the targets."""
+def holder(
+    table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget, **sampling: str
+) -> dp.PrivateOptimizer:
+    """HolderSGD by default, or with another sampling; a loss with a kink needs a guess of how far the answer is."""
     problem = loss.problem(bound_x=math.hypot(table.bound_x, 1.0), bound_y=table.bound_y or 1.0)
     scale = {} if problem.smoothness else {"distance": table.bound_y}
     n = int((~table.test).sum())
-    plan = dp.HolderSGD.plan(problem=problem, n=n, budget=budget, dim=model, **scale)
+    plan = dp.HolderSGD.plan(problem=problem, n=n, budget=budget, dim=model, **scale, **sampling)
     return dp.HolderSGD(model.parameters(), plan)
 
 
@@ -144,6 +147,14 @@ METHODS = (
     Method("HolderSGD, logistic", "fit", CHANCES, by_fit(holder, "logistic")),
     Method("HolderSGD, pinball", "fit", ("mae",), by_fit(holder, "pinball")),
     Method("HolderSGD, Huber", "fit", ("huber",), by_fit(holder, "huber")),
+    Method(
+        "HolderSGD, logistic, one secret pass", "", CHANCES, by_fit(partial(holder, sampling="assigned"), "logistic")
+    ),
+    Method("HolderSGD, Huber, one secret pass", "", ("huber",), by_fit(partial(holder, sampling="assigned"), "huber")),
+    Method(
+        "HolderSGD, logistic, secret passes", "", CHANCES, by_fit(partial(holder, sampling="allocated"), "logistic")
+    ),
+    Method("HolderSGD, Huber, secret passes", "", ("huber",), by_fit(partial(holder, sampling="allocated"), "huber")),
     Method("ClippedSGD with a pilot", "clipped", ERRORS, by_fit(clipped, "huber")),
     Method("ClippedSGD with a pilot, replace_one", "clipped", ERRORS, by_fit(clipped, "huber", "replace_one")),
     Method("UserClippedSGD, logistic", "user", CHANCES, by_fit(user_clipped(), "logistic"), users=True),

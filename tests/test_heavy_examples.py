@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 NAMES = ("heavy_tailed_regression", "lasso", "shuffle_model")
 DELTAS = {"heavy_tailed_regression": 1e-6, "lasso": 1e-6, "shuffle_model": 1e-5}
-MODELS = {"heavy_tailed_regression": 5, "lasso": 4, "shuffle_model": 2}
+MODELS = {"heavy_tailed_regression": 9, "lasso": 4, "shuffle_model": 2}
 
 
 def load(path: Path) -> ModuleType:
@@ -136,6 +136,8 @@ def test_each_part_of_unsampled_steps_and_each_pilot_keeps_the_budget_by_itself(
         design = optimizer.design
         if isinstance(design, Parts) and any(isinstance(part, dp.Poisson) for part, _ in design.parts):
             continue
+        if isinstance(design, (dp.Assigned, dp.Shuffled)):  # one event of many steps; several passes
+            continue
         for z, releases in gaussian_parts(optimizer):
             assert delta_of_gaussians(1.0, z, releases) <= DELTAS[name]
             checked += 1
@@ -197,6 +199,8 @@ def test_the_goals_on_flights_are_met(modules: dict[str, ModuleType]) -> None:
     assert figures["one pass_mae"] <= 0.215
     assert figures["minibatches_mae"] <= 0.212
     assert figures["localized, absolute loss_mae"] <= 0.214
+    assert figures["one pass, secret batches_mae"] <= min(0.2105, figures["one pass, known batches_mae"] - 0.001)
+    assert figures["ten passes, secret batches_mae"] <= min(0.21, figures["ten passes, known batches_mae"])
     assert figures["theorem_mae"] <= 0.241  # better than nothing learned
 
 

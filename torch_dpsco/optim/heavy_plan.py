@@ -269,15 +269,16 @@ class HeavyTailed(PlannedOptimizer):
                 chooses.
             steps: number of steps, without that of a pilot; default by theory, or by the step rule
                 (docs/proofs/steps.md) where a smoothness is promised, the noise is chosen and lr is not given; else 5
-                in one pass, 30 of "full" batches.
+                in one pass (64 if it is secret), 30 of "full" batches.
             epochs: passes over the data on average, in place of steps; default 20 in many passes by the step rule; else
                 10 of other batches than "full", without limit for noise of your own.
             batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
                 512 (at most n) in many passes.
             lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
-            sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove). `ClippedSGD` makes many
-                passes too: "poisson", "allocated" (each record once per pass, secretly: `Assigned`, at the price of
-                Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as dp.Poisson(batch_size, n).
+            sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove; each record draws its
+                batch secretly, with several times less noise: `Assigned`). `ClippedSGD` makes many passes too:
+                "poisson", "allocated" (passes of the latter kind, at the price of Poisson), "fixed", "full", or
+                "shuffled" with epochs > 1. Or a design, as dp.Poisson(batch_size, n).
             average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
                 with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;

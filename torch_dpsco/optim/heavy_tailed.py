@@ -9,11 +9,12 @@ squares the bound does not telescope; 2. no step is needed that "returns w_t if 
 privately; 3. explicit constants; 4. batches may also be drawn many times (Poisson, fixed, full), which the theorem does
 not cover and which often does better at moderate n.
 
-One-pass optimizers for heavy-tailed gradients: each record is used once, so that no amplification is needed.
+One-pass optimizers for heavy-tailed gradients: each record is used once.
 
-They are put together from an oracle (clipped means by default), a rule, and disjoint batches of one random permutation;
-all batches together cost what one does. Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon,
-delta) is met by the exact Gaussian curve, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
+They are put together from an oracle (clipped means by default), a rule, and batches: of one random permutation, all of
+which together cost what one does; or "assigned", where each record draws its batch secretly, at less noise.
+Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon, delta) is met by the exact Gaussian curve,
+or the law of the pass, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
 (`theory.heavy_tailed`); 3. the clip may come from a private pilot group; 4. under add_remove each record is assigned to
 a batch by itself, since a record more or less would shift the batches of a permutation.
 """
@@ -118,8 +119,9 @@ class AcceleratedSGD(HeavyTailed):
         ValueError: a penalty as prox, for which the theorem does not hold (see `ProximalSGD`).
 
     Guarantee:
-        Adjacency: replace_one and zero_out with Disjoint, all three with Assigned. Unit: one row per record. Event: a
-        batch is one unsampled Gaussian, and batches are parts of one partition, so that all of them cost what one does.
+        Adjacency: replace_one and zero_out with Disjoint, all three with Assigned. Unit: one row per record. Event:
+        with Disjoint a batch is one unsampled Gaussian, and batches are parts of one partition, so that all of them
+        cost what one does; with Assigned the pass is one `RandomAllocation`.
         Assumes: batches of the optimizer's own loader, rows that do not couple records. Nothing about moments is
         assumed: rows are clipped. Source: Lowy, Razaviyayn 2023, Theorem 9;
         docs/proofs/heavy_tailed.md#disjoint-parts.
