@@ -131,9 +131,10 @@ def run_of(
         wanted = theory.steps_to(scale.horizon(n, budget), scale.smoothness)
     passes = min(theory.PASSES, max(1.0, _MOST_ROWS / n))
     if batch_size is None and sampling != "full" and not isinstance(sampling, Design):
-        once = sampling == "assigned"
-        rows = 1.0 if once else max(passes, _FEW_ROWS / n) if epochs is None else epochs
-        share = rows / (theory.LEAST if once else wanted)
+        if sampling == "assigned":
+            share = 1.0 / one_pass(scale, n, budget, momentum=True, secret=True)
+        else:
+            share = (max(passes, _FEW_ROWS / n) if epochs is None else epochs) / wanted
         batch_size = min(n, max(1, math.ceil(share * n)))
     design = sampled(sampling, batch_size, n, adjacency)
     if steps is None and epochs is None and (sampling == "allocated" or not design.one_pass):
@@ -160,6 +161,8 @@ def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool 
     smoothness = scale.smoothness or 1.0
     if not secret:
         return min(n, theory.one_pass_steps(scale.horizon(n, budget), smoothness, momentum))
+    if scale.smoothness is None:
+        return max(numbers_of_steps(n))
 
     def risk(steps: int) -> float:
         noise = noise_of_pass(budget, steps)
