@@ -523,3 +523,27 @@ def test_epsilon_of_the_divergences_is_above_that_of_the_sums():
     for adjacency in ("add_remove", "replace_one"):
         loose = rdp_epsilon(orders, allocation_renyi(1.0, 100, orders, adjacency), 1e-5).epsilon
         assert allocation_delta(1.0, 100, loose, adjacency) < 1e-5 < allocation_delta(1.0, 100, loose / 3, adjacency)
+
+
+# -- another library ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("noise", "steps", "epochs", "delta"),
+    [
+        (1.0, 100, 1, 1e-5),
+        (0.5, 100, 1, 1e-5),
+        (2.0, 10, 1, 1e-5),
+        (0.8, 235, 3, 1e-6),
+        (1.5, 50, 5, 1e-8),
+        (3.0, 7, 2, 1e-4),
+    ],
+)
+def test_epsilon_lies_within_the_brackets_of_another_library(
+    noise: float, steps: int, epochs: int, delta: float
+) -> None:
+    """PLD_accounting 2.0, of Feldman and Shenfeld; ours is far narrower than its brackets of 0.5 to 5 %."""
+    other = pytest.importorskip("PLD_accounting")
+    high, low = other.gaussian_allocation_epsilon_range(sigma=noise, num_steps=steps, num_epochs=epochs, delta=delta)
+    assert low <= allocation_epsilon(noise, steps, delta, "add_remove", epochs=epochs) <= high
