@@ -28,9 +28,7 @@ from torch_dpsco.accounting.report.figures import rounded_up
 EPSILON, DELTA = 1.0, 1e-5
 ADJACENCY = "add_remove"
 POWERS = (1.0, 1.5, 2.0)
-BATCH_SIZE = 512
-EPOCHS, QUICK_EPOCHS = 20.0, 0.1
-AVERAGE = "weighted"  # of the iterates, the later ones more: post-processing of private iterates is free
+EPOCHS, QUICK_EPOCHS = None, 0.1  # None: batches, steps and step size follow the noise
 RADIUS = 5.0  # of the ball that holds the model
 # Output perturbation: (radius, step size); None is the library's choice. Found by trying a few, on the test scores.
 OUTPUT: dict[str, tuple[dp.losses.MarginLoss, float, float | None]] = {
@@ -42,24 +40,15 @@ OUTPUT: dict[str, tuple[dp.losses.MarginLoss, float, float | None]] = {
 OUTPUT_BATCH_SIZE, OUTPUT_EPOCHS = 64, 5
 
 
-def step_size(power: float) -> float:
-    """Returns 1/(q B^2): a first step of no noise moves no margin by more than 1, for the mean gradient is at most q B.
-
-    It shows a step size of your own. Without one (lr=None), batch_size, epochs and radius HolderSGD's step rule does
-    better at q = 1 and 1.5.
-    """
-    return 1.0 / (power * ROW_NORM_BOUND**2)
-
-
 def train(
-    loss: dp.losses.MarginLoss, lr: float | None, data: Adult, epsilon: float, epochs: float
+    loss: dp.losses.MarginLoss, data: Adult, epsilon: float, epochs: float | None
 ) -> tuple[nn.Module, dp.HolderSGD]:
     """Returns a private model, and the optimizer that knows what was spent; prints the plan before it spends."""
-    return by_gradient(loss, lr, data, dp.Accountant(dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)), epsilon, epochs)
+    return by_gradient(loss, data, dp.Accountant(dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)), epsilon, epochs)
 
 
 def by_gradient(
-    loss: dp.losses.MarginLoss, lr: float | None, data: Adult, ledger: dp.Accountant, epsilon: float, epochs: float
+    loss: dp.losses.MarginLoss, data: Adult, ledger: dp.Accountant, epsilon: float, epochs: float | None
 ) -> tuple[nn.Module, dp.HolderSGD]:
     """Returns a model trained with noise in every step, charged to the ledger, and its optimizer."""
     dataset = TensorDataset(data.train_features, 2 * data.train_labels[:, None] - 1)  # labels -1 and 1
@@ -73,10 +62,7 @@ def by_gradient(
             problem=problem,
             n=len(dataset),
             budget=dp.Budget(epsilon, DELTA, adjacency=ledger.adjacency),
-            batch_size=BATCH_SIZE,
             epochs=epochs,
-            lr=lr,
-            average=AVERAGE,
         ),
         accountant=ledger,
     )
@@ -139,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     data = load_adult()
     total, ledger = dp.Accountant(adjacency=ADJACENCY), dp.Accountant(adjacency="replace_one")
-    losses: list[tuple[str, dp.losses.MarginLoss, float | None]] = [
-        *((f"hinge_{q:g}", dp.losses.Hinge(power=q), step_size(q)) for q in POWERS),
-        ("logistic", dp.losses.Logistic(), None),
+    losses: list[tuple[str, dp.losses.MarginLoss]] = [
+        *((f"hinge_{q:g}", dp.losses.Hinge(power=q)) for q in POWERS),
+        ("logistic", dp.losses.Logistic()),
     ]
     figures: dict[str, float] = {}
-    for name, loss, lr in losses:
-        model, optimizer = train(loss, lr, data, args.epsilon, QUICK_EPOCHS if args.quick else EPOCHS)
+    for name, loss in losses:
+        model, optimizer = train(loss, data, args.epsilon, QUICK_EPOCHS if args.quick else EPOCHS)
         for accountant in (total, ledger):
             accountant.record(optimizer.design.event(optimizer.oracle.event(), optimizer.steps))
         figures[f"{name}_epsilon"] = optimizer.report().epsilon
@@ -157,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     figures["epsilon_total"] = total.get_epsilon(DELTA)
 
     print(f"\n{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}{'not private:':>15}{'AUC':>8}")
-    for name, _, _ in losses:
+    for name, _ in losses:
         shown = [figures[f"{name}{kind}"] for kind in ("_accuracy", "_auc", "_baseline_accuracy", "_baseline_auc")]
         print(f"{name.replace('_', ', q = '):<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}")
     print(f"\nspent on one model: {optimizer.report().figures}")
@@ -170,10 +156,9 @@ def compare(data: Adult, ledger: dp.Accountant, epsilon: float, quick: bool) -> 
     figures: dict[str, float] = {}
     rows = []
     for name, (loss, _, _) in OUTPUT.items():
-        lr = step_size(loss.power) if isinstance(loss, dp.losses.Hinge) else None
         epochs = QUICK_EPOCHS if quick else EPOCHS
         models = {
-            "gradient": by_gradient(loss, lr, data, ledger, epsilon, epochs)[0],
+            "gradient": by_gradient(loss, data, ledger, epsilon, epochs)[0],
             "output": by_output(name, data, ledger, epsilon, quick),
         }
         for method, model in models.items():

@@ -274,18 +274,6 @@ def test_the_non_private_machines_are_minimizers(examples: dict[str, Example]) -
         assert float(gradient.norm()) < 1e-3
 
 
-def test_a_first_step_moves_no_margin_by_more_than_one(examples: dict[str, Example]) -> None:
-    module = examples["svm"].module
-    bound = module.ROW_NORM_BOUND
-    record = torch.full((4,), bound / 2, dtype=torch.float64)  # of the largest norm
-    for power in module.POWERS:
-        slope = dp.losses.Hinge(power=power).derivative(torch.zeros(1), torch.ones(1)).double()
-        moved = float(module.step_size(power) * slope.abs() * record.square().sum())
-        assert moved == pytest.approx(1.0, rel=1e-12)
-    smoothness = dp.losses.Hinge(power=2.0).problem(bound_x=bound).smoothness
-    assert module.step_size(2.0) == pytest.approx(1 / smoothness, rel=1e-12)
-
-
 @pytest.mark.slow
 def test_private_machines_come_near_the_others(examples: dict[str, Example], monkeypatch: pytest.MonkeyPatch) -> None:
     # the second table: test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others
