@@ -130,11 +130,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         ("logistic", dp.losses.Logistic()),
     ]
     figures: dict[str, float] = {}
+    spent: list[str] = []
     for name, loss in losses:
         model, optimizer = train(loss, data, args.epsilon, QUICK_EPOCHS if args.quick else EPOCHS)
         for accountant in (total, ledger):
             accountant.record(optimizer.design.event(optimizer.oracle.event(), optimizer.steps))
         figures[f"{name}_epsilon"] = optimizer.report().epsilon
+        spent.append(f"spent on {name}: {optimizer.report().figures}")
         with torch.no_grad():
             private, public = model(data.test_features), _with_bias(data.test_features) @ fit_public(loss, data)
         for key, scores in ((name, private), (f"{name}_baseline", public)):
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name, _ in losses:
         shown = [figures[f"{name}{kind}"] for kind in ("_accuracy", "_auc", "_baseline_accuracy", "_baseline_auc")]
         print(f"{name.replace('_', ', q = '):<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}")
-    print(f"\nspent on one model: {optimizer.report().figures}")
+    print("", *spent, sep="\n")
     print(f"\npublishing all of them: epsilon {rounded_up(figures['epsilon_total'])}")
     return figures | compare(data, ledger, args.epsilon, args.quick)
 
