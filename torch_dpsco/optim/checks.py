@@ -50,8 +50,8 @@ def number_of_records(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length): "
-            f"dp.sampling.Spilled(stream) reads a stream once into private files; dp.sampling.Streamed reads it again and "
-            f"again, for passes of random allocation"
+            f"dp.sampling.Spilled(stream) reads a stream once into private files; dp.sampling.Streamed reads one again "
+            f"and again, for passes of random allocation"
         )
     return len(dataset)
 

@@ -88,10 +88,9 @@ class OnePassSampler(DesignSampler):
         super().__init__(design, size=size, steps=left if steps is None else steps, seed=seed)
         if self.steps > left:
             raise ValueError(f"steps must be <= {left}, what is left of one pass over the data (got {self.steps})")
-        known = None if resume is None else resume.size or len(resume.cut)
-        if known not in (None, self.size):
+        if resume is not None and self.size != (len(resume.cut) if resume.size is None else resume.size):
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
-            raise ValueError(f"resume must be with the data set of the run, {known} records (got {self.size})")
+            raise ValueError("resume must be with the data set of the run (got one of another size)")
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
         self._used = False

@@ -1,7 +1,7 @@
 """A stream that is read several times, some batches at a time, whose records pick these by a keyed hash of their ids.
 
-No record is written anywhere, and the order may be another one in each reading. Whatever a stream gives, a record of one
-id is in one batch of a pass, and there once.
+No record is written anywhere, and the order may be another one in each reading. Whatever a stream gives, an id is in
+one batch of a pass, and there once.
 """
 
 from __future__ import annotations
