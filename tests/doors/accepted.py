@@ -100,6 +100,7 @@ FINE = {
     **{f"dp.{name}.plan.dim": "Model" for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD", "LocalizedSGD")},
     "dp.LocalizedSGD.plan[phases].dim": "none",
     "dp.HolderSGD.loader.users": "none",
+    "dp.sampling.Streamed.stream": "set",
     "dp.UserClippedSGD.plan.dim": "none Model",
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",

@@ -188,7 +188,7 @@ class Assembly(CommonOptimizer):
                 f"{self.oracle.unit}s (got {check.shown(users)})"
             )
         if ids is not None and users is not None:
-            raise UnitError("ids must not be given with users, who are drawn by themselves")
+            raise UnitError(f"ids must not be given with users, who are drawn (got a {type(ids).__name__})")
         named: Any = None if ids is None else RecordIds(ids, records)
         if isinstance(dataset, Streamed):
             named = checks.ids_of_stream(dataset, ids)

@@ -59,7 +59,7 @@ def number_of_records(dataset: Dataset[Any]) -> int:
 def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
     """Returns the stream, whose records have their ids; raises UnitError for others, or in one of several processes."""
     if ids is not None:
-        raise UnitError("ids must not be given for a stream, which has an id_of")
+        raise UnitError(f"ids must not be given for a stream, which has an id_of (got a {type(ids).__name__})")
     if world_size() > 1:
         # PRIVACY: nobody would see a record that two processes read (test_a_stream_is_read_by_one_process)
         raise UnitError("dataset must be map-style in a run of several processes: use ids=, or dp.sampling.Spilled")

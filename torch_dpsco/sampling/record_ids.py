@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from torch_dpsco._doors import typed
 from torch_dpsco.errors import UnitError
 from torch_dpsco.sampling.draws import records_of
 
@@ -36,6 +37,7 @@ class RecordIds:
         UnitError: not one id per record, or of another kind. No id is quoted: it may be a name.
     """
 
+    @typed
     def __init__(self, ids: Any, records: int | None = None) -> None:
         if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
             raise UnitError(f"ids must hold one id per record (got {type(ids).__name__})")
