@@ -377,7 +377,9 @@ class Ranks(World):
         group.send(key)
         secret = bytes(key.tolist())
         if ids is not None and not isinstance(run.design, Assigned):
-            raise UnknownSamplerError(f"design must be Assigned for draws by ids (got {run.design})")
+            raise UnknownSamplerError(
+                f"design must be Assigned for draws by ids: sampling='allocated' (got {run.design})"
+            )
         if ids is not None:
             self._require_own_ids(ids, secret)
         if isinstance(run.design, Assigned):

@@ -447,6 +447,10 @@ def make_sampler(
         UnknownSamplerError: the design has none.
     """
     if ids is not None:
+        if not isinstance(design, Assigned):
+            raise UnknownSamplerError(
+                f"design must be Assigned for draws by ids, or of a stream: give sampling='allocated' (got {design})"
+            )
         return AssignedSampler(design, size=size, steps=steps, seed=seed, resume=resume, ids=ids)
     for sampler in _KINDS:
         if isinstance(design, sampler.kind):
