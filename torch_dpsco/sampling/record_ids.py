@@ -41,9 +41,11 @@ class RecordIds:
     def __init__(self, ids: Any, records: int | None = None) -> None:
         if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
             raise UnitError(f"ids must hold one id per record (got {type(ids).__name__})")
+        if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim != 1:
+            raise UnitError(f"ids must hold one id per record (got {ids.ndim} dimensions)")
         if isinstance(ids, Tensor):
-            ids = ids.detach().cpu().numpy()
-        whole = isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"
+            ids = ids.tolist() if ids.is_floating_point() else ids.detach().cpu().numpy()
+        whole = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
         self._ids: Any = ids.copy() if whole else list(ids)
         if records is not None and len(self._ids) != records:
             raise UnitError("ids must hold one id per record (got more or fewer)")
@@ -59,7 +61,8 @@ class RecordIds:
 
     def require_unique(self) -> None:
         """Raises UnitError if two records have one id."""
-        if len(set(self._bytes())) < len(self):
+        different = np.unique(self._ids) if isinstance(self._ids, np.ndarray) else set(self._bytes())
+        if len(different) < len(self):
             raise UnitError(SEVERAL)
 
     def picks(self, key: bytes, k: int, batches: int) -> _Indices:

@@ -54,9 +54,9 @@ class Streamed(Dataset[Any]):
             self._length = sum(1 for _ in self._stream)
         return self._length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """Returns a record by a reading up to it."""
-        for record in islice(self._stream, index, None):
+        for record in islice(self._stream, index, None) if isinstance(index, int) and index >= 0 else ():
             return record
         raise IndexError("index must be that of a record")  # how many there are may be private
 
