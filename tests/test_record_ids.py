@@ -27,6 +27,7 @@ from torch_dpsco.sampling import (
     RankAssignedSampler,
     RecordIds,
     Streamed,
+    UserLoader,
     one_pass,
     record_ids,
 )
@@ -314,6 +315,8 @@ def test_users_have_no_ids_of_records() -> None:
     optimizer = dp.UserClippedSGD(dp.attach(torch.nn.Linear(2, 1)).parameters(), plan)
     with pytest.raises(UnitError, match="ids must not be given with users"):
         optimizer.loader(DATA, torch.arange(N), ids=IDS)
+    with pytest.raises(UnitError, match="users must be drawn by their numbers"):
+        UserLoader(DATA, AssignedSampler(optimizer.design, ids=IDS), torch.arange(N))
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -328,6 +331,19 @@ def test_processes_with_a_key_give_a_record_the_batch_that_one_process_gives_it(
         assert len(drawn) == T
         found |= {own[i]: batch for batch, members in enumerate(drawn) for i in members}
     assert found == expected
+
+
+def test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw() -> None:
+    """Of two processes one may hold nearly all records; by positions each has half of them."""
+    _, optimizer = built()
+    place: dict[str, Any] = {"rank": 0, "processes": 2, "key": KEY}
+    alone = optimizer._slots(True, None, AssignedSampler(optimizer.design))
+    own = optimizer._slots(True, None, RankAssignedSampler(optimizer.design, **place, ids=IDS[1:]))
+    by_place = optimizer._slots(True, None, RankAssignedSampler(optimizer.design, **place))
+    assert alone is not None
+    assert own is not None
+    assert by_place is not None
+    assert own.capacity == alone.capacity > by_place.capacity
 
 
 # -- streams in several readings --------------------------------------------------------------------------------------

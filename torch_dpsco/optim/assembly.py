@@ -216,11 +216,14 @@ class Assembly(CommonOptimizer):
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
         if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
+        # PRIVACY: records that have ids may all be on one process, whose draws must fit as well
+        # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
+        spread = getattr(sampler, "processes", 1) if getattr(sampler, "ids", None) is None else 1
         return Slots(
             self.design,
             of_users=self.oracle.unit == "user",
             physical_batch_size=most,
-            processes=getattr(sampler, "processes", 1),
+            processes=spread,
             dim=sum(p.numel() for p in self._trained()),
         )
 
