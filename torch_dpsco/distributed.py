@@ -21,8 +21,8 @@ Guarantee: that of the optimizer in one process, with the same event: the union 
 the sum over ranks is that of one process up to roundings that the declared error covers (`ClippedMean.share`), and the
 noise is that of one process. The ranks trust each other: partial sums without noise and the key of the batches pass
 between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the same
-order; for data in memory that is compared. In passes of random allocation each may have records of its own instead, with
-ids that all ranks compare.
+order; for data in memory that is compared. In passes of random allocation each may have records of its own instead, by
+ids that are compared.
 """
 
 from __future__ import annotations
