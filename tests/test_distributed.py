@@ -30,6 +30,7 @@ from tests.processes import (
     holder,
     launch,
     layer,
+    message,
     numbers,
     records,
     run_of,
@@ -40,10 +41,10 @@ from tests.processes import (
 from tests.streams import gaussians, seeded
 from torch_dpsco import distributed
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.errors import SequenceError, UnknownSamplerError, UtilityWarning
+from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.sampling import RankSampler
+from torch_dpsco.sampling import RankSampler, RecordIds
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
@@ -56,7 +57,7 @@ def same_as_one(rank: int) -> dict[str, Any]:
     found = {kind: trajectory(kind) for kind in ("poisson", "full")}
     found["chunks"] = trajectory("poisson", physical_batch_size=1)
     found["full chunks"] = trajectory("full", physical_batch_size=5 + rank)  # as many chunks as each rank likes
-    found["allocated"] = allocated()
+    found["allocated"], found["by ids"] = allocated(), allocated_by_ids(rank)
     return found | {"empties": empties(), "fit": fitted(rank), "largest": [largest_tensor(n) for n in (200, 2000)]}
 
 
@@ -69,6 +70,29 @@ def allocated() -> dict[str, Any]:
     optimizer.finalize()
     events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]
     return {"drawn": found, "answer": numbers(model), "events": events, "steps": optimizer.steps}
+
+
+def allocated_by_ids(rank: int) -> dict[str, Any]:
+    """The same where each rank has records of its own: most are on the last one, in descending order."""
+    x, y, position = records().tensors
+    last = dist.get_world_size() - 1
+    mine = torch.arange(3 * rank, 3 * rank + 3) if rank < last else torch.arange(N - 1, 3 * last - 1, -1)
+    data = TensorDataset(x[mine], y[mine], position[mine])
+    model = layer()
+    optimizer = holder(model, noise=1.0, batch_size=16, sampling="allocated", epochs=2)
+    shared = [f"record {min(i, N - 2)}" for i in mine.tolist()], [f"record {i + (i == 2)}" for i in mine.tolist()]
+    wrong = [message(UnitError, lambda ids=ids: optimizer.loader(data, ids=ids)) for ids in shared]
+    fewer = TensorDataset(*(tensor[:2] for tensor in data.tensors))
+    wrong.append(message(UnitError, lambda: optimizer.loader(fewer, ids=mine[:2])))
+    others = message(SequenceError, lambda: optimizer.loader(data, ids=mine if rank else None))
+    ids = [f"record {i}" for i in mine.tolist()]
+    found = [train(model, optimizer, optimizer.loader(data, ids=ids))["drawn"]]
+    found.append(train(model, optimizer, optimizer.loader(data, ids=ids, resume=True))["drawn"])
+    cut = optimizer._batch.partition.cut
+    optimizer.finalize()
+    events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]
+    facts = {"drawn": found, "answer": numbers(model), "events": events, "steps": optimizer.steps}
+    return facts | {"wrong": wrong, "others": others, "cut": torch.from_numpy(cut)}
 
 
 def fitted(rank: int) -> dict[str, Any]:
@@ -226,6 +250,31 @@ def test_passes_of_secret_draws_are_charged_once_and_hold_each_record_once(toget
         assert sorted(i for batch in batches for i in batch) == list(range(N))
         passes.append(batches)
     assert passes[0] != passes[1]
+
+
+def test_ranks_with_own_records_make_passes_of_all_of_them(together: list[dict[str, Any]]) -> None:
+    """The batches are those that the ids pick under the common key, on whatever rank."""
+    key = together[0]["by ids"]["cut"].numpy().tobytes()
+    assert len(key) == 33
+    for k in range(2):
+        picks = RecordIds([f"record {i}" for i in range(N)]).picks(key[:32], k, 4)
+        parts = [rank["by ids"]["drawn"][k] for rank in together]
+        batches = [sorted(i for part in drawn for i in part) for drawn in zip(*parts, strict=True)]
+        assert batches == [np.flatnonzero(picks == batch).tolist() for batch in range(4)]
+        assert {i for draw in parts[0] for i in draw} == {0, 1, 2}
+    for rank in together:
+        found = rank["by ids"]
+        assert found["events"] == ["2 x RandomAllocation(noise_multiplier=1.0, steps=4)"]
+        assert (found["steps"], found["cut"].tolist()) == (8, list(key))
+        assert torch.equal(found["answer"], together[0]["by ids"]["answer"])
+
+
+def test_a_record_of_two_ranks_is_refused(together: list[dict[str, Any]]) -> None:
+    """On all ranks, whether one or two hold it; so are other numbers of records than declared, and other calls."""
+    for rank in together:
+        found = rank["by ids"]
+        assert [text[:15] for text in found["wrong"]] == ["UnitError: ids "] * 2 + ["UnitError: n mu"]
+        assert "data must be equal on all ranks" in found["others"]
 
 
 def test_t13_empty_draws_are_steps_on_every_rank(together: list[dict[str, Any]]) -> None:

@@ -21,7 +21,8 @@ Guarantee: that of the optimizer in one process, with the same event: the union 
 the sum over ranks is that of one process up to roundings that the declared error covers (`ClippedMean.share`), and the
 noise is that of one process. The ranks trust each other: partial sums without noise and the key of the batches pass
 between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the same
-order; for data in memory that is compared.
+order; for data in memory that is compared. In passes of random allocation each may have records of its own instead, by
+ids that are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.parts import Assigned
-from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
+from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source, sampling_key
@@ -50,9 +51,11 @@ from torch_dpsco.sampling import (
     Partition,
     RankAssignedSampler,
     RankSampler,
+    RecordIds,
     make_sampler,
     require_divisible,
 )
+from torch_dpsco.sampling.record_ids import SEVERAL
 from torch_dpsco.schedule import Schedule
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
@@ -137,9 +140,14 @@ class Group:
         """Returns what each rank says: the number of the call, whether it is ready, and the values to compare."""
         said = [list(_CALLS).index(call), int(ready), *values]
         message = torch.tensor(said + [0] * (_WIDTH - len(said)), dtype=torch.int64, device=self.device)
+        return [row.tolist() for row in self.gather(message)]
+
+    def gather(self, message: Tensor) -> list[Tensor]:
+        """Returns the messages of all ranks, which have one shape."""
+        message = message.to(self.device)
         table = [torch.empty_like(message) for _ in range(self.processes)]
         self._call(dist.all_gather, table, message)
-        return [row.tolist() for row in table]
+        return table
 
     def send(self, message: Tensor) -> None:
         """Overwrites a message by that of rank 0."""
@@ -235,13 +243,22 @@ class World:
     def begin(self, run: Run) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
 
-    def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
-        """Makes sure that all ranks draw from the same records, equally often."""
-        self._require_alone()
+    def compare_data(self, dataset: Dataset[Any], steps: int | None, *, own: bool = False) -> int:
+        """Makes sure that all ranks draw from the same records, equally often; returns how many there are.
 
-    def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
+        Args:
+            dataset: of this process.
+            steps: of an iteration.
+            own: whether each rank has records of its own, by their ids.
+        """
+        self._require_alone()
+        return len(dataset)  # type: ignore[arg-type]
+
+    def sampler(
+        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None
+    ) -> DesignSampler:
         """Returns the sampler of this process."""
-        return make_sampler(run.design, size=size, steps=steps, resume=resume)
+        return make_sampler(run.design, size=size, steps=steps, resume=resume, ids=ids)
 
     def require_own_draws(self, loader: Any) -> None:
         """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
@@ -330,24 +347,46 @@ class Ranks(World):
             return f"the ledger of rank 0 cannot be taken over: {error}"
         return ""
 
-    def compare_data(self, dataset: Dataset[Any], steps: int | None) -> None:
+    def compare_data(self, dataset: Dataset[Any], steps: int | None, *, own: bool = False) -> int:
         """Raises SequenceError where the data set of a rank has another size or, as far as one can see, order."""
         # PRIVACY: two ranks would draw a record that is at different places
         # (test_ranks_with_records_in_another_order_are_refused)
-        self._group.compare("loader", steps=-1 if steps is None else steps, data=digest(*sight(dataset)))
+        data = digest("own records, by ids") if own else digest(*sight(dataset))
+        self._group.compare("loader", steps=-1 if steps is None else steps, data=data)
+        records: int = len(dataset)  # type: ignore[arg-type]
+        return sum(row[2] for row in self._group.exchange("loader", ready=True, values=[records])) if own else records
 
-    def sampler(self, run: Run, size: int, steps: int | None, resume: Partition | None) -> DesignSampler:
-        """Returns the sampler of this rank's positions, with a key that rank 0 draws."""
+    def _require_own_ids(self, ids: RecordIds, key: bytes) -> None:
+        """Raises UnitError, on all ranks, if two records have one id, wherever they are."""
+        group, mine = self._group, torch.from_numpy(ids.digests(key).copy())
+        counts = [row[2] for row in group.exchange("loader", ready=True, values=[len(ids)])]
+        digests = group.gather(torch.cat([mine, mine.new_zeros(max(counts) - len(mine), 2)]))
+        every = torch.cat([table[:count] for table, count in zip(digests, counts, strict=True)])
+        if len(every.unique(dim=0)) < len(every):
+            # PRIVACY: a record that two ranks hold moves a sum by two clips
+            # (test_a_record_of_two_ranks_is_refused)
+            raise UnitError(SEVERAL)
+
+    def sampler(
+        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None
+    ) -> DesignSampler:
+        """Returns the sampler of this rank's positions, or own records, with a key that rank 0 draws."""
         self._share(run)
         group = self._group
-        fresh = sampling_key() if resume is None else resume.cut.tobytes()
+        fresh = sampling_key() if resume is None else resume.cut.tobytes()[:32]
         key = torch.tensor(list(fresh if group.first else bytes(32)), dtype=torch.uint8, device=group.device)
         group.send(key)
         secret = bytes(key.tolist())
+        if ids is not None and not isinstance(run.design, Assigned):
+            raise UnknownSamplerError(
+                f"design must be Assigned for draws by ids: sampling='allocated' (got {run.design})"
+            )
+        if ids is not None:
+            self._require_own_ids(ids, secret)
         if isinstance(run.design, Assigned):
             made = 0 if resume is None else resume.made
             place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
-            self._sampler = RankAssignedSampler(run.design, **place, size=size, steps=steps, made=made)
+            self._sampler = RankAssignedSampler(run.design, **place, size=size, steps=steps, made=made, ids=ids)
             return self._sampler
         return RankSampler(run.design, rank=group.rank, processes=group.processes, key=secret, size=size, steps=steps)
 

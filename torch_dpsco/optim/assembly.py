@@ -30,7 +30,17 @@ from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows import clear_rows, forget_wrappers
 from torch_dpsco.rules import UpdateRule
-from torch_dpsco.sampling import DesignSampler, Isolation, Partition, PrivateLoader, Slots, UserLoader, user_ids
+from torch_dpsco.sampling import (
+    DesignSampler,
+    Isolation,
+    Partition,
+    PrivateLoader,
+    RecordIds,
+    Slots,
+    Streamed,
+    UserLoader,
+    user_ids,
+)
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.smoothing import Shifts
 from torch_dpsco.theory.rounding import asks_exact
@@ -134,6 +144,7 @@ class Assembly(CommonOptimizer):
         dataset: Dataset[Any],
         users: Any = None,
         *,
+        ids: Any = None,
         steps: int | None = None,
         resume: bool = False,
         physical_batch_size: int | None = None,
@@ -145,11 +156,15 @@ class Assembly(CommonOptimizer):
         """Returns a loader that draws batches of `dataset` by this optimizer's design.
 
         Args:
-            dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest.
+            dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest. Or a stream, as
+                `sampling.Spilled` or `sampling.Streamed`.
             users: where users are protected, and only there, the id of the user of each record: users are drawn, and
                 all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
                 hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
+            ids: for passes of random allocation, a unique id per record (integers, strings or bytes): a record picks
+                its batches by a keyed hash of it, so that the order of records may change, and each of several
+                processes may have records of its own.
             steps: draws per iteration; default one epoch, or all that is left of a partition, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
@@ -162,9 +177,9 @@ class Assembly(CommonOptimizer):
                 docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users.
 
         Raises:
-            UnitError: the data set does not have the declared number of records although that is public; or ids are no
-                integers, are missing, or are out of range.
-            UnknownSamplerError: no sampling was declared.
+            UnitError: the data set does not have the declared number of records although that is public; or ids are of
+                another kind, are missing, are out of range, or belong to several records.
+            UnknownSamplerError: no sampling was declared; or ids where a pass is not amplified.
         """
         records = checks.number_of_records(dataset)
         if (users is not None) != (self.oracle.unit == "user"):
@@ -172,13 +187,18 @@ class Assembly(CommonOptimizer):
                 f"users must {'' if users is None else 'not '}be given for {type(self).__name__}, which protects "
                 f"{self.oracle.unit}s (got {check.shown(users)})"
             )
-        self._world.compare_data(dataset, steps)
-        ids = None if users is None else user_ids(users, records)
-        if ids is not None and steps is None and self.schedule.steps is not None and not self.design.one_pass:
+        if ids is not None and users is not None:
+            raise UnitError(f"ids must not be given with users, who are drawn (got a {type(ids).__name__})")
+        named: Any = None if ids is None else RecordIds(ids, records)
+        if isinstance(dataset, Streamed):
+            named = checks.ids_of_stream(dataset, ids)
+        size = self._world.compare_data(dataset, steps, own=named is not None)
+        owners = None if users is None else user_ids(users, records)
+        if owners is not None and steps is None and self.schedule.steps is not None and not self.design.one_pass:
             steps = max(1, self.schedule.steps - self._steps)
-        size = records if ids is None else checks.number_of_users(ids, self.design, self.adjacency)
-        sampler = self._new_sampler(size, steps, resume)
-        loader = (PrivateLoader if ids is None else partial(UserLoader, users=ids))(
+        size = size if owners is None else checks.number_of_users(owners, self.design, self.adjacency)
+        sampler = self._new_sampler(size, steps, resume, named)
+        loader = (PrivateLoader if owners is None else partial(UserLoader, users=owners))(
             dataset,
             sampler,
             physical_batch_size=physical_batch_size,
@@ -196,11 +216,14 @@ class Assembly(CommonOptimizer):
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
         if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
+        # PRIVACY: records that have ids may all be on one process, whose draws must fit as well
+        # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
+        spread = getattr(sampler, "processes", 1) if getattr(sampler, "ids", None) is None else 1
         return Slots(
             self.design,
             of_users=self.oracle.unit == "user",
             physical_batch_size=most,
-            processes=getattr(sampler, "processes", 1),
+            processes=spread,
             dim=sum(p.numel() for p in self._trained()),
         )
 
@@ -209,7 +232,7 @@ class Assembly(CommonOptimizer):
         """Whether neighboring data sets have draws of different numbers of rows."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
 
-    def _new_sampler(self, size: int, steps: int | None, resume: bool) -> DesignSampler:
+    def _new_sampler(self, size: int, steps: int | None, resume: bool, ids: Any = None) -> DesignSampler:
         checks.require_universe(self.design, self.adjacency, size)
         partition = self._batch.sealed() if resume else None
         if self.design.one_pass:
@@ -219,7 +242,7 @@ class Assembly(CommonOptimizer):
                 if isinstance(self.design, Assigned):  # a loop over the loader is a pass
                     left = min(left, self.design.batches)
                 steps = max(1, min(left, self.schedule.steps - self._steps))
-        return self._world.sampler(self, size, steps, partition)
+        return self._world.sampler(self, size, steps, partition, ids)
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:

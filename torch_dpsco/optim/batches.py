@@ -308,6 +308,9 @@ class LogicalBatch:
 
 
 def _tag(key: str, loader: Any) -> str:
+    ids = getattr(getattr(loader, "batch_sampler", None), "ids", None)
+    if ids is not None:
+        return fingerprint(key, ids.contents(loader.dataset))
     return fingerprint(key, loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset))
 
 

@@ -20,9 +20,11 @@ from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.sampling import Streamed
 from torch_dpsco.schedule import Schedule
 
 
@@ -48,9 +50,20 @@ def number_of_records(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length): "
-            f"dp.sampling.Spilled(stream) reads a stream once into private files"
+            f"dp.sampling.Spilled(stream) reads a stream once into private files; dp.sampling.Streamed reads one again "
+            f"and again, for passes of random allocation"
         )
     return len(dataset)
+
+
+def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
+    """Returns the stream, whose records have their ids; raises UnitError for others, or in one of several processes."""
+    if ids is not None:
+        raise UnitError(f"ids must not be given for a stream, which has an id_of (got a {type(ids).__name__})")
+    if world_size() > 1:
+        # PRIVACY: nobody would see a record that two processes read (test_a_stream_is_read_by_one_process)
+        raise UnitError("dataset must be map-style in a run of several processes: use ids=, or dp.sampling.Spilled")
+    return dataset
 
 
 def number_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> int:

@@ -259,7 +259,8 @@ class ClippedMean(MeanOracle):
         """What several processes assume."""
         if self._processes == 1:
             return ()
-        return (f"{self._processes} processes that trust each other read the same records in the same order",)
+        read = "read the same records in the same order, or own records with ids"
+        return (f"{self._processes} processes that trust each other {read}",)
 
     def write_sum(self, out: Tensor) -> int:
         """Copies the clipped sum of own rows over batch_size into (d,) float64 zeros, and returns their number.

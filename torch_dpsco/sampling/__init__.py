@@ -12,6 +12,7 @@ from torch_dpsco.sampling.one_pass import (
     make_sampler,
     partition_name,
 )
+from torch_dpsco.sampling.record_ids import RecordIds
 from torch_dpsco.sampling.samplers import (
     DesignSampler,
     FixedSampler,
@@ -24,6 +25,7 @@ from torch_dpsco.sampling.samplers import (
 )
 from torch_dpsco.sampling.slots import Isolation, Slots
 from torch_dpsco.sampling.spilled import Spilled
+from torch_dpsco.sampling.streamed import Streamed
 from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
@@ -44,9 +46,11 @@ __all__ = [
     "PrivateLoader",
     "RankAssignedSampler",
     "RankSampler",
+    "RecordIds",
     "ShuffledSampler",
     "Slots",
     "Spilled",
+    "Streamed",
     "UserLoader",
     "accept_empty_draws",
     "bounded",

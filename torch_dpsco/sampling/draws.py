@@ -35,12 +35,12 @@ from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError
 
 
-def records_of(dataset: Any) -> Iterator[Any]:
-    """Yields the records of a map-style data set in order, or its tensors, which hold the same."""
+def records_of(dataset: Any, order: list[int] | None = None) -> Iterator[Any]:
+    """Yields the records of a map-style data set, or its tensors, which hold the same, in order or in another one."""
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
-        yield from dataset.tensors
+        yield from (tensor if order is None else tensor[order] for tensor in dataset.tensors)
     else:
-        yield from (dataset[i] for i in range(len(dataset)))
+        yield from (dataset[i] for i in (range(len(dataset)) if order is None else order))
 
 
 def fingerprint(key: str, contents: Iterable[Any]) -> str:

@@ -23,6 +23,7 @@ from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn, records_of
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import Isolation, Slots
+from torch_dpsco.sampling.streamed import Itself, Streamed
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
@@ -166,8 +167,9 @@ class PrivateLoader:
             yield from _gathered(self.dataset.tensors, parts)
             return
         lists = (part.tolist() for part in parts)
+        drawn = isinstance(getattr(self.batch_sampler, "ids", None), Streamed)  # are records, and no positions
         yield from DataLoader(
-            self.dataset,
+            Itself() if drawn else self.dataset,
             batch_sampler=lists,
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,

@@ -25,10 +25,13 @@ from torch_dpsco.accounting.designs import Design, Disjoint, Draw
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.rng import KeyedStream
+from torch_dpsco.sampling.record_ids import RecordIds
 from torch_dpsco.sampling.samplers import DesignSampler, kind_of
+from torch_dpsco.sampling.streamed import Streamed
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
+_BY_ID = b"\x01"  # ends a cut from which records draw by their ids
 _HELD = 1 << 24  # members of batches that are kept at a time, on average
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
@@ -85,10 +88,9 @@ class OnePassSampler(DesignSampler):
         super().__init__(design, size=size, steps=left if steps is None else steps, seed=seed)
         if self.steps > left:
             raise ValueError(f"steps must be <= {left}, what is left of one pass over the data (got {self.steps})")
-        known = None if resume is None else resume.size or len(resume.cut)
-        if known not in (None, self.size):
+        if resume is not None and self.size != (len(resume.cut) if resume.size is None else resume.size):
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
-            raise ValueError(f"resume must be with the data set of the run, {known} records (got {self.size})")
+            raise ValueError("resume must be with the data set of the run (got one of another size)")
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
         self._used = False
@@ -178,11 +180,18 @@ class AssignedSampler(_KeyedSampler):
         steps: draws of an iteration; default those of a pass, or what is left.
         seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
         resume: partition of a run that continues.
+        ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they stand. None
+            for draws by position; a `Streamed` for draws of its records.
+
+    Raises:
+        UnitError: two records have one id, or these are ids of other things.
+        UnknownSamplerError: draws by ids that need not be secret.
     """
 
     kind: ClassVar[type[Design]] = Assigned
     design: Assigned
     _owned = slice(None)  # positions that are drawn for
+    ids: RecordIds | Streamed | None = None
 
     def __init__(
         self,
@@ -192,12 +201,23 @@ class AssignedSampler(_KeyedSampler):
         steps: int | None = None,
         seed: int | None = None,
         resume: Partition | None = None,
+        ids: Any = None,
     ) -> None:
         self.require_kind(design)
         assert isinstance(design, Assigned)
+        if ids is not None:
+            self.ids = ids if isinstance(ids, (RecordIds, Streamed)) else RecordIds(ids, size)
+            size = len(self.ids)
+            # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
+            # (test_records_with_one_id_are_refused)
+            self.ids.require_unique()
         if seed is not None:
             # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
             design = replace(design, amplification=False)
+        if self.ids is not None and not design.amplification:
+            # PRIVACY: a record in another's place has another id, hence a batch of its own, which is no change of one
+            # batch to who knows the key (test_ids_need_secret_draws)
+            raise UnknownSamplerError("ids need secret draws: leave seed= and amplification=False away, or ids=")
         self.resumed = resume is not None
         if steps is None and design.passes > 1:
             steps = max(1, min(design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)))
@@ -208,6 +228,19 @@ class AssignedSampler(_KeyedSampler):
         # PRIVACY: two runs of the same draws would be charged as if they were fresh
         # (test_copies_of_an_assigned_sampler_draw_anew)
         self.partition, self.resumed = Partition(self._new_cut(), size=self.size), False
+
+    def _new_cut(self) -> _Indices:
+        return self._of_kind(super()._new_cut())
+
+    def _of_kind(self, key: _Indices) -> _Indices:
+        return key if self.ids is None else np.append(key, np.frombuffer(_BY_ID, dtype=np.uint8))
+
+    def _require_key(self, cut: _Indices) -> None:
+        # PRIVACY: one key gives other draws by ids than by positions
+        # (test_a_run_by_ids_goes_on_by_its_ids_only)
+        if cut.dtype == np.uint8 and bytes(cut[_KEY:]) != (b"" if self.ids is None else _BY_ID):
+            raise SequenceError("resume must be with ids= if the run has drawn by ids, and without if by positions")
+        super()._require_key(cut[:_KEY])
 
     def _begin(self) -> int:
         if self.design.passes == 1:
@@ -231,26 +264,40 @@ class AssignedSampler(_KeyedSampler):
     def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
         """Yields the members of the batches of pass k, from the first one on."""
         batches = self.design.batches
-        most = max(1, _HELD * batches // max(1, self.size))  # at a time
+        held = self.ids.held if isinstance(self.ids, Streamed) else _HELD
+        most = max(1, held * batches // max(1, self.size))  # at a time
         for start in range(first, batches, most):
             stop = min(batches, start + most)
             yield from self._members(cut, k, start, stop)
 
     def _members(self, cut: _Indices, k: int, start: int, stop: int) -> Iterator[_Indices]:
         """Yields the members of some batches of pass k; all draws are made again, in blocks, and the others left."""
-        # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
-        stream = KeyedStream(cut.tobytes(), self._label(k))
+        if isinstance(self.ids, Streamed):
+            yield from self.ids.members(cut[:_KEY].tobytes(), k, self.design.batches, start, stop)
+            return
         own = range(self.size)[self._owned]
-        block = _BLOCK if self.design.amplification else max(1, len(own))  # the latter as versions before drew them
         keys, members = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for begin in range(0, len(own), block):
-            drawn = stream.integers(self.design.batches, min(block, len(own) - begin))
+        begin = 0
+        for drawn in self._drawn(cut, k, len(own)):
             kept = np.flatnonzero((drawn >= start) & (drawn < stop))
             keys.append(drawn[kept] - start)
             members.append(own.start + own.step * (begin + kept))
+            begin += len(drawn)
         found = np.concatenate(members)
         for places in _grouped(np.concatenate(keys), stop - start):
             yield found[places]
+
+    def _drawn(self, cut: _Indices, k: int, count: int) -> Iterator[_Indices]:
+        """Yields the batches of the own records in pass k, in blocks."""
+        key = cut[:_KEY].tobytes()
+        if isinstance(self.ids, RecordIds):
+            yield self.ids.picks(key, k, self.design.batches)
+            return
+        # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
+        stream = KeyedStream(key, self._label(k))
+        block = _BLOCK if self.design.amplification else max(1, count)  # the latter as versions before drew them
+        for begin in range(0, count, block):
+            yield stream.integers(self.design.batches, min(block, count - begin))
 
     def _label(self, k: int) -> str:
         return f"assigned {k}" if k else "assigned"
@@ -267,6 +314,8 @@ class RankAssignedSampler(AssignedSampler):
         size: number of records there are, those of the others included.
         steps: draws of an iteration, equal on all processes.
         made: draws that the run has used before.
+        ids: of the records of this process, see `AssignedSampler`; they are then all its own. That no other process has
+            one of them is for the caller to see to.
 
     Guarantee: that of `AssignedSampler` for the union over the ranks: every record draws its batch once in a pass, on
         the rank that owns it, from a stream of its own.
@@ -282,15 +331,21 @@ class RankAssignedSampler(AssignedSampler):
         size: int | None = None,
         steps: int | None = None,
         made: int = 0,
+        ids: Any = None,
     ) -> None:
         self.processes, self.rank = check.positive_count(processes=processes), check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
-        self._owned = slice(self.rank, None, self.processes)
         cut = np.frombuffer(key, dtype=np.uint8).copy()
+        if ids is None:
+            self._owned = slice(self.rank, None, self.processes)
+        else:
+            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids)
+            size = len(self.ids)
+        cut = self._of_kind(cut)
         self._require_key(cut)
         resume = Partition(cut, made=made, size=design.n if size is None else size)
-        super().__init__(design, size=size, steps=steps, resume=resume)
+        super().__init__(design, size=size, steps=steps, resume=resume, ids=self.ids)
 
     def _label(self, k: int) -> str:
         # PRIVACY: (test_ranks_draw_the_batches_of_their_records_independently)
@@ -384,12 +439,19 @@ def make_sampler(
     steps: int | None = None,
     seed: int | None = None,
     resume: Partition | None = None,
+    ids: Any = None,
 ) -> DesignSampler:
-    """Returns the sampler of a design; `resume` is for designs of one pass.
+    """Returns the sampler of a design; `resume` is for designs of one pass, `ids` for `Assigned`.
 
     Raises:
         UnknownSamplerError: the design has none.
     """
+    if ids is not None:
+        if not isinstance(design, Assigned):
+            raise UnknownSamplerError(
+                f"design must be Assigned for draws by ids, or of a stream: give sampling='allocated' (got {design})"
+            )
+        return AssignedSampler(design, size=size, steps=steps, seed=seed, resume=resume, ids=ids)
     for sampler in _KINDS:
         if isinstance(design, sampler.kind):
             return sampler(design, size=size, steps=steps, seed=seed, resume=resume)

@@ -88,6 +88,8 @@ class UserLoader(PrivateLoader):
 
     def __init__(self, dataset: Dataset[Any], sampler: DesignSampler, users: Tensor, **options: Any) -> None:
         super().__init__(dataset, sampler, **options)
+        if getattr(sampler, "ids", None) is not None:
+            raise UnitError("users must be drawn by their numbers (got a sampler of ids of records)")
         ids = users.numpy()
         if len(ids) and int(ids.max()) >= sampler.size:
             # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)
