@@ -682,6 +682,27 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
         after_pilot(8, Assigned(4, 16), 4, N, "add_remove")
 
 
+def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:
+    """16 batches of 62.5 records, with a divisor of 64, are a pass; 2.5 passes are charged, and said, as they are."""
+    given: dict[str, Any] = {"problem": dp.losses.Logistic().problem(bound_x=2.0), "n": 1000, "noise_multiplier": Z}
+    for epochs, said in ((3, "48 steps, 3 passes"), (2.5, "40 steps, 2.5 passes")):
+        plan = dp.HolderSGD.plan(**given, sampling="allocated", batch_size=64, epochs=epochs)
+        assert said in words(plan)
+        assert plan.event() == Repeat(RandomAllocation(Z, 16), 3)
+    plain = dp.HolderSGD.plan(**given, sampling=Assigned(64, 1000, amplification=False))
+    assert "each example in one of 16 batches, of about 64; nothing is gained by it" in words(plain)
+    with pytest.raises(ValueError, match=r"\(got 48\): for more passes take sampling='allocated' or 'poisson'"):
+        dp.HolderSGD.plan(**given, sampling="assigned", batch_size=64, epochs=3)
+
+
+def test_users_who_are_allocated_by_default_make_whole_passes() -> None:
+    """A pass that is begun costs as much as a whole one."""
+    budget = dp.Budget(2.0, 1e-4, adjacency="add_remove", unit="user")
+    plan = dp.UserClippedSGD.plan(n_users=200, budget=budget, dim=3, sampling="allocated", batch_size=20)
+    assert isinstance(plan.design, Assigned)
+    assert plan.steps == plan.design.steps_per_epoch
+
+
 def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any) -> Any:
     return dp.make_private(
         model,
@@ -695,10 +716,12 @@ def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any)
     )
 
 
-@pytest.mark.parametrize("epochs", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "word"), [(1, "assigned"), (1, "allocated"), pytest.param(3, "assigned", marks=pytest.mark.slow)]
+)
+def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int, word: str) -> None:
     numbered = TensorDataset(torch.ones(N, 2), torch.arange(1, N + 1)[:, None].double())
-    model, optimizer, loader = private(epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6), sampling="assigned")
+    model, optimizer, loader = private(epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6), sampling=word)
     passes = []
     for _ in range(epochs):
         seen = []
@@ -713,7 +736,7 @@ def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int) -
     assert len(set(passes)) == epochs
     optimizer.finalize()
     assert optimizer.report().figures.epsilon <= 2.0
-    with pytest.raises(ValueError, match="sampling must be one of poisson, assigned"):
+    with pytest.raises(ValueError, match="sampling must be one of poisson, assigned, allocated"):
         private(1, nn.Linear(2, 1), DataLoader(DATA, batch_size=6), sampling="shuffled")
 
 
