@@ -21,7 +21,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.designs import Full, Poisson
+from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.users import filtered as user_filtered
@@ -127,6 +127,22 @@ def test_who_is_in_a_batch_of_a_pass_moves_nobody_else(adjacency):
     assert torch.linalg.vector_norm(more - fewer) <= 1.01
     fewer, more = (first_of_a_pass(size, adjacency, padding=False) for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) > 10.0
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes(adjacency):
+    """At a kink all others would show whether a record was drawn, under every adjacency, and nothing be amplified."""
+    data = TensorDataset(torch.randn(9, 3))
+    for design, padding, said in (
+        (Poisson(4, 9), False, "must not depend on how many others are in its batch"),
+        (Poisson(4, 9), True, "to which all are filled up"),
+        (Fixed(4, 9), False, "kernels for batches of one size"),
+    ):
+        if adjacency != "replace_one" and isinstance(design, Fixed):
+            continue
+        optimizer = make_optimizer(dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency)
+        optimizer.loader(data, padding=padding)
+        assert said in " ".join(str(optimizer.report(1e-5)).split())
 
 
 class ScaledBySize(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report.figures import Run
@@ -252,7 +252,9 @@ class Assembly(CommonOptimizer):
         self._batch.bind(loader, self.discard)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
-        self._isolation.private = self.sizes_are_private
+        # PRIVACY: amplification takes it for granted that nobody else shows by last bits whether a record was drawn
+        # (test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes)
+        self._isolation.private = self.sizes_are_private or draws_by_chance(self.design)
         return loader
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -374,6 +376,12 @@ class Assembly(CommonOptimizer):
             "adjacency": self.adjacency,
             **({} if self._secure is None else {"secure": self._secure}),
         }
+
+
+def draws_by_chance(design: Design) -> bool:
+    """Returns whether some of its batches are Poisson ones, whose sizes depend on whether a record is drawn."""
+    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
+    return any(isinstance(part, Poisson) for part in parts)
 
 
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
