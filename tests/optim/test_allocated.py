@@ -416,6 +416,20 @@ def test_draws_that_may_be_known_are_not_amplified() -> None:
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
 
 
+def test_one_sampler_of_passes_delivers_one_data_set() -> None:
+    """The records of a second one stand at other places, so that one of them would be in two batches of a pass."""
+
+    def check() -> None:
+        _, optimizer = built()
+        sampler = AssignedSampler(optimizer.design)
+        optimizer.bind(DataLoader(DATA, batch_sampler=sampler))
+        optimizer.bind(DataLoader(DATA, batch_sampler=sampler))
+        other = TensorDataset(*(part.flip(0) for part in DATA.tensors))
+        refused(lambda: optimizer.bind(DataLoader(other, batch_sampler=sampler)), "must be the one that it draws from")
+
+    assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_own_pass", nothing))
+
+
 @pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 def test_a_seed_takes_the_amplification_away() -> None:
     """The optimizer must say so, and is then charged for a release whose place is known."""
