@@ -635,6 +635,14 @@ def test_no_adaptive_event_is_charged_inside_a_pass() -> None:
     )
 
 
+def test_a_pass_that_fits_but_not_by_the_mode_of_the_budget_is_refused_for_that() -> None:
+    budget = dp.Budget(2.0, DELTA, mode="rdp", orders=(8.0,))
+    given: dict[str, Any] = {"n": 200, "batch_size": 20, "epochs": 2, "sampling": "allocated"}
+    plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), budget=budget, **given)
+    with pytest.raises(InfeasibleError, match=r"mode must leave room for one step with this noise \(got 'rdp'"):
+        dp.HolderSGD(nn.Linear(2, 1).parameters(), plan)
+
+
 @pytest.mark.parametrize("mode", ["rdp", "zcdp"])
 def test_an_adaptive_budget_takes_passes_one_after_another(mode: str) -> None:
     budget = dp.Budget(8.0, DELTA, adjacency="add_remove", mode=mode, orders=(4.0,) if mode == "rdp" else None)

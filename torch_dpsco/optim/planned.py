@@ -382,8 +382,9 @@ def steps_of(design: Design, steps: int | None, epochs: float | None, default: f
             return None
         steps = calibrate.epoch_steps(design, passes)
     if design.one_pass and steps > design.steps_per_epoch:
+        passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
         raise ValueError(
-            f"steps must be <= {design.steps_per_epoch}, one pass of {design} (got {steps}): for more passes take "
+            f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}): for more passes take "
             f"sampling='allocated' or 'poisson'"
         )
     return check.positive_count(steps=steps)
