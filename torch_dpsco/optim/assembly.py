@@ -153,8 +153,8 @@ class Assembly(CommonOptimizer):
             steps: draws per iteration; default one epoch, or all that is left of a partition, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
-            physical_batch_size: deliver a draw in chunks of at most that many rows, whose number is private; step() adds
-                them up.
+            physical_batch_size: deliver a draw in chunks of at most that many rows, whose number is private; step()
+                adds them up.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.
