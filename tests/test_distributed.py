@@ -65,7 +65,7 @@ def allocated() -> dict[str, Any]:
     """Two passes of secret draws; the second loop goes on with the loader of the first."""
     model = layer()
     optimizer = holder(model, noise=1.0, batch_size=16, sampling="allocated", epochs=2)
-    loader = optimizer.loader(records())
+    loader = optimizer.loader(records(), padding=False)
     found = [train(model, optimizer, loader)["drawn"] for _ in range(2)]
     optimizer.finalize()
     events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]

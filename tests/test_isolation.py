@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,13 +20,14 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.designs import Full, Poisson
+from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
+from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
-from torch_dpsco.sampling import FullSampler, PhysicalBatches, PrivateLoader, Slots
+from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots
 from torch_dpsco.sampling.slots import capacity
 
 FALSE_ALARM = 1e-6
@@ -93,6 +95,54 @@ def test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip(kink, rows):
 def test_without_filling_up_a_record_more_moves_all_others():
     fewer, more = (clipped_sum(*emulated_kink(), size, padding=False) for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) > 10.0
+
+
+def first_of_a_pass(size: int, adjacency: Adjacency, **loader: object) -> Tensor:
+    """Returns the first clipped sum of a pass of two batches over 31 equal records, `size` of them in that batch."""
+    net, x = emulated_kink()
+    model, design = dp.attach(net, loss_reduction="sum"), Assigned(16, 31, passes=2)
+    optimizer = make_optimizer(model, design, noise=1e-6, adjacency=adjacency)
+    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    batches = optimizer.loader(TensorDataset(x.expand(31, -1).contiguous()), steps=1, **loader)
+    sampler = batches.batch_sampler
+    assert isinstance(sampler, AssignedSampler)
+    for key in range(256):
+        sampler.partition = replace(sampler.partition, cut=np.full(32, key, dtype=np.uint8))
+        if len(next(sampler.draws())[1]) == size:
+            break
+    for (batch,) in batches:
+        model(batch).sum().backward()
+        optimizer.step()
+    after = torch.cat([p.detach().flatten().double() for p in dp.detach(model).parameters()])
+    return 16.0 * (before - after)
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_who_is_in_a_batch_of_a_pass_moves_nobody_else(adjacency):
+    """Also where neighbors have the same sizes: a record that moved 15 others would show which batch it has picked.
+
+    The bound of a pass is for sums of the others that do not depend on the record's pick (proofs/allocation.md).
+    """
+    fewer, more = (first_of_a_pass(size, adjacency) for size in (15, 16))
+    assert torch.linalg.vector_norm(more - fewer) <= 1.01
+    fewer, more = (first_of_a_pass(size, adjacency, padding=False) for size in (15, 16))
+    assert torch.linalg.vector_norm(more - fewer) > 10.0
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes(adjacency):
+    """At a kink all others would show whether a record was drawn, under every adjacency, and nothing be amplified."""
+    data = TensorDataset(torch.randn(9, 3))
+    for design, padding, said in (
+        (Poisson(4, 9), False, "must not depend on how many others are in its batch"),
+        (Poisson(4, 9), True, "to which all are filled up"),
+        (Fixed(4, 9), False, "kernels for batches of one size"),
+    ):
+        if adjacency != "replace_one" and isinstance(design, Fixed):
+            continue
+        optimizer = make_optimizer(dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency)
+        optimizer.loader(data, padding=padding)
+        assert said in " ".join(str(optimizer.report(1e-5)).split())
 
 
 class ScaledBySize(nn.Module):

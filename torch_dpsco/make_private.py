@@ -67,8 +67,8 @@ def make_private(
         n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
             It is asked for, and not read from the data set, because rate and number of steps follow from it.
         epochs: passes over the data on average.
-        sampling: "poisson"; or "assigned": an iteration of the loader is a pass, in which each record is in one batch,
-            drawn anew and secretly (`dp.Assigned`), at about the same price.
+        sampling: "poisson"; or "assigned" (in plans "allocated", which is taken too): an iteration of the loader is a
+            pass, in which each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
         loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
             model alone. What the loop computes is looked at in its first step; see `attach`.
         loss_reduction: see `attach`.
@@ -110,7 +110,7 @@ def make_private(
         )
     if isinstance(data_loader.dataset, IterableDataset):
         raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
-    check.choice(("poisson", "assigned"), sampling=sampling)
+    check.choice(("poisson", "assigned", "allocated"), sampling=sampling)
     lr, drawn = optimizer.param_groups[0]["lr"], "poisson" if sampling == "poisson" else "allocated"
     plan = HolderSGD.plan(
         problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr, sampling=drawn

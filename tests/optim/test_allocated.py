@@ -372,6 +372,12 @@ def test_copies_of_an_assigned_sampler_draw_anew() -> None:
         assert twin.partition.cut.tobytes() != sampler.partition.cut.tobytes()
 
 
+def test_a_sampler_or_loader_that_is_stored_does_not_tell_its_draws() -> None:
+    sampler = AssignedSampler(Assigned(5, N, passes=2))
+    for stored_one in (sampler, PrivateLoader(DATA, sampler)):
+        assert sampler.partition.cut.tobytes() not in pickle.dumps(stored_one)
+
+
 def test_a_pass_begun_on_a_part_stays_there() -> None:
     """A pass inside of a part is an event of the part, and pays for no step outside of it."""
     model, optimizer = built()
@@ -408,6 +414,20 @@ def test_draws_that_may_be_known_are_not_amplified() -> None:
                 refused(lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError)  # type: ignore[misc]
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
+
+
+def test_one_sampler_of_passes_delivers_one_data_set() -> None:
+    """The records of a second one stand at other places, so that one of them would be in two batches of a pass."""
+
+    def check() -> None:
+        _, optimizer = built()
+        sampler = AssignedSampler(optimizer.design)
+        optimizer.bind(DataLoader(DATA, batch_sampler=sampler))
+        optimizer.bind(DataLoader(DATA, batch_sampler=sampler))
+        other = TensorDataset(*(part.flip(0) for part in DATA.tensors))
+        refused(lambda: optimizer.bind(DataLoader(other, batch_sampler=sampler)), "must be the one that it draws from")
+
+    assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_own_pass", nothing))
 
 
 @pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
@@ -615,6 +635,14 @@ def test_no_adaptive_event_is_charged_inside_a_pass() -> None:
     )
 
 
+def test_a_pass_that_fits_but_not_by_the_mode_of_the_budget_is_refused_for_that() -> None:
+    budget = dp.Budget(2.0, DELTA, mode="rdp", orders=(8.0,))
+    given: dict[str, Any] = {"n": 200, "batch_size": 20, "epochs": 2, "sampling": "allocated"}
+    plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), budget=budget, **given)
+    with pytest.raises(InfeasibleError, match=r"mode must leave room for one step with this noise \(got 'rdp'"):
+        dp.HolderSGD(nn.Linear(2, 1).parameters(), plan)
+
+
 @pytest.mark.parametrize("mode", ["rdp", "zcdp"])
 def test_an_adaptive_budget_takes_passes_one_after_another(mode: str) -> None:
     budget = dp.Budget(8.0, DELTA, adjacency="add_remove", mode=mode, orders=(4.0,) if mode == "rdp" else None)
@@ -676,6 +704,27 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
         after_pilot(8, Assigned(4, 16), 4, N, "add_remove")
 
 
+def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:
+    """16 batches of 62.5 records, with a divisor of 64, are a pass; 2.5 passes are charged, and said, as they are."""
+    given: dict[str, Any] = {"problem": dp.losses.Logistic().problem(bound_x=2.0), "n": 1000, "noise_multiplier": Z}
+    for epochs, said in ((3, "48 steps, 3 passes"), (2.5, "40 steps, 2.5 passes")):
+        plan = dp.HolderSGD.plan(**given, sampling="allocated", batch_size=64, epochs=epochs)
+        assert said in words(plan)
+        assert plan.event() == Repeat(RandomAllocation(Z, 16), 3)
+    plain = dp.HolderSGD.plan(**given, sampling=Assigned(64, 1000, amplification=False))
+    assert "each example in one of 16 batches, of about 64; nothing is gained by it" in words(plain)
+    with pytest.raises(ValueError, match=r"\(got 48\): for more passes take sampling='allocated' or 'poisson'"):
+        dp.HolderSGD.plan(**given, sampling="assigned", batch_size=64, epochs=3)
+
+
+def test_users_who_are_allocated_by_default_make_whole_passes() -> None:
+    """A pass that is begun costs as much as a whole one."""
+    budget = dp.Budget(2.0, 1e-4, adjacency="add_remove", unit="user")
+    plan = dp.UserClippedSGD.plan(n_users=200, budget=budget, dim=3, sampling="allocated", batch_size=20)
+    assert isinstance(plan.design, Assigned)
+    assert plan.steps == plan.design.steps_per_epoch
+
+
 def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any) -> Any:
     return dp.make_private(
         model,
@@ -689,25 +738,27 @@ def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any)
     )
 
 
-@pytest.mark.parametrize("epochs", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int) -> None:
-    numbered = TensorDataset(torch.ones(N, 2), torch.arange(N)[:, None].double())
-    model, optimizer, loader = private(epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6), sampling="assigned")
+@pytest.mark.parametrize(
+    ("epochs", "word"), [(1, "assigned"), (1, "allocated"), pytest.param(3, "assigned", marks=pytest.mark.slow)]
+)
+def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int, word: str) -> None:
+    numbered = TensorDataset(torch.ones(N, 2), torch.arange(1, N + 1)[:, None].double())
+    model, optimizer, loader = private(epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6), sampling=word)
     passes = []
     for _ in range(epochs):
         seen = []
         for x, number in loader:
-            seen.append(tuple(number.flatten().int().tolist()))
+            seen.append(tuple(number[number > 0].int().tolist()))  # without the filling
             optimizer.zero_grad()
             if len(x):
                 dp.losses.Logistic()(model(x), torch.ones(len(x), 1)).backward()
             optimizer.step()
-        assert sorted(i for batch in seen for i in batch) == list(range(N))
+        assert sorted(i for batch in seen for i in batch) == list(range(1, N + 1))
         passes.append(tuple(seen))
     assert len(set(passes)) == epochs
     optimizer.finalize()
     assert optimizer.report().figures.epsilon <= 2.0
-    with pytest.raises(ValueError, match="sampling must be one of poisson, assigned"):
+    with pytest.raises(ValueError, match="sampling must be one of poisson, assigned, allocated"):
         private(1, nn.Linear(2, 1), DataLoader(DATA, batch_size=6), sampling="shuffled")
 
 

@@ -208,8 +208,8 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if private and found.size and isinstance(loader, PrivateLoader) and loader.slots is None:
         yield warning(
             "batches-not-filled-up",
-            "the last bits of a row depend on the number of rows in its batch, which is private and differs between "
-            "neighboring data sets",
+            "the last bits of a row depend on the number of rows in its batch, which is private: who is in a batch "
+            "moves the others",
             "optimizer.loader(dataset)  # without padding=False",
         )
 

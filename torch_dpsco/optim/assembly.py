@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report.figures import Run
@@ -168,7 +168,8 @@ class Assembly(CommonOptimizer):
             steps: draws per iteration; default one epoch, or all that is left of a partition, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
-            physical_batch_size: deliver a draw in chunks of at most that many rows; step() adds them up.
+            physical_batch_size: deliver a draw in chunks of at most that many rows, whose number is private; step()
+                adds them up.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.
@@ -229,7 +230,7 @@ class Assembly(CommonOptimizer):
 
     @property
     def sizes_are_private(self) -> bool:
-        """Whether neighboring data sets have draws of different numbers of rows."""
+        """Whether nobody's row may depend on the number of rows of a draw."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
 
     def _new_sampler(self, size: int, steps: int | None, resume: bool, ids: Any = None) -> DesignSampler:
@@ -275,7 +276,9 @@ class Assembly(CommonOptimizer):
         self._batch.bind(loader, self.discard)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
-        self._isolation.private = self.sizes_are_private
+        # PRIVACY: amplification takes it for granted that nobody else shows by last bits whether a record was drawn
+        # (test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes)
+        self._isolation.private = self.sizes_are_private or draws_by_chance(self.design)
         return loader
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -399,6 +402,15 @@ class Assembly(CommonOptimizer):
         }
 
 
+def draws_by_chance(design: Design) -> bool:
+    """Returns whether some of its batches are Poisson ones, whose sizes depend on whether a record is drawn."""
+    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
+    return any(isinstance(part, Poisson) for part in parts)
+
+
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
-    """Returns whether neighboring data sets have draws of different numbers of rows."""
-    return (adjacency == ADD_REMOVE or unit == "user") and not isinstance(design, Undeclared)
+    """Returns whether nobody's row may depend on the number of rows of a draw."""
+    # PRIVACY: neighbors have the same sizes, but others would show by their last bits which batch a record is in
+    # (test_who_is_in_a_batch_of_a_pass_moves_nobody_else)
+    picked = isinstance(design, Assigned) and design.amplification
+    return (adjacency == ADD_REMOVE or unit == "user" or picked) and not isinstance(design, Undeclared)

@@ -97,8 +97,8 @@ class LogicalBatch:
         if isinstance(design, Assigned) and design.amplification:
             self._require_secret(sampler)
         one_pass = isinstance(sampler, OnePassSampler)
-        if one_pass and sampler is not self._sampler:
-            self._require_own_pass(sampler.so_far, loader)
+        if one_pass:
+            self._require_own_pass(sampler, loader)
         sampler.log.dataset = getattr(loader, "dataset", None)
         self._take(sampler.log)
         if one_pass:
@@ -119,7 +119,16 @@ class LogicalBatch:
                 f"use optimizer.loader(dataset), or Assigned(..., amplification=False)"
             )
 
-    def _require_own_pass(self, partition: Partition, loader: Any) -> None:
+    def _require_own_pass(self, sampler: OnePassSampler, loader: Any) -> None:
+        if sampler is self._sampler:
+            if getattr(loader, "dataset", None) is not getattr(self._loader, "dataset", None):
+                # PRIVACY: a record at another place is used twice (test_one_sampler_of_passes_delivers_one_data_set)
+                raise SequenceError(
+                    "dataset must be the one that it draws from already, the same object, for a sampler of passes: use "
+                    "optimizer.loader(dataset), once"
+                )
+            return
+        partition = sampler.so_far
         if self._log.again is not None and not self._comes_again(partition):
             # PRIVACY: another partition instead is one that was chosen
             # (test_a_draw_that_was_given_up_is_of_no_other_partition)

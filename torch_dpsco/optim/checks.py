@@ -142,6 +142,11 @@ def require_one_step(
     if budget is None or accountant.interrupted or accountant.admits(step):
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
+    if needed <= budget.epsilon:
+        raise InfeasibleError(
+            f"mode must leave room for {what} (got {budget.mode!r}, which spends more than its epsilon of "
+            f"{rounded_up(needed, 6)} at delta={budget.delta:g}); take mode='planned', other orders, or more noise"
+        )
     raise InfeasibleError(
         f"epsilon must be >= {rounded_up(needed, 6)} for {what} at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"

@@ -192,8 +192,8 @@ class HolderSGD(PlannedOptimizer):
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
                 `theory.holder.schedules.balanced_lr`.
-            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "assigned" (one pass),
-                "allocated" (each record once per pass, secretly: `Assigned`, at the price of Poisson) or "full"; or a
+            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "allocated" (each record once
+                per pass, secretly: `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a
                 design such as dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes

@@ -200,13 +200,17 @@ def drawing(design: Design, unit: str) -> str:
     if isinstance(design, Assigned) and design.amplification:
         batches = f"one of {design.batches} batches of each pass, of {design.n / design.batches:.3g} {unit}s on average"
         return f"random allocation: each {unit} in {batches}; who is where, and true sizes, are secret"
+    if isinstance(design, Assigned):
+        return f"each {unit} in one of {design.batches} batches, of about {design.batch_size}; nothing is gained by it"
     return f"{type(design).__name__}: {design.batch_size} of {design.n} {unit}s"
 
 
-def _rows(design: Design, steps: int) -> int:
+def _rows(design: Design, steps: int) -> float:
     """Returns the expected rows of so many steps, of all steps in parts."""
     if isinstance(design, Parts):
         return sum(_rows(part, draws) for part, draws in design.parts)
+    if isinstance(design, Assigned):  # batch_size is a divisor, about what a batch holds
+        return steps * design.n / design.batches
     return steps * design.batch_size
 
 
@@ -378,7 +382,11 @@ def steps_of(design: Design, steps: int | None, epochs: float | None, default: f
             return None
         steps = calibrate.epoch_steps(design, passes)
     if design.one_pass and steps > design.steps_per_epoch:
-        raise ValueError(f"steps must be <= {design.steps_per_epoch}, one pass of {design} (got {steps})")
+        passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
+        raise ValueError(
+            f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}): for more passes take "
+            f"sampling='allocated' or 'poisson'"
+        )
     return check.positive_count(steps=steps)
 
 

@@ -14,6 +14,7 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import Adjacency, below_one
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Full
+from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
@@ -217,8 +218,8 @@ class UserClippedSGD(UserOptimizer):
                 noise of yours, there is no limit but the budget.
             epochs: passes over users; where clip and lr are given default 30 (all users: 30 steps), 10 for smaller
                 batches.
-            sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "assigned" (one pass),
-                "allocated" (each user once per pass, secretly: `Assigned`, at the price of Poisson) or "full"; or a
+            sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "allocated" (each user once
+                per pass, secretly: `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a
                 design of users.
             center_decay: in [0, 1): the center follows the releases; None keeps it.
             min_items: rows that a user must have, public; others contribute 0.
@@ -254,7 +255,8 @@ class UserClippedSGD(UserOptimizer):
             sampling = "full"
         design = sampled(sampling, batch_size, n_users, adjacency)
         if wanted is not None and epochs is None and (sampling == "allocated" or not design.one_pass):
-            steps = wanted if steps is None else steps
+            whole = design.batches if sampling == "allocated" and isinstance(design, Assigned) else 1
+            steps = wanted + -wanted % whole if steps is None else steps  # a pass that is begun costs as a whole one
         default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
         design = in_passes(design, sampling, steps, epochs, None if noise_multiplier is not None else default)
         steps = steps_of(design, steps, epochs, None if noise_multiplier is not None else default)

@@ -223,6 +223,10 @@ class AssignedSampler(_KeyedSampler):
             steps = max(1, min(design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)))
         super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # PRIVACY: of no use to a copy (test_a_sampler_or_loader_that_is_stored_does_not_tell_its_draws)
+        return {key: value for key, value in super().__getstate__().items() if key != "partition"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # PRIVACY: two runs of the same draws would be charged as if they were fresh
