@@ -126,3 +126,13 @@ def test_a_kept_run_of_fit_is_one_secret_pass() -> None:
     assert optimizer.finalized
     assert (optimizer.steps, len(optimizer.accountant)) == (plan.steps, 1)
     assert optimizer.report().epsilon <= 1.0
+
+
+@pytest.mark.parametrize("cls", [dp.AcceleratedSGD, dp.ProximalSGD])
+def test_a_theorem_of_one_pass_refuses_a_second(cls: Any) -> None:
+    with pytest.raises(ValueError, match="passes must be 1 for"):
+        planned(cls, sampling=dp.Assigned(100, 20_000, passes=2))
+    with pytest.raises(ValueError, match=r"epochs must be 1 for one pass \(got 2\)"):
+        planned(cls, epochs=2)
+    with pytest.raises(ValueError, match="or sampling 'allocated' for several"):
+        planned(dp.ClippedSGD, epochs=2)

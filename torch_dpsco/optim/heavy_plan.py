@@ -415,6 +415,8 @@ class HeavyTailed(PlannedOptimizer):
             check.positive(epochs=epochs)
         if isinstance(sampling, Design):
             once = sampling.one_pass
+            if isinstance(sampling, Assigned) and sampling.passes > 1 and cls.words == _PASS:
+                raise ValueError(f"passes must be 1 for {cls.__name__} (got {sampling})")
         else:
             check.choice(cls.words, sampling=sampling)
             if sampling == "shuffled" and adjacency == ADD_REMOVE:
@@ -424,7 +426,8 @@ class HeavyTailed(PlannedOptimizer):
                 )
             once = n is not None and (sampling == "assigned" or (sampling == "shuffled" and epochs in (None, 1)))
         if epochs not in (None, 1) and (sampling == "assigned" or cls.words == _PASS):
-            raise ValueError(f"epochs must be 1 for one pass (got {epochs})")
+            more = ", or sampling 'allocated' for several" if "allocated" in cls.words else ""
+            raise ValueError(f"epochs must be 1 for one pass{more} (got {epochs})")
         if not once and cls.words == _PASS:
             raise ValueError(
                 f"sampling must be one pass over n records for {cls.__name__}: 'shuffled', 'assigned', or a design of "
