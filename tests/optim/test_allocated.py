@@ -29,7 +29,7 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Gaussian, Parallel, RandomAllocation, Repeat, clipped_gaussian
 from torch_dpsco.accounting.ledger.book import Book
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, AssignedParts
+from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -239,14 +239,6 @@ def test_without_amplification_every_pass_is_a_partition_of_its_own() -> None:
     two.record(clipped_gaussian(Z), 2)
     epsilons = [one.get_epsilon(DELTA) for one in (ledger, optimizer.accountant, two)]
     assert epsilons == [epsilons[0]] * 3
-
-
-def test_a_part_is_assigned_to_batches_once() -> None:
-    parts = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 4)), 24)
-    assert not parts.parts[1][0].amplification  # type: ignore[union-attr]
-    assert "RandomAllocation" not in str(parts.event(clipped_gaussian(Z), 6))
-    with pytest.raises(ValueError, match="passes must be 1"):
-        AssignedParts(((dp.Full(8), 2), (Assigned(4, 16, passes=2), 8)), 24)
 
 
 # -- what would make a charge too small -------------------------------------------------------------------------------
