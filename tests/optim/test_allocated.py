@@ -42,7 +42,6 @@ from torch_dpsco.optim import charges, step
 from torch_dpsco.optim import state as saved
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.heavy_plan import after_pilot
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
@@ -664,8 +663,6 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
     assert (plan.design, plan.steps, plan.event()) == (Assigned(6, N, passes=3), 9, Repeat(PASS, 3))
     with pytest.raises(ValueError, match="epochs or steps must be given for sampling='allocated'"):
         dp.HolderSGD.plan(noise_multiplier=Z, sampling="allocated", **given)
-    with pytest.raises(ValueError, match="must not be 'allocated' after a pilot"):
-        after_pilot(8, Assigned(4, 16), 4, N, "add_remove")
 
 
 def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any) -> Any:
