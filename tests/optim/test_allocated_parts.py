@@ -608,6 +608,12 @@ def test_a_pass_after_a_pilot_plans_its_steps_as_without_one(cls: Any) -> None:
     assert plan.noise_multiplier == noise_for(plan.budget, plan.training, plan.steps - 1)
 
 
+def test_phases_that_are_cut_by_position_have_no_passes() -> None:
+    for sampling in ("assigned", "allocated"):
+        with pytest.raises(ValueError, match="in which no pass is amplified"):
+            dp.LocalizedSGD.plan(n=MANY, budget=dp.Budget(1.0, DELTA), clip=1.0, reg=0.1, dim=3, sampling=sampling)
+
+
 PASSES = Assigned(30, 120, passes=2)
 
 
