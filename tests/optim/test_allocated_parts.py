@@ -336,11 +336,19 @@ def test_a_copy_of_parts_with_passes_is_refused(made: int) -> None:
 
 def test_a_copy_of_one_batch_of_a_pass_is_refused() -> None:
     """The charge pays for one release, of draws that a second one would share."""
-    model, optimizer = built(ONE)
-    train(model, optimizer, 2)
-    assert [charge.covers for charge in charges.first_charges(optimizer.oracle, ONE)] == [1, 1]
-    refused(lambda: copy.deepcopy((model, optimizer)), "must not be copied")
-    refused(lambda: built(ONE)[1].load_state_dict(stored(optimizer)), "must be continued once")
+
+    def check() -> None:
+        model, optimizer = built(ONE)
+        train(model, optimizer, 2)
+        assert [charge.covers for charge in charges.first_charges(optimizer.oracle, ONE)] == [1, 1]
+        refused(lambda: copy.deepcopy((model, optimizer)), "must not be copied")
+        refused(lambda: built(ONE)[1].load_state_dict(stored(optimizer)), "must be continued once")
+
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("torch_dpsco.optim.assembly.pass_of", nothing)
+        patch.setattr(step, "require_planned", nothing)
+
+    assert_caught(check, mutate)
 
 
 def test_parts_with_passes_go_on_in_one_place_only() -> None:
