@@ -29,7 +29,7 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Gaussian, Parallel, RandomAllocation, Repeat, clipped_gaussian
 from torch_dpsco.accounting.ledger.book import Book
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, AssignedParts
+from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -42,7 +42,6 @@ from torch_dpsco.optim import charges, step
 from torch_dpsco.optim import state as saved
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.heavy_plan import after_pilot
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
@@ -239,14 +238,6 @@ def test_without_amplification_every_pass_is_a_partition_of_its_own() -> None:
     two.record(clipped_gaussian(Z), 2)
     epsilons = [one.get_epsilon(DELTA) for one in (ledger, optimizer.accountant, two)]
     assert epsilons == [epsilons[0]] * 3
-
-
-def test_a_part_is_assigned_to_batches_once() -> None:
-    parts = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 4)), 24)
-    assert not parts.parts[1][0].amplification  # type: ignore[union-attr]
-    assert "RandomAllocation" not in str(parts.event(clipped_gaussian(Z), 6))
-    with pytest.raises(ValueError, match="passes must be 1"):
-        AssignedParts(((dp.Full(8), 2), (Assigned(4, 16, passes=2), 8)), 24)
 
 
 # -- what would make a charge too small -------------------------------------------------------------------------------
@@ -700,8 +691,6 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
     assert (plan.design, plan.steps, plan.event()) == (Assigned(6, N, passes=3), 9, Repeat(PASS, 3))
     with pytest.raises(ValueError, match="epochs or steps must be given for sampling='allocated'"):
         dp.HolderSGD.plan(noise_multiplier=Z, sampling="allocated", **given)
-    with pytest.raises(ValueError, match="must not be 'allocated' after a pilot"):
-        after_pilot(8, Assigned(4, 16), 4, N, "add_remove")
 
 
 def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:

@@ -73,6 +73,11 @@ class Design(ABC):
         """Draws of one pass: `steps_per_epoch`, except for designs of several passes."""
         return self.steps_per_epoch
 
+    @property
+    def secret(self) -> bool:
+        """Whether a guarantee may need draws that nobody else can know, so that fresh bits must make them."""
+        return False
+
     def covers(self, base: BaseEvent, draw: Draw) -> int:
         """Returns how many draws, this one and those that follow, the `draw_event` of this one pays for."""
         return 1

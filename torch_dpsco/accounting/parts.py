@@ -86,6 +86,11 @@ class Assigned(SizedDesign):
         """Draws of all passes."""
         return self.batches * self.passes
 
+    @property
+    def secret(self) -> bool:
+        """Whether who is in which batch must be secret: `amplification`."""
+        return self.amplification
+
     def amplifies(self, base: BaseEvent) -> TypeGuard[Gaussian]:
         """Returns whether a pass of such queries is charged as a `RandomAllocation`."""
         if not self.amplification or not isinstance(base, Gaussian):
@@ -250,8 +255,8 @@ class Parts(Design):
         for part, ((design, draws), base) in enumerate(zip(self.parts, bases, strict=True)):
             count = min(stop, first + draws) - max(start, first)
             if count > 0:
-                once = design.one_pass or isinstance(base, Sequential)  # which is that of a whole phase
-                used[str(part)] = (Repeat(self._inside(design, base), 1 if once else count),)
+                begin = max(start, first) - first
+                used[str(part)] = (self._spent(design, base, begin, begin + count),)
             first += draws
         return self._parallel(used, partition) if used else Sequential(())
 
@@ -273,6 +278,11 @@ class Parts(Design):
     def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
         return Parallel(used, partition)
 
+    def _spent(self, design: Design, base: BaseEvent, start: int, stop: int) -> Event:
+        """Returns the event of the draws start, .., stop - 1 of a part."""
+        once = design.one_pass or isinstance(base, Sequential)  # which is that of a whole phase
+        return Repeat(self._inside(design, base), 1 if once else stop - start)
+
     def _inside(self, design: Design, base: BaseEvent) -> Event:
         """Returns the event of a draw of a part's design; the part is one of positions: add_remove is refused."""
         if isinstance(design, (Full, Disjoint)):
@@ -285,12 +295,17 @@ class AssignedParts(Parts):
     """Parts to which each record was assigned independently, with probabilities as their sizes; all three adjacencies.
 
     What `Parts` is for a public number of records. The sizes of the parts are random, hence private; those of the
-    designs are public divisors, and their sum is n, the (reference) number of records. A part that is cut further is
-    charged one unsampled release: no amplification is claimed in it.
+    designs are public divisors, and their sum is n, the (reference) number of records.
+
+    A part that is cut further (`Assigned`) is charged as `Assigned` says: for each pass that is begun one
+    `RandomAllocation`, as an event of the part, or, where nothing is amplified, one unsampled release for its one pass.
+    Which part a record is in counts as known, but its batches inside of the part do not.
 
     Args:
         parts: (design, draws) per part; designs are Full, Poisson, or Assigned (which is cut further).
         n: public number of records.
+
+    Source: docs/proofs/heavy_tailed.md#disjoint-parts.
     """
 
     positional = ordered = False
@@ -301,11 +316,39 @@ class AssignedParts(Parts):
         used = sum(design.n for design, _ in self.parts)
         if used != self.n:
             raise ValueError(f"parts must have n={self.n} records together (got {used})")
-        if any(isinstance(design, Assigned) and design.passes > 1 for design, _ in self.parts):
-            # PRIVACY: a part is charged once (test_a_part_is_assigned_to_batches_once)
-            raise ValueError(f"passes must be 1 for a part that is cut further (got {self.parts})")
-        plain = [(replace(d, amplification=False) if isinstance(d, Assigned) else d, k) for d, k in self.parts]
-        object.__setattr__(self, "parts", tuple(plain))
+        for design, _ in self.parts:
+            if isinstance(design, Assigned) and not design.amplification:
+                _require_one_pass(design)
+
+    @property
+    def secret(self) -> bool:
+        """Whether who is in which batch of a part must be secret."""
+        return any(design.secret for design, _ in self.parts)
+
+    def without_amplification(self) -> AssignedParts:
+        """Returns the same parts, in which the draws of batches count as known; raises ValueError for many passes."""
+        known = [(replace(d, amplification=False) if isinstance(d, Assigned) else d, k) for d, k in self.parts]
+        return AssignedParts(tuple(known), self.n)
+
+    def covers(self, base: BaseEvent, draw: Draw) -> int:
+        """Returns how many draws of a pass inside of a part are left, where it is charged as a whole."""
+        part, left = self._locate(draw.index)
+        if draw.part.partition("/")[0] != str(part):
+            raise ValueError(f"draw {draw.index} must be of part {part} (got one of {draw.part!r})")
+        design, draws = self.parts[part]
+        # PRIVACY: a pass that its phase does not finish pays for no step of the next one
+        # (test_a_pass_pays_for_no_step_of_the_next_part)
+        return min(left, design.covers(base, replace(draw, index=draws - left)))
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw; of its whole pass where that is amplified, see `covers`."""
+        part = draw.part.partition("/")[0]
+        design, _ = self.parts[int(part)]
+        if isinstance(design, Assigned) and design.amplifies(base):
+            # PRIVACY: all batches of a pass are one part, of records that are in some of them
+            # (test_a_pass_inside_of_a_part_is_charged_to_the_part)
+            return self._parallel({part: (design.draw_event(base, draw),)}, draw.partition)
+        return super().draw_event(base, draw)
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
@@ -317,5 +360,20 @@ class AssignedParts(Parts):
         # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
         return Parallel(used, partition, "keyed", key_public=True)
 
+    def _spent(self, design: Design, base: BaseEvent, start: int, stop: int) -> Event:
+        if isinstance(design, Assigned) and design.amplifies(base):
+            return design.between(start, stop, [base])
+        return super()._spent(design, base, start, stop)
+
     def _inside(self, design: Design, base: BaseEvent) -> Event:
+        if isinstance(design, Assigned):
+            _require_one_pass(design)  # of a query that is not amplified
         return base if isinstance(design, (Full, Assigned)) else design.draw_event(base, Draw(0))
+
+
+def _require_one_pass(design: Assigned) -> None:
+    """Raises ValueError for several passes inside of a part, where batches are charged and no passes."""
+    if design.passes > 1:
+        # PRIVACY: a batch of one pass and one of another have records in common, and would count as disjoint
+        # (test_a_part_is_assigned_to_batches_once)
+        raise ValueError(f"passes must be 1 for a part that is cut further, where none is amplified (got {design})")

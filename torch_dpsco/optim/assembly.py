@@ -23,7 +23,7 @@ from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.charges import Paid, first_charges, is_pass, planned_event
+from torch_dpsco.optim.charges import Paid, first_charges, is_pass, pass_of, planned_event
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
@@ -90,8 +90,14 @@ class Assembly(CommonOptimizer):
         charges = first_charges(oracle, design)
         self._adaptive = any(charge.adaptive for charge in charges)
         self._in_passes = is_pass(oracle, design, charges)
+        self._passes = tuple(pass_of(charge.event) for charge in charges)
         # whose releases have a secret in common
-        self._sharing = tuple(oracle.members[k] for k, charge in enumerate(charges) if charge.covers > 1)
+        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
+        secret = [
+            charge.covers > 1 or (known is not None and known.steps > 1)
+            for charge, known in zip(charges, self._passes, strict=True)
+        ]
+        self._sharing = tuple(member for member, shares in zip(oracle.members, secret, strict=True) if shares)
         if self._adaptive:
             self.accountant.require_adaptive()
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
@@ -294,6 +300,11 @@ class Assembly(CommonOptimizer):
         self._batch.split(more=do_skip)
 
     @property
+    def _part(self) -> int:
+        """The part of the next draw, 0 where a design has none."""
+        return self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
+
+    @property
     def outstanding_rows(self) -> int | None:
         """Rows of the batch that the next step must use (private); None if there is none."""
         return self._batch.outstanding_rows
@@ -412,5 +423,4 @@ def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     """Returns whether nobody's row may depend on the number of rows of a draw."""
     # PRIVACY: neighbors have the same sizes, but others would show by their last bits which batch a record is in
     # (test_who_is_in_a_batch_of_a_pass_moves_nobody_else)
-    picked = isinstance(design, Assigned) and design.amplification
-    return (adjacency == ADD_REMOVE or unit == "user" or picked) and not isinstance(design, Undeclared)
+    return (adjacency == ADD_REMOVE or unit == "user" or design.secret) and not isinstance(design, Undeclared)

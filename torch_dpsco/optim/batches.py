@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UnknownSamplerError, warn
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import (
@@ -44,6 +43,7 @@ from torch_dpsco.sampling import (
     partition_name,
     records_of,
 )
+from torch_dpsco.sampling.one_pass import AssignedPartsSampler
 
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
@@ -94,7 +94,7 @@ class LogicalBatch:
         if isinstance(loader, DataLoader):
             accept_empty_draws(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
-        if isinstance(design, Assigned) and design.amplification:
+        if design.secret:
             self._require_secret(sampler)
         one_pass = isinstance(sampler, OnePassSampler)
         if one_pass:
@@ -108,7 +108,7 @@ class LogicalBatch:
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""
-        own = type(sampler) is AssignedSampler and (
+        own = type(sampler) in (AssignedSampler, AssignedPartsSampler) and (
             not sampler.resumed or partition_name(self.design, sampler.partition) == self.partition_name
         )
         # the key of ranks is drawn by `distributed`, which admits no other samplers in a run of several processes

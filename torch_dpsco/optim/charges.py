@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import (
     Event,
+    Parallel,
     RandomAllocation,
     Repeat,
     Sequential,
     event_from_json,
     event_to_json,
 )
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
 from torch_dpsco.oracles.phased import Phased
@@ -68,7 +71,32 @@ class Paid(NamedTuple):
 
 def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
     """Returns what the first release of each phase is charged."""
-    return [member.charge(design, Draw(0, "planned", str(k))) for k, member in enumerate(oracle.members)]
+    draws = _first_draws(oracle, design)
+    return [member.charge(design, draw) for member, draw in zip(oracle.members, draws, strict=True)]
+
+
+def _first_draws(oracle: MeanOracle, design: Design) -> list[Draw]:
+    if not isinstance(design, Parts):
+        return [Draw(0, "planned", str(k)) for k, _ in enumerate(oracle.members)]
+    starts = accumulate((draws for _, draws in design.parts[:-1]), initial=0)
+    return [Draw(0, "planned", str(k), start) for k, start in enumerate(starts)]
+
+
+def pass_of(event: Event) -> RandomAllocation | None:
+    """Returns the pass of secret draws that a charge is of, of all records or of a part; None for others."""
+    events = [one for _, inside in event.items() for one in inside] if isinstance(event, Parallel) else [event]
+    return next((one for one in events if isinstance(one, RandomAllocation)), None)
+
+
+def require_planned(event: Event, planned: RandomAllocation | None) -> None:
+    """Raises SequenceError if a charge is not of the pass, or of none, that was known when the run was made."""
+    if pass_of(event) != planned:
+        # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
+        # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
+        raise SequenceError(
+            f"steps must be charged as was known when the optimizer was made, by {planned or 'no pass'} (got {event}): "
+            f"give amplification=False to the design"
+        )
 
 
 def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bool:
@@ -82,13 +110,13 @@ def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bo
     Raises:
         AdjacencyError: only a part of the steps of a pass has the noise that it is charged for.
     """
-    events = {charge.event for charge in charges}
-    start = Draw(0, "planned", "0")
-    covered = [design.covers(member.event(), start) for member in oracle.members]
-    if not any(isinstance(event, RandomAllocation) for event in events):
+    if not any(pass_of(charge.event) for charge in charges):
         return False
+    draws = _first_draws(oracle, design)
+    covered = [design.covers(member.event(), draw) for member, draw in zip(oracle.members, draws, strict=True)]
     whole = all(not charge.adaptive and charge.covers == most for charge, most in zip(charges, covered, strict=True))
-    if len(events) > 1 or not whole:
+    alike = isinstance(design, Parts) or len({charge.event for charge in charges}) == 1  # parts have their own passes
+    if not (alike and whole):
         # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
         # (test_a_pass_whose_steps_are_not_alike_is_refused)
         raise AdjacencyError(

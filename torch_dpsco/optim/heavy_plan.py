@@ -165,10 +165,6 @@ class ProximalPlan(ClippedPlan):
 
 def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjacency) -> Parts:
     """Returns the design of a pilot's step and the others, on records of their own."""
-    if isinstance(design, Assigned) and design.amplification:
-        raise ValueError(
-            f"sampling must not be 'allocated' after a pilot: in parts nothing is amplified (got {design})"
-        )
     if adjacency == ADD_REMOVE:
         # PRIVACY: cut by position, a record less would move all later ones (test_a_pilot_under_add_remove_is_private)
         if not isinstance(design, (Assigned, Full, Poisson)):
@@ -314,12 +310,13 @@ class HeavyTailed(PlannedOptimizer):
         made: AveragingSchedule | None = None
         scale: Scale | None = None
         pace: Pace | None = None
+        secret = False  # whether passes are amplified, so that each release may tell more
         by_rule = lr is None and cls.momentum is not None and mode != "paper"
         if once and left is not None:
             noise = noise if goal is None else release_noise(goal)
             if steps is None and (isinstance(sampling, Design) or batch_size is not None):
                 steps = _one_pass(sampling, batch_size, left, adjacency).steps_per_epoch
-            secret = mode != "paper" and not isinstance(clip, Pilot) and _is_secret(sampling)
+            secret = mode != "paper" and _is_secret(sampling)
             inputs = {"n": left, "dim": dim, "clip": clip, "adjacency": adjacency, "mode": mode}
             inputs |= {"allow_infinite_variance": allow_infinite_variance}
             if noise and not isinstance(clip, Pilot):
@@ -380,7 +377,7 @@ class HeavyTailed(PlannedOptimizer):
                 raise ValueError(
                     f"n, budget and dim must be given for a pilot, or a number as clip (got {n}, {budget} and {dim})"
                 )
-            rho = zcdp_of(release_noise(budget), adjacency)
+            rho = zcdp_of(noise if secret and noise else release_noise(budget), adjacency)
             rate = exchange_rate_phase(left, dim, rho, adjacency)
             if once:
                 rate = cls._exchange_rate(problem, left, dim, steps, rho, adjacency)

@@ -121,7 +121,7 @@ class AcceleratedSGD(HeavyTailed):
     Guarantee:
         Adjacency: replace_one and zero_out with Disjoint, all three with Assigned. Unit: one row per record. Event:
         with Disjoint a batch is one unsampled Gaussian, and batches are parts of one partition, so that all of them
-        cost what one does; with Assigned the pass is one `RandomAllocation`.
+        cost what one does; with Assigned the pass is one `RandomAllocation`, after a pilot an event of its part.
         Assumes: batches of the optimizer's own loader, rows that do not couple records. Nothing about moments is
         assumed: rows are clipped. Source: Lowy, Razaviyayn 2023, Theorem 9;
         docs/proofs/heavy_tailed.md#disjoint-parts.

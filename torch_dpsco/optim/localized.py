@@ -326,6 +326,11 @@ class LocalizedSGD(PlannedOptimizer):
                 "adjacency must be replace_one or zero_out for phases on parts that are cut by position (got "
                 "add_remove)"
             )
+        if sampling in ("assigned", "allocated"):
+            raise ValueError(
+                f"sampling must be 'full', 'poisson' or 'fixed' for LocalizedSGD (got {sampling!r}): its phases are "
+                f"parts that are cut by position, in which no pass is amplified"
+            )
         kind = _SAMPLING[check.choice(_SAMPLING, sampling=sampling)]
         pilots: tuple[PilotPlan | None, ...] | None = None
         if phases is not None:

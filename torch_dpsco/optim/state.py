@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import read_state
-from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.optim import checks
@@ -274,8 +273,10 @@ class Saved(Assembly):
         if self._paid is not None and self._steps < self._paid.stop:
             return
         known = self._batch.partition is not None
-        part = self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
-        charge = self.oracle.charge(self.design, Draw(0, self._batch.partition_name, str(part)))
+        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
+        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
+        draw = Draw(0, self._batch.partition_name, str(self._part), self._steps)
+        charge = self.oracle.charge(self.design, draw)
         if charge.covers > 1:
             name = self._batch.partition_name if known else ""
             self._paid = Paid(self._steps + charge.covers, name, charge.event if self._in_passes else None)

@@ -25,10 +25,11 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import OPEN, OVER
 from torch_dpsco.accounting.ledger.store import LOCK
+from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import show_zero_gradient, take_scale
-from torch_dpsco.optim.charges import Paid
+from torch_dpsco.optim.charges import Paid, require_planned
 from torch_dpsco.optim.common import check_call, in_turn
 from torch_dpsco.optim.state import Saved
 from torch_dpsco.oracles.base import Charge, Release
@@ -150,8 +151,11 @@ class PrivateOptimizer(Saved):
             charge = Charge(Sequential(()))
         else:
             charge = self.oracle.charge(self.design, draw)
+            require_planned(charge.event, self._passes[self._part])
         planned = 1 if self._planned is None else self._planned - self._steps
-        if self._in_passes:
+        if self._in_passes and isinstance(self.design, Parts):
+            planned = self.design.draws_left(draw.index)
+        elif self._in_passes:
             planned = math.ceil(planned / self.design.batches)
         elif self._adaptive or self._sharing:  # the next event is another one
             planned = 1

@@ -158,6 +158,18 @@ class _KeyedSampler(OnePassSampler):
     all records after it to other parts. The cut is a secret key of 256 bits, from which they are drawn.
     """
 
+    resumed = False  # whether the partition was given
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PRIVACY: of no use to a copy (test_a_sampler_or_loader_that_is_stored_does_not_tell_its_draws)
+        return {key: value for key, value in super().__getstate__().items() if key != "partition"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # PRIVACY: two runs of the same draws would be charged as if they were fresh
+        # (test_copies_of_an_assigned_sampler_draw_anew)
+        self.partition, self.resumed = Partition(self._new_cut(), size=self.size), False
+
     def _new_cut(self) -> _Indices:
         return np.frombuffer(self.rng.read(_KEY), dtype=np.uint8).copy()
 
@@ -222,16 +234,6 @@ class AssignedSampler(_KeyedSampler):
         if steps is None and design.passes > 1:
             steps = max(1, min(design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)))
         super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # PRIVACY: of no use to a copy (test_a_sampler_or_loader_that_is_stored_does_not_tell_its_draws)
-        return {key: value for key, value in super().__getstate__().items() if key != "partition"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # PRIVACY: two runs of the same draws would be charged as if they were fresh
-        # (test_copies_of_an_assigned_sampler_draw_anew)
-        self.partition, self.resumed = Partition(self._new_cut(), size=self.size), False
 
     def _new_cut(self) -> _Indices:
         return self._of_kind(super()._new_cut())
@@ -400,6 +402,23 @@ class AssignedPartsSampler(_KeyedSampler):
     kind: ClassVar[type[Design]] = AssignedParts
     design: AssignedParts
 
+    def __init__(
+        self,
+        design: Design,
+        *,
+        size: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
+        resume: Partition | None = None,
+    ) -> None:
+        self.require_kind(design)
+        assert isinstance(design, AssignedParts)
+        if seed is not None:
+            # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
+            design = design.without_amplification()
+        self.resumed = resume is not None
+        super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
+
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         self._require_key(cut)
         tickets = KeyedStream(cut.tobytes(), "parts").integers(self.design.n, self.size)
@@ -408,14 +427,21 @@ class AssignedPartsSampler(_KeyedSampler):
         groups = _grouped(np.searchsorted(ends, tickets, side="right"), len(ends))
         for part, ((design, draws), members) in enumerate(zip(self.design.parts, groups, strict=True)):
             if isinstance(design, Assigned):
-                batches = KeyedStream(cut.tobytes(), f"assigned {part}").integers(design.steps_per_epoch, self.size)
-                inner = _grouped(batches[members], design.steps_per_epoch)
-                yield from ((f"{part}/{k}", members[batch]) for k, batch in enumerate(inner))
+                yield from islice(self._passes(cut, part, design, members), draws)
                 continue
             drawn: Any = kind_of(design)(design, size=len(members), steps=draws)
             drawn.rng = self.rng
             for _, positions in drawn.draws():
                 yield str(part), members[positions]
+
+    def _passes(self, cut: _Indices, part: int, design: Assigned, members: _Indices) -> Iterator[tuple[str, _Indices]]:
+        """Yields the batches of all passes inside of a part."""
+        for k in range(design.passes):
+            # PRIVACY: draws of their own in each pass (test_each_pass_inside_of_a_part_has_draws_of_its_own)
+            label = f"assigned {part} pass {k}" if k else f"assigned {part}"
+            batches = KeyedStream(cut.tobytes(), label).integers(design.batches, self.size)
+            for batch, places in enumerate(_grouped(batches[members], design.batches)):
+                yield f"{part}/{batch}", members[places]
 
 
 _KINDS: tuple[type[OnePassSampler], ...] = (

@@ -61,6 +61,11 @@ _ALLOCATED = (
     "Each {unit} picked one of {batches} batches, secretly; amplified by random allocation; batch sizes not released. "
     "A pass that was begun counts as a whole one."
 )
+_PART_ALLOCATED = (
+    "Part {k} is cut further: in it each {unit} picked one of {batches} batches, secretly{anew}; sums of clipped rows "
+    "with Gaussian noise are amplified by random allocation; batch sizes not released. A pass that was begun counts as "
+    "a whole one."
+)
 _NOT_ALLOCATED = "Each {unit} is used once in a pass, and nothing is gained from the random assignment: {why}."
 _IDEAL = "floating-point attacks on the noise are out of scope"
 _COUPLING = "What one record contributes does not depend on the others: no batch statistics, no loss across records."
@@ -380,6 +385,10 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
         rate=rounded_up(design.batch_size / design.n, 6) if declared else "",
         parts=len(design.parts) if isinstance(design, Parts) else design.steps_per_epoch if declared else "",
     )
+    for k, (part, _) in enumerate(design.parts if isinstance(design, Parts) else ()):
+        if isinstance(part, Assigned) and part.secret:
+            anew = "" if part.passes == 1 else f", anew in each of {part.passes} passes"
+            yield _PART_ALLOCATED.format(k=k + 1, unit=report.unit, batches=part.batches, anew=anew)
 
 
 def _allocation(design: Assigned, run: Run, unit: str) -> str:
