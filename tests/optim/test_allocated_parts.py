@@ -31,7 +31,7 @@ from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnknownSamplerError
 from torch_dpsco.optim import charges, step
 from torch_dpsco.optim import state as saved
-from torch_dpsco.optim.assembly import Assembly
+from torch_dpsco.optim.assembly import Assembly, sizes_are_private
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.base import MeanOracle
