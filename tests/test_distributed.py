@@ -86,8 +86,8 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
     wrong.append(message(UnitError, lambda: optimizer.loader(fewer, ids=mine[:2])))
     others = message(SequenceError, lambda: optimizer.loader(data, ids=mine if rank else None))
     ids = [f"record {i}" for i in mine.tolist()]
-    found = [train(model, optimizer, optimizer.loader(data, ids=ids))["drawn"]]
-    found.append(train(model, optimizer, optimizer.loader(data, ids=ids, resume=True))["drawn"])
+    found = [train(model, optimizer, optimizer.loader(data, ids=ids, padding=False))["drawn"]]
+    found.append(train(model, optimizer, optimizer.loader(data, ids=ids, resume=True, padding=False))["drawn"])
     cut = optimizer._batch.partition.cut
     optimizer.finalize()
     events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]

@@ -99,7 +99,7 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     "HolderSGD": (planner(dp.HolderSGD, problem=UNIT), 517),
     "HolderSGD fixed": (planner(dp.HolderSGD, problem=UNIT, sampling="fixed", batch_size=50, epochs=1), 575),
     "ClippedSGD": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, steps=1), 517),
-    "ClippedSGD add_remove": (planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4), 517),
+    "ClippedSGD add_remove": (planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4), 259),
     "ClippedSGD passes": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, sampling="full"), 517),
     "AcceleratedSGD": (planner(dp.AcceleratedSGD, problem=SMOOTH, clip=0.1, steps=1), 517),
     "ProximalSGD": (planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4), 1033),
