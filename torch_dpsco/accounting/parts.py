@@ -40,8 +40,9 @@ class Assigned(SizedDesign):
     as one `RandomAllocation` before its first step: it costs what Poisson batches do, or less. Draws and sizes of
     batches stay secret, and `batch_size` is the public divisor.
 
-    Amplified are sums of clipped rows with Gaussian noise only. Other queries, `amplification=False` and a sampler with
-    a `seed=` are charged one unsampled release a pass: a record is in one batch, whoever knows which.
+    Amplified are sums of clipped rows with Gaussian noise only. Other queries, and all with `amplification=False`, are
+    charged one unsampled release a pass: a record is in one batch, whoever knows which. So a sampler with a `seed=`
+    has such a design, which an optimizer that counts on secret draws refuses.
 
     Args:
         batch_size: public divisor, about the expected size of a batch.
