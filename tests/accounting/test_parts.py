@@ -132,7 +132,7 @@ def test_draws_lie_in_their_parts() -> None:
         (((dp.Full(3), 1), (dp.Full(3), 1)), 5, r"at most n=5 records together \(got 6\)"),
         (((dp.Full(3), 0),), 5, "draws must be"),
         (((dp.Shuffled(1, 3), 1),), 5, "parts must be"),
-        (((dp.Assigned(1, 3), 1),), 5, "parts must be"),
+        (((dp.Cyclic(1, 3, 2), 1),), 5, "parts must be"),
         (((dp.Parts(((dp.Full(3), 1),), 3), 1),), 5, "parts must be"),
         (((dp.Disjoint(2, 4), 3),), 5, "draws must be <= 2"),
         (((dp.Full(3), 1),), 0, "n must be"),

@@ -26,7 +26,7 @@ from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, Sequential, clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, AssignedParts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnknownSamplerError
 from torch_dpsco.optim import charges, step
@@ -51,7 +51,7 @@ ONE = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 1)), N)  # one batch of 
 
 
 def built(
-    design: AssignedParts = DESIGN,
+    design: Parts = DESIGN,
     oracles: tuple[MeanOracle, ...] | None = None,
     accountant: dp.Accountant | None = None,
 ) -> tuple[nn.Module, dp.PrivateOptimizer]:

@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.optim.test_allocated import one_step, stored
 from tests.optim.test_allocated_parts import DELTA, parts
+from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.events import RandomAllocation
-from torch_dpsco.accounting.parts import Assigned, AssignedParts
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.optim.heavy_plan import after_pilot
 from torch_dpsco.optim.planned import noise_for, release_noise
@@ -32,17 +33,19 @@ def piloted(cls: Any, **given: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("cls", ONE_PASS)
-def test_a_pass_after_a_pilot_is_amplified(cls: Any) -> None:
-    plan = piloted(cls, steps=12)
-    assert plan.design == AssignedParts(((dp.Full(30), 1), (Assigned(10, 120, 12), 12)), MANY)
-    alone = cls.plan(problem=PROBLEM, n=120, budget=plan.budget, clip=1.0, dim=3, steps=12)
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_a_pass_after_a_pilot_is_amplified(cls: Any, adjacency: Any) -> None:
+    plan = piloted(cls, steps=12, sampling="assigned", budget=dp.Budget(1.0, DELTA, adjacency=adjacency))
+    kind, records = (AssignedParts, MANY + 3) if adjacency == "add_remove" else (Parts, MANY)
+    assert plan.design == kind(((dp.Full(30), 1), (Assigned(10, 120, 12), 12)), MANY)
+    alone = cls.plan(problem=PROBLEM, n=120, budget=plan.budget, clip=1.0, dim=3, steps=12, sampling="assigned")
     assert (alone.design, alone.noise_multiplier) == (plan.design.parts[1][0], plan.noise_multiplier)
     assert plan.noise_multiplier < 0.6 * release_noise(plan.budget)
     assert 0.98 < plan.epsilon() <= 1.0
     assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
     optimizer = cls(model.parameters(), plan)
-    for x, y in optimizer.loader(TensorDataset(torch.ones(MANY + 3, 2), torch.ones(MANY + 3, 1)), padding=False):
+    for x, y in optimizer.loader(TensorDataset(torch.ones(records, 2), torch.ones(records, 1)), padding=False):
         one_step(model, optimizer, x, y)
     optimizer.finalize()
     (pilot, first, _), (training, passes, count) = parts(optimizer)
@@ -65,20 +68,14 @@ def test_a_pass_after_a_pilot_plans_its_steps_as_without_one(cls: Any) -> None:
     assert plan.noise_multiplier == noise_for(plan.budget, plan.training, plan.steps - 1)
 
 
-def test_phases_that_are_cut_by_position_have_no_passes() -> None:
-    for sampling in ("assigned", "allocated"):
-        with pytest.raises(ValueError, match="in which no pass is amplified"):
-            dp.LocalizedSGD.plan(n=MANY, budget=dp.Budget(1.0, DELTA), clip=1.0, reg=0.1, dim=3, sampling=sampling)
-
-
 PASSES = Assigned(30, 120, passes=2)
 
 
 def test_passes_after_a_pilot_are_those_of_a_part() -> None:
     expected = AssignedParts(((dp.Full(30), 1), (PASSES, 8)), MANY)
     assert after_pilot(30, PASSES, 8, MANY, "add_remove") == expected
-    with pytest.raises(ValueError, match="after a pilot"):  # where its group is cut by position
-        after_pilot(30, PASSES, 8, MANY, "replace_one")
+    for adjacency in ("replace_one", "zero_out"):
+        assert after_pilot(30, PASSES, 8, MANY, adjacency) == Parts(expected.parts, MANY)
 
 
 @pytest.mark.slow

@@ -189,11 +189,14 @@ class Cyclic(CutDesign):
 class Parts(Design):
     """One random permutation cut into parts, each with a design and a number of draws of its own; parts run in order.
 
-    A record lies in one part at most, so that all draws together cost what the costliest part costs.
+    A record lies in one part at most, so that all draws together cost what the costliest part costs. A part that is cut
+    further by secret picks (`Assigned`) is charged as `Assigned` says: for each pass that is begun one
+    `RandomAllocation`, as an event of the part, or, where nothing is amplified, one unsampled release for its one pass.
+    Which part a record is in counts as known, but its batches inside of the part do not.
 
     Args:
-        parts: (design, draws) per part; designs are Full, Poisson, Fixed, or Disjoint (which cuts the part further),
-            with the part's number of records as n.
+        parts: (design, draws) per part; designs are Full, Poisson, Fixed, or Disjoint or Assigned (which cut the part
+            further), with the part's number of records as n.
         n: public number of records, at least those of all parts.
 
     Example:
@@ -206,7 +209,7 @@ class Parts(Design):
     parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
     n: int
     positional = one_pass = ordered = True
-    inner: ClassVar[tuple[type[Design], ...]] = (Full, Poisson, Fixed, Disjoint)  # designs of a part
+    inner: ClassVar[tuple[type[Design], ...]] = (Full, Poisson, Fixed, Disjoint, Assigned)  # designs of a part
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -218,6 +221,8 @@ class Parts(Design):
         for design, draws in self.parts:
             if design.one_pass and draws > design.steps_per_epoch:
                 raise ValueError(f"draws must be <= {design.steps_per_epoch}, one pass over {design} (got {draws})")
+            if isinstance(design, Assigned) and not design.amplification:
+                _require_one_pass(design)
         used = sum(design.n for design, _ in self.parts)
         if used > self.n:
             raise ValueError(f"parts must have at most n={self.n} records together (got {used})")
@@ -271,24 +276,57 @@ class Parts(Design):
         most = max(min(count, max(0, draws - start)) for (_, count), start in zip(self.parts, starts, strict=False))
         return Repeat(positional_event(base), most)
 
+    @property
+    def secret(self) -> bool:
+        """Whether who is in which batch of a part must be secret."""
+        return any(design.secret for design, _ in self.parts)
+
+    def without_amplification(self) -> Parts:
+        """Returns the same parts, in which the draws of batches count as known; raises ValueError for many passes."""
+        known = [(replace(d, amplification=False) if isinstance(d, Assigned) else d, k) for d, k in self.parts]
+        return replace(self, parts=tuple(known))
+
+    def covers(self, base: BaseEvent, draw: Draw) -> int:
+        """Returns how many draws of a pass inside of a part are left, where it is charged as a whole."""
+        part, left = self._locate(draw.index)
+        if draw.part.partition("/")[0] != str(part):
+            raise ValueError(f"draw {draw.index} must be of part {part} (got one of {draw.part!r})")
+        design, draws = self.parts[part]
+        # PRIVACY: a pass that its phase does not finish pays for no step of the next one
+        # (test_a_pass_pays_for_no_step_of_the_next_part)
+        return min(left, design.covers(base, replace(draw, index=draws - left)))
+
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
-        """Returns the event of one draw."""
-        part = int(draw.part.partition("/")[0])  # a batch k of a part that is cut further is "part/k"
-        return self._parallel({draw.part: (self._inside(self.parts[part][0], base),)}, draw.partition)
+        """Returns the event of one draw; of its whole pass where that is amplified, see `covers`."""
+        part = draw.part.partition("/")[0]  # a batch k of a part that is cut further is "part/k"
+        design, _ = self.parts[int(part)]
+        if isinstance(design, Assigned) and design.amplifies(base):
+            # PRIVACY: all batches of a pass are one part, of records that are in some of them
+            # (test_a_pass_inside_of_a_part_is_charged_to_the_part)
+            return self._parallel({part: (design.draw_event(base, draw),)}, draw.partition)
+        return self._parallel({draw.part: (self._inside(design, base),)}, draw.partition)
 
     def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
         return Parallel(used, partition)
 
     def _spent(self, design: Design, base: BaseEvent, start: int, stop: int) -> Event:
         """Returns the event of the draws start, .., stop - 1 of a part."""
+        if isinstance(design, Assigned) and design.amplifies(base):
+            return design.between(start, stop, [base])
         once = design.one_pass or isinstance(base, Sequential)  # which is that of a whole phase
         return Repeat(self._inside(design, base), 1 if once else stop - start)
 
     def _inside(self, design: Design, base: BaseEvent) -> Event:
-        """Returns the event of a draw of a part's design; the part is one of positions: add_remove is refused."""
-        if isinstance(design, (Full, Disjoint)):
-            return positional_event(base)
+        """Returns the event of a draw of a part's design."""
+        if isinstance(design, Assigned):
+            _require_one_pass(design)  # of a query that is not amplified
+        if isinstance(design, (Full, Disjoint, Assigned)):
+            return self._at_places(base)
         return design.draw_event(base, Draw(0))
+
+    def _at_places(self, base: BaseEvent) -> Event:
+        """Returns the event of a query on given records; they are those of given positions: add_remove is refused."""
+        return positional_event(base)
 
 
 @dataclass(frozen=True)
@@ -297,10 +335,6 @@ class AssignedParts(Parts):
 
     What `Parts` is for a public number of records. The sizes of the parts are random, hence private; those of the
     designs are public divisors, and their sum is n, the (reference) number of records.
-
-    A part that is cut further (`Assigned`) is charged as `Assigned` says: for each pass that is begun one
-    `RandomAllocation`, as an event of the part, or, where nothing is amplified, one unsampled release for its one pass.
-    Which part a record is in counts as known, but its batches inside of the part do not.
 
     Args:
         parts: (design, draws) per part; designs are Full, Poisson, or Assigned (which is cut further).
@@ -317,39 +351,6 @@ class AssignedParts(Parts):
         used = sum(design.n for design, _ in self.parts)
         if used != self.n:
             raise ValueError(f"parts must have n={self.n} records together (got {used})")
-        for design, _ in self.parts:
-            if isinstance(design, Assigned) and not design.amplification:
-                _require_one_pass(design)
-
-    @property
-    def secret(self) -> bool:
-        """Whether who is in which batch of a part must be secret."""
-        return any(design.secret for design, _ in self.parts)
-
-    def without_amplification(self) -> AssignedParts:
-        """Returns the same parts, in which the draws of batches count as known; raises ValueError for many passes."""
-        known = [(replace(d, amplification=False) if isinstance(d, Assigned) else d, k) for d, k in self.parts]
-        return AssignedParts(tuple(known), self.n)
-
-    def covers(self, base: BaseEvent, draw: Draw) -> int:
-        """Returns how many draws of a pass inside of a part are left, where it is charged as a whole."""
-        part, left = self._locate(draw.index)
-        if draw.part.partition("/")[0] != str(part):
-            raise ValueError(f"draw {draw.index} must be of part {part} (got one of {draw.part!r})")
-        design, draws = self.parts[part]
-        # PRIVACY: a pass that its phase does not finish pays for no step of the next one
-        # (test_a_pass_pays_for_no_step_of_the_next_part)
-        return min(left, design.covers(base, replace(draw, index=draws - left)))
-
-    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
-        """Returns the event of one draw; of its whole pass where that is amplified, see `covers`."""
-        part = draw.part.partition("/")[0]
-        design, _ = self.parts[int(part)]
-        if isinstance(design, Assigned) and design.amplifies(base):
-            # PRIVACY: all batches of a pass are one part, of records that are in some of them
-            # (test_a_pass_inside_of_a_part_is_charged_to_the_part)
-            return self._parallel({part: (design.draw_event(base, draw),)}, draw.partition)
-        return super().draw_event(base, draw)
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
@@ -361,15 +362,8 @@ class AssignedParts(Parts):
         # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
         return Parallel(used, partition, "keyed", key_public=True)
 
-    def _spent(self, design: Design, base: BaseEvent, start: int, stop: int) -> Event:
-        if isinstance(design, Assigned) and design.amplifies(base):
-            return design.between(start, stop, [base])
-        return super()._spent(design, base, start, stop)
-
-    def _inside(self, design: Design, base: BaseEvent) -> Event:
-        if isinstance(design, Assigned):
-            _require_one_pass(design)  # of a query that is not amplified
-        return base if isinstance(design, (Full, Assigned)) else design.draw_event(base, Draw(0))
+    def _at_places(self, base: BaseEvent) -> Event:
+        return base
 
 
 def _require_one_pass(design: Assigned) -> None:

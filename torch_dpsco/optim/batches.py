@@ -43,7 +43,7 @@ from torch_dpsco.sampling import (
     partition_name,
     records_of,
 )
-from torch_dpsco.sampling.one_pass import AssignedPartsSampler
+from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
 
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
@@ -108,7 +108,7 @@ class LogicalBatch:
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""
-        own = type(sampler) in (AssignedSampler, AssignedPartsSampler) and (
+        own = type(sampler) in (AssignedSampler, AssignedPartsSampler, PartsSampler) and (
             not sampler.resumed or partition_name(self.design, sampler.partition) == self.partition_name
         )
         # the key of ranks is drawn by `distributed`, which admits no other samplers in a run of several processes

@@ -170,10 +170,8 @@ def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjace
         if not isinstance(design, (Assigned, Full, Poisson)):
             raise AdjacencyError(f"sampling must be 'assigned', 'poisson' or 'full' after a pilot (got {design})")
         return AssignedParts(((Full(size), 1), (design, steps)), n)
-    if not isinstance(design, (Disjoint, Fixed, Full, Poisson)):
-        raise ValueError(
-            f"sampling must be 'shuffled' (one pass), 'poisson', 'fixed' or 'full' after a pilot (got {design})"
-        )
+    if not isinstance(design, (Assigned, Disjoint, Fixed, Full, Poisson)):
+        raise ValueError(f"sampling must be 'shuffled' for one pass only after a pilot, or another one (got {design})")
     return Parts(((Full(size), 1), (design, steps)), n)
 
 

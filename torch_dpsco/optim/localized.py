@@ -24,10 +24,11 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import scale_of, zcdp_of
+from torch_dpsco.optim.minibatches import Minibatches, minibatches
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
 from torch_dpsco.optim.planned import (
     PlannedOptimizer,
@@ -134,13 +135,20 @@ class LocalizedPlan(StepPlan):
 
 
 def parts_of(
-    localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int, kind: type[Poisson] | type[Fixed]
+    localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int, kind: type[Minibatches]
 ) -> Parts:
     """Returns the design of the phases, minibatches in them being of a kind."""
-    parts: list[tuple[Full | Poisson | Fixed, int]] = []
+    parts: list[tuple[Full | Minibatches, int]] = []
     for phase, pilot in zip(localized.phases, pilots, strict=True):
         parts += [] if pilot is None else [(Full(pilot.size), 1)]
-        design = Full(phase.n) if phase.batch_size == phase.n else kind(phase.batch_size, phase.n)
+        design: Full | Minibatches = Full(phase.n)
+        if phase.batch_size != phase.n:
+            design, steps = minibatches(kind, phase.batch_size, phase.n, phase.steps)
+            if steps != phase.steps or design.batch_size != phase.batch_size:
+                raise ValueError(
+                    f"steps of phase {phase.index} must be whole passes, of {math.ceil(phase.n / phase.batch_size)} "
+                    f"steps each, for sampling='allocated' (got {phase.steps})"
+                )
         parts += [(design, phase.steps)] * phase.copies
     return Parts(tuple(parts), n)
 
@@ -214,17 +222,27 @@ def _chosen(
 
 
 def _in_minibatches(
-    full: LocalizedSchedule, given: dict[str, Any], budget: Budget, kind: type[Poisson] | type[Fixed]
+    full: LocalizedSchedule, given: dict[str, Any], budget: Budget, kind: type[Minibatches]
 ) -> LocalizedSchedule:
-    """Returns phases of as many steps, each on a minibatch of its records."""
-    sizes, steps = halved_sizes(given["n"], given["min_phase"]), [phase.steps for phase in full.phases]
-    batches = [minibatch_size(size, given["rho"], T) for size, T in zip(sizes, steps, strict=True)]
-    noises = [noise_for(budget, kind(b, size), T) for b, size, T in zip(batches, sizes, steps, strict=True)]
+    """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
+    drawn: list[tuple[Full | Minibatches, int]] = []
+    for size, phase in zip(halved_sizes(given["n"], given["min_phase"]), full.phases, strict=True):
+        batch = minibatch_size(size, given["rho"], phase.steps)
+        if kind is Assigned and batch == 1:  # more than the rate asks for: passes would cost what all records do
+            batch = size
+        drawn.append((Full(size), phase.steps) if batch == size else minibatches(kind, batch, size, phase.steps))
     own = {name: value for name, value in given.items() if name not in ("rho", "max_steps", "adjacency")}
-    return localized_schedule_minibatch(**own, batch_sizes=batches, steps=steps, noise_multipliers=noises)
+    phases = localized_schedule_minibatch(
+        **own,
+        batch_sizes=[design.batch_size for design, _ in drawn],
+        steps=[steps for _, steps in drawn],
+        noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
+    )
+    # the theorem is of batches that do not depend on those before
+    return phases.without_bound() if kind is Assigned else phases
 
 
-_SAMPLING: dict[str, type[Poisson] | type[Fixed]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed}
+_SAMPLING: dict[str, type[Minibatches]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed, "allocated": Assigned}
 _MAX_STEPS = 2000
 
 
@@ -244,9 +262,10 @@ class LocalizedSGD(PlannedOptimizer):
 
     Guarantee:
         Adjacency: replace_one or zero_out. Unit: one row per record. Event: in each phase, its steps of unsampled (or
-        sampled) Gaussians; phases are parts of one partition. Assumes: batches of the optimizer's own loader, rows that
-        do not couple records. The regularizer is added after clip and noise. Neither moments nor lambda are assumed.
-        Source: Lowy, Razaviyayn 2023, Theorem 12; docs/proofs/heavy_tailed.md#disjoint-parts.
+        sampled) Gaussians, or its passes of random allocation; phases are parts of one partition. Assumes: batches of
+        the optimizer's own loader, rows that do not couple records. The regularizer is added after clip and noise.
+        Neither moments nor lambda are assumed. Source: Lowy, Razaviyayn 2023, Theorem 12;
+        docs/proofs/heavy_tailed.md#disjoint-parts, docs/proofs/allocation.md.
 
     Example:
         >>> import torch, torch_dpsco as dp
@@ -307,8 +326,9 @@ class LocalizedSGD(PlannedOptimizer):
             copies: groups per phase, method "boosted".
             max_steps: cap on the steps of a phase; the theorem wants up to n^2 rho / (2 dim). None for no cap.
             min_phase: phases of fewer records join the one before.
-            sampling: "full" (all records of the phase in each step), "poisson" or "fixed" (minibatches, method
-                "localized" only).
+            sampling: "full" (all records of the phase in each step); "poisson", "fixed" or "allocated" (minibatches,
+                method "localized" only). With "allocated" each record is in one secretly drawn batch of each pass over
+                its phase; there is no risk bound, and small phases take all records in each step.
             adjacency: default the budget's, or "replace_one".
             dim: number of parameters, or the model; needed where the phases are chosen.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
@@ -325,11 +345,6 @@ class LocalizedSGD(PlannedOptimizer):
             raise AdjacencyError(
                 "adjacency must be replace_one or zero_out for phases on parts that are cut by position (got "
                 "add_remove)"
-            )
-        if sampling in ("assigned", "allocated"):
-            raise ValueError(
-                f"sampling must be 'full', 'poisson' or 'fixed' for LocalizedSGD (got {sampling!r}): its phases are "
-                f"parts that are cut by position, in which no pass is amplified"
             )
         kind = _SAMPLING[check.choice(_SAMPLING, sampling=sampling)]
         pilots: tuple[PilotPlan | None, ...] | None = None

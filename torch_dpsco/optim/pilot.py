@@ -8,10 +8,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Fixed, Poisson
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
+from torch_dpsco.optim.minibatches import Minibatches, minibatches
 from torch_dpsco.optim.planned import noise_for
 from torch_dpsco.oracles.phased import QuantilePilot
 from torch_dpsco.theory.clipping import exchange_rate_phase
@@ -67,7 +67,7 @@ class Pilot:
         return PilotPlan(size, budget.epsilon, quantile, self.c_min, self.c_max)
 
     def split(
-        self, schedule: LocalizedSchedule, budget: Budget, dim: int, sampling: type[Poisson] | type[Fixed]
+        self, schedule: LocalizedSchedule, budget: Budget, dim: int, sampling: type[Minibatches]
     ) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
         """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
 
@@ -102,11 +102,13 @@ class Pilot:
                 )
             rate = exchange_rate_phase(left, dim, schedule.rho, budget.adjacency) if schedule.rho else 0.0
             pilots.append(self.plan(phase.records, budget, rate))
-            batch, noise = max(1, phase.batch_size * left // phase.n), phase.noise_multiplier
+            batch, steps, noise = max(1, phase.batch_size * left // phase.n), phase.steps, phase.noise_multiplier
             if phase.batch_size < phase.n:
+                design, steps = minibatches(sampling, batch, left, steps)
                 # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
-                noise = noise_for(budget, sampling(batch, left), phase.steps)
-            phases.append(replace(phase, n=left, batch_size=batch, noise_std=noise * phase.clip / batch))
+                batch, noise = design.batch_size, noise_for(budget, design, steps)
+            std = noise * phase.clip / batch
+            phases.append(replace(phase, n=left, batch_size=batch, steps=steps, noise_std=std))
         return replace(schedule, phases=tuple(phases)), tuple(pilots)
 
     def records(self, n: int) -> int:

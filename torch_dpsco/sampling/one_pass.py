@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -366,41 +366,22 @@ def _grouped(keys: _Indices, parts: int) -> Iterator[_Indices]:
         yield by_part[ends[k - 1] if k else 0 : end]
 
 
-class PartsSampler(OnePassSampler):
-    """Phases on disjoint parts of one random permutation: all draws of a part, then those of the next."""
+class PartsSampler(_KeyedSampler):
+    """Phases on disjoint parts of one random permutation: all draws of a part, then those of the next.
 
-    kind = Parts
+    The permutation and the batches of `Assigned` parts, where there are such, come from one secret key; else the
+    permutation is kept.
+
+    Args:
+        design: how to draw.
+        size: number of records.
+        steps: draws of the iteration; default all that are left.
+        seed: makes the draws repeatable (and warns), so that nothing inside of parts is amplified; tests only.
+        resume: partition of a run that continues.
+    """
+
+    kind: ClassVar[type[Design]] = Parts
     design: Parts
-
-    @classmethod
-    def require_kind(cls, design: Design) -> None:
-        """Raises UnknownSamplerError unless the design is of parts that are cut by position."""
-        # PRIVACY: it is charged under add_remove (test_samplers_are_of_their_designs_and_sizes)
-        if isinstance(design, AssignedParts):
-            raise UnknownSamplerError(f"design must be Parts for {cls.__name__} (got {design})")
-        super().require_kind(design)
-
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        first = 0
-        for part, (design, draws) in enumerate(self.design.parts):
-            members = cut[first : first + design.n]
-            first += design.n
-            if isinstance(design, Disjoint):  # cut further, by the same permutation
-                size = design.batch_size
-                yield from ((f"{part}/{k}", members[k * size : (k + 1) * size]) for k in range(draws))
-                continue
-            members = np.sort(members)  # in memory order: gathered faster
-            inner: Any = kind_of(design)(design, steps=draws)
-            inner.rng = self.rng
-            for _, positions in inner.draws():
-                yield str(part), members[positions]
-
-
-class AssignedPartsSampler(_KeyedSampler):
-    """Phases on parts to which each record was assigned independently."""
-
-    kind: ClassVar[type[Design]] = AssignedParts
-    design: AssignedParts
 
     def __init__(
         self,
@@ -412,36 +393,74 @@ class AssignedPartsSampler(_KeyedSampler):
         resume: Partition | None = None,
     ) -> None:
         self.require_kind(design)
-        assert isinstance(design, AssignedParts)
+        assert isinstance(design, Parts)
         if seed is not None:
             # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
             design = design.without_amplification()
         self.resumed = resume is not None
         super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
 
+    @classmethod
+    def require_kind(cls, design: Design) -> None:
+        """Raises UnknownSamplerError unless the design is of this sampler's kind, and of no kind of it."""
+        # PRIVACY: it is charged under add_remove (test_samplers_are_of_their_designs_and_sizes)
+        if type(design) is not cls.kind:
+            raise UnknownSamplerError(f"design must be {cls.kind.__name__} for {cls.__name__} (got {design})")
+
+    @property
+    def _keyed(self) -> bool:
+        """Whether all is drawn from a key."""
+        return any(isinstance(design, Assigned) for design, _ in self.design.parts)
+
+    def _new_cut(self) -> _Indices:
+        return super()._new_cut() if self._keyed else self.rng.permutation(self.size)
+
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        self._require_key(cut)
-        tickets = KeyedStream(cut.tobytes(), "parts").integers(self.design.n, self.size)
-        ends = np.cumsum([design.n for design, _ in self.design.parts])
-        # PRIVACY: where a record goes depends on its ticket alone (test_a_record_less_moves_no_other_to_another_part)
-        groups = _grouped(np.searchsorted(ends, tickets, side="right"), len(ends))
-        for part, ((design, draws), members) in enumerate(zip(self.design.parts, groups, strict=True)):
+        if self._keyed:
+            self._require_key(cut)
+        for part, ((design, draws), members) in enumerate(zip(self.design.parts, self._members(cut), strict=True)):
             if isinstance(design, Assigned):
                 yield from islice(self._passes(cut, part, design, members), draws)
                 continue
-            drawn: Any = kind_of(design)(design, size=len(members), steps=draws)
-            drawn.rng = self.rng
-            for _, positions in drawn.draws():
+            if isinstance(design, Disjoint):  # cut further, by the same permutation
+                size = design.batch_size
+                yield from ((f"{part}/{k}", members[k * size : (k + 1) * size]) for k in range(draws))
+                continue
+            members = np.sort(members)  # in memory order: gathered faster
+            inner: Any = kind_of(design)(design, size=len(members), steps=draws)
+            inner.rng = self.rng
+            for _, positions in inner.draws():
                 yield str(part), members[positions]
+
+    def _members(self, cut: _Indices) -> Iterator[_Indices]:
+        """Yields the positions of each part."""
+        order = KeyedStream(cut.tobytes(), "order").permutation(self.size) if self._keyed else cut
+        ends = np.cumsum([0, *(design.n for design, _ in self.design.parts)]).tolist()
+        yield from (order[start:stop] for start, stop in pairwise(ends))
 
     def _passes(self, cut: _Indices, part: int, design: Assigned, members: _Indices) -> Iterator[tuple[str, _Indices]]:
         """Yields the batches of all passes inside of a part."""
+        members = np.sort(members)
         for k in range(design.passes):
             # PRIVACY: draws of their own in each pass (test_each_pass_inside_of_a_part_has_draws_of_its_own)
             label = f"assigned {part} pass {k}" if k else f"assigned {part}"
             batches = KeyedStream(cut.tobytes(), label).integers(design.batches, self.size)
             for batch, places in enumerate(_grouped(batches[members], design.batches)):
                 yield f"{part}/{batch}", members[places]
+
+
+class AssignedPartsSampler(PartsSampler):
+    """Phases on parts to which each record was assigned independently."""
+
+    kind = AssignedParts
+    design: AssignedParts
+    _keyed = True
+
+    def _members(self, cut: _Indices) -> Iterator[_Indices]:
+        tickets = KeyedStream(cut.tobytes(), "parts").integers(self.design.n, self.size)
+        ends = np.cumsum([design.n for design, _ in self.design.parts])
+        # PRIVACY: where a record goes depends on its ticket alone (test_a_record_less_moves_no_other_to_another_part)
+        yield from _grouped(np.searchsorted(ends, tickets, side="right"), len(ends))
 
 
 _KINDS: tuple[type[OnePassSampler], ...] = (

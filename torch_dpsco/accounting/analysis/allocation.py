@@ -181,6 +181,7 @@ def allocation_delta(
     return _unamplified(losses, epochs).delta_alone(epsilon) if found is None else found.delta
 
 
+@lru_cache(maxsize=256)
 def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1) -> float:
     """Returns nearly the least noise multiplier z with which passes are (epsilon, delta)-DP, rounded up.
 
