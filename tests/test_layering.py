@@ -35,7 +35,7 @@ ORDER = (
     "optim linear",
     "doctor audit",
     "loggers train checkpoint make_private preview estimators",
-    "cli __main__",
+    "cli __main__ integrations",
 )
 
 LEAVES = {f"{PACKAGE}._validate", f"{PACKAGE}.errors"}
