@@ -63,7 +63,8 @@ def test_the_lowest_versions_that_are_run_are_those_that_are_declared(config):
         re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / ".ci" / "lowest.txt").read_text(encoding="utf-8"), re.MULTILINE)
     )
     extras = config["options.extras_require"]
-    wanted = "\n".join([config["options"]["install_requires"], *map(extras.get, ("examples", "logging", "sklearn"))])
+    names = ("examples", "logging", "sklearn", "accelerate", "lightning", "parquet", "transformers")
+    wanted = "\n".join([config["options"]["install_requires"], *map(extras.get, names)])
     assert pinned == dict(re.findall(r"^([\w-]+)>=(\d+\.\d+)$", wanted, re.MULTILINE))
     assert {"torch", "opacus", "numpy", "scipy", "scikit-learn", "matplotlib", "wandb"} < set(pinned)
 
