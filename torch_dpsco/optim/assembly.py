@@ -282,9 +282,7 @@ class Assembly(CommonOptimizer):
         self._batch.bind(loader, self.discard)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
-        # PRIVACY: amplification takes it for granted that nobody else shows by last bits whether a record was drawn
-        # (test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes)
-        self._isolation.private = self.sizes_are_private or draws_by_chance(self.design)
+        self._isolation.private = self.sizes_are_private
         return loader
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -413,14 +411,12 @@ class Assembly(CommonOptimizer):
         }
 
 
-def draws_by_chance(design: Design) -> bool:
-    """Returns whether some of its batches are Poisson ones, whose sizes depend on whether a record is drawn."""
-    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
-    return any(isinstance(part, Poisson) for part in parts)
-
-
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     """Returns whether nobody's row may depend on the number of rows of a draw."""
-    # PRIVACY: neighbors have the same sizes, but others would show by their last bits which batch a record is in
-    # (test_who_is_in_a_batch_of_a_pass_moves_nobody_else)
-    return (adjacency == ADD_REMOVE or unit == "user" or design.secret) and not isinstance(design, Undeclared)
+    if isinstance(design, Undeclared):
+        return False
+    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
+    # PRIVACY: neighbors may have the same sizes, but others would show by their last bits which batches a record is in
+    # (test_who_is_in_a_batch_moves_nobody_else)
+    by_chance = design.secret or any(isinstance(part, Poisson) for part in parts)
+    return adjacency == ADD_REMOVE or unit == "user" or by_chance
