@@ -181,7 +181,8 @@ class Assembly(CommonOptimizer):
             pin_memory: as in DataLoader.
             padding: whether all batches have the same public number of rows, those that are no records being zeros
                 that no step counts: then a record's row depends on no other record, not in its last bits either (see
-                docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users.
+                docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users, or
+                tells who was drawn, as it does of Poisson batches and passes of random allocation.
 
         Raises:
             UnitError: the data set does not have the declared number of records although that is public; or ids are of
@@ -219,7 +220,7 @@ class Assembly(CommonOptimizer):
 
     def _slots(self, padding: bool | None, most: int | None, sampler: DesignSampler) -> Slots | None:
         """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
-        # PRIVACY: neighbors draw batches of different sizes
+        # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
         if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
@@ -412,7 +413,7 @@ class Assembly(CommonOptimizer):
 
 
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
-    """Returns whether nobody's row may depend on the number of rows of a draw."""
+    """Returns whether nobody's row may depend on the number of rows of a draw: it is private, or tells who is in it."""
     if isinstance(design, Undeclared):
         return False
     parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
