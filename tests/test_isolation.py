@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -155,6 +156,18 @@ def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes
         optimizer = make_optimizer(dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency)
         optimizer.loader(data, padding=padding)
         assert said in " ".join(str(optimizer.report(1e-5)).split())
+
+
+def test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up():
+    model = dp.attach(nn.Linear(3, 1))
+    optimizer = make_optimizer(model, Poisson(8, 9), noise=1.0)
+    loader = optimizer.loader(TensorDataset(torch.randn(9, 3)), steps=1)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
+        for (x,) in parts:
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+    assert optimizer.steps == 1
+    assert "batches are not filled up to a public size" in " ".join(str(optimizer.report(1e-5)).split())
 
 
 class ScaledBySize(nn.Module):
@@ -463,9 +476,9 @@ def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
 # -- which loaders fill up -------------------------------------------------------------------------------------------
 
 
-def loader_of(adjacency: str, design: Design = Poisson(4, 16), **keywords: object) -> object:
+def loader_of(adjacency: str, design: Design | None = None, **keywords: object) -> object:
     model = dp.attach(nn.Linear(2, 1))
-    optimizer = make_optimizer(model, design, adjacency=adjacency)
+    optimizer = make_optimizer(model, design or Poisson(4, 16), adjacency=adjacency)
     return optimizer.loader(TensorDataset(torch.ones(16, 2)), **keywords)
 
 

@@ -39,11 +39,11 @@ class Moved(nn.Module):
 
 
 def diagnosed(
-    by: str, adjacency: str = "add_remove", design: Design = Poisson(8, 32), **loader: object
+    by: str, adjacency: str = "add_remove", design: Design | None = None, **loader: object
 ) -> tuple[Diagnosis, dp.PrivateOptimizer]:
     torch.manual_seed(2**40 + 1)
     model = dp.attach(nn.Sequential(nn.Linear(3, 2), Moved(by)), loss_reduction="sum")
-    optimizer = make_optimizer(model, design, adjacency=adjacency, noise=1.0)
+    optimizer = make_optimizer(model, design or Poisson(8, 32), adjacency=adjacency, noise=1.0)
     return dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA, **loader), optimizer), optimizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -297,6 +298,9 @@ class Assembly(CommonOptimizer):
                 `loader(dataset, physical_batch_size=..., num_workers=...)`).
         """
         self._batch.split(more=do_skip)
+        # PRIVACY: parts are cut by Opacus from what the sampler drew, not from blocks of the loader
+        # (test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up)
+        self._isolation = replace(self._isolation, block=None)
 
     @property
     def _part(self) -> int:
