@@ -69,7 +69,7 @@ def _training_step(
     return step
 
 
-def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Poisson | dp.Full) -> dp.HolderSGD:
+def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Fixed | dp.Full) -> dp.HolderSGD:
     return dp.HolderSGD(
         model.parameters(),
         dp.HolderSGD.plan(
@@ -85,9 +85,9 @@ def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Poisson
 
 def _outstanding(model: nn.Module, setting: Setting, size: int) -> tuple[dp.HolderSGD, Callable[[], None]]:
     """Returns an optimizer, and what makes a batch outstanding: what the loader does, without its gathering."""
-    design = dp.Poisson(size, 100 * size)
+    design = dp.Fixed(size, 100 * size)  # of a public size, so that nothing is filled up
     optimizer = _optimizer(model, setting, size, design)
-    sampler: DesignSampler = optimizer.bind(dp.sampling.PoissonSampler(design))
+    sampler: DesignSampler = optimizer.bind(dp.sampling.FixedSampler(design))
     chunk = Chunk(Draw(size), size, last=True)
     return optimizer, lambda: sampler.log.deliver(chunk)
 

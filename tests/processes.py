@@ -111,7 +111,7 @@ def train(model: nn.Module, optimizer: dp.PrivateOptimizer, batches: Any) -> dic
     path = []
     for x, y, position in batches:
         backward(model, optimizer, x, y)
-        drawn[-1] += position.tolist()
+        drawn[-1] += position[x.any(dim=1)].tolist()  # zeros fill the batch up
         before = optimizer.steps
         optimizer.step()
         if optimizer.steps > before:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -21,13 +22,15 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.designs import Fixed, Full, Poisson
+from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.optim.assembly import sizes_are_private
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots
+from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import capacity
 
 FALSE_ALARM = 1e-6
@@ -97,19 +100,14 @@ def test_without_filling_up_a_record_more_moves_all_others():
     assert torch.linalg.vector_norm(more - fewer) > 10.0
 
 
-def first_of_a_pass(size: int, adjacency: Adjacency, **loader: object) -> Tensor:
-    """Returns the first clipped sum of a pass of two batches over 31 equal records, `size` of them in that batch."""
+def first_of_31(design: Design, size: int, adjacency: Adjacency, **loader: object) -> Tensor:
+    """Returns the first clipped sum of a run on 31 equal records at the kink, `size` of them in that batch."""
     net, x = emulated_kink()
-    model, design = dp.attach(net, loss_reduction="sum"), Assigned(16, 31, passes=2)
+    model = dp.attach(net, loss_reduction="sum")
     optimizer = make_optimizer(model, design, noise=1e-6, adjacency=adjacency)
     before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
     batches = optimizer.loader(TensorDataset(x.expand(31, -1).contiguous()), steps=1, **loader)
-    sampler = batches.batch_sampler
-    assert isinstance(sampler, AssignedSampler)
-    for key in range(256):
-        sampler.partition = replace(sampler.partition, cut=np.full(32, key, dtype=np.uint8))
-        if len(next(sampler.draws())[1]) == size:
-            break
+    draw_first(batches.batch_sampler, size)
     for (batch,) in batches:
         model(batch).sum().backward()
         optimizer.step()
@@ -117,15 +115,30 @@ def first_of_a_pass(size: int, adjacency: Adjacency, **loader: object) -> Tensor
     return 16.0 * (before - after)
 
 
-@pytest.mark.parametrize("adjacency", ADJACENCIES)
-def test_who_is_in_a_batch_of_a_pass_moves_nobody_else(adjacency):
-    """Also where neighbors have the same sizes: a record that moved 15 others would show which batch it has picked.
+def draw_first(sampler: DesignSampler, size: int) -> None:
+    """Lets the next draw be one of `size` records, by its law given that size."""
+    for key in range(1000):  # one in seven is
+        if isinstance(sampler, AssignedSampler):
+            cut = np.frombuffer(key.to_bytes(32, "big"), dtype=np.uint8).copy()
+            sampler.partition = replace(sampler.partition, cut=cut)
+        found = next(sampler.draws())
+        if len(found[1]) == size:
+            break
+    if not isinstance(sampler, AssignedSampler):
+        sampler.draws = lambda: iter([found])
 
-    The bound of a pass is for sums of the others that do not depend on the record's pick (proofs/allocation.md).
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+@pytest.mark.parametrize("design", [Poisson(16, 31), Assigned(16, 31, passes=2)], ids=["poisson", "pass"])
+def test_who_is_in_a_batch_moves_nobody_else(design, adjacency):
+    """Also where neighbors have the same sizes: a record that moved 15 others would show whether it is in their batch.
+
+    What amplifies fixes the sum of the others, whether or not a record is drawn (docs/proofs/record_isolation.md), and
+    whichever batch of a pass it picks (docs/proofs/allocation.md).
     """
-    fewer, more = (first_of_a_pass(size, adjacency) for size in (15, 16))
+    fewer, more = (first_of_31(design, size, adjacency) for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) <= 1.01
-    fewer, more = (first_of_a_pass(size, adjacency, padding=False) for size in (15, 16))
+    fewer, more = (first_of_31(design, size, adjacency, padding=False) for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) > 10.0
 
 
@@ -143,6 +156,18 @@ def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes
         optimizer = make_optimizer(dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency)
         optimizer.loader(data, padding=padding)
         assert said in " ".join(str(optimizer.report(1e-5)).split())
+
+
+def test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up():
+    model = dp.attach(nn.Linear(3, 1))
+    optimizer = make_optimizer(model, Poisson(8, 9), noise=1.0)
+    loader = optimizer.loader(TensorDataset(torch.randn(9, 3)), steps=1)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
+        for (x,) in parts:
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+    assert optimizer.steps == 1
+    assert "batches are not filled up to a public size" in " ".join(str(optimizer.report(1e-5)).split())
 
 
 class ScaledBySize(nn.Module):
@@ -211,10 +236,15 @@ def test_a_mean_of_a_private_number_is_refused():
         ("add_remove", False, 2, True),
         ("add_remove", True, 2, False),
         ("add_remove", False, 1, False),  # one slope times inputs: in the declared rounding
-        ("replace_one", False, 2, False),
+        ("replace_one", False, 2, True),  # it moves with the record, whose draw must not show in the others
+        ("zero_out", False, 2, True),
+        ("replace_one", True, 2, False),
+        ("fixed", False, 2, False),
     ):
         model = dp.attach(nn.Linear(3, outputs))
-        optimizer = make_optimizer(model, Poisson(8, 9), adjacency=adjacency)
+        fixed = adjacency == "fixed"
+        design, adjacency = (Fixed(8, 9), "replace_one") if fixed else (Poisson(8, 9), adjacency)
+        optimizer = make_optimizer(model, design, adjacency=adjacency)
         for (x,) in optimizer.loader(data, steps=1, padding=padding):
             model(x).mean(1).mean().backward()
             refused = pytest.raises(SequenceError, match="must be a sum where the number of rows is private")
@@ -446,16 +476,21 @@ def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
 # -- which loaders fill up -------------------------------------------------------------------------------------------
 
 
-def loader_of(adjacency: str, **keywords: object) -> object:
+def loader_of(adjacency: str, design: Design | None = None, **keywords: object) -> object:
     model = dp.attach(nn.Linear(2, 1))
-    optimizer = make_optimizer(model, Poisson(4, 16), adjacency=adjacency)
+    optimizer = make_optimizer(model, design or Poisson(4, 16), adjacency=adjacency)
     return optimizer.loader(TensorDataset(torch.ones(16, 2)), **keywords)
 
 
 def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
     assert loader_of("add_remove").slots.block == capacity(Poisson(4, 16)) == 40
-    assert loader_of("replace_one").slots is None  # a replaced record is in the same draws
-    assert loader_of("replace_one", padding=True).slots is not None
+    assert loader_of("replace_one").slots.block == 40  # who is drawn is private, if only who is replaced is not
+    assert loader_of("zero_out").slots.block == 40
+    for design in (Fixed(4, 16), Full(16)):
+        assert loader_of("replace_one", design).slots is None
+        assert loader_of("replace_one", design, padding=True).slots is not None
+    for part, filled in ((Poisson(4, 8), True), (Fixed(4, 8), False)):
+        assert sizes_are_private(Parts(((Full(8), 1), (part, 2)), 16), "replace_one", "example") == filled
     assert loader_of("add_remove", padding=False).slots is None
     assert loader_of("add_remove", physical_batch_size=6).slots.block == 6
     assert len(next(iter(PhysicalBatches(loader_of("add_remove", steps=1), 8)))[0]) == 8

@@ -96,7 +96,7 @@ def loop(log: Logger, shift: float, physical: int | None = None, sizes: list[int
     optimizer = planned(model)
     for inputs, targets in optimizer.loader(records(shift), steps=STEPS, physical_batch_size=physical):
         if sizes is not None:
-            sizes.append(len(inputs))
+            sizes.append(int(inputs.any(dim=1).sum()))  # the others fill the batch up
         optimizer.zero_grad()
         LOSS(model(inputs), targets).backward()
         optimizer.step()

@@ -154,11 +154,11 @@ def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if optimizer.outstanding_rows is not None:  # else the doctor probes
             calls.append(len(target))
-        return LOSS(output, target)
+        return LOSS(output, target, reduction="sum")
 
     optimizer = planned(model, batch_size=1, epochs=1)  # 40 draws, each empty with probability 0.36
-    before = weights(model)
-    assert dp.fit(model, optimizer, records(shape=shape), loss, progress=False) is model
+    before, data = weights(model), records(shape=shape)
+    assert dp.fit(model, optimizer, data, loss, loss_reduction="sum", padding=False, progress=False) is model
     assert optimizer.steps == len(optimizer.accountant) == 40
     assert 0 not in calls
     assert len(calls) < 40  # all full: probability 2e-8
@@ -202,7 +202,7 @@ def test_physical_batches_make_one_step_of_each_draw(rows: str) -> None:
             seen.append(len(target))
         return LOSS(output, target)
 
-    optimizer = planned(model, batch_size=N, epochs=5)
+    optimizer = planned(model, batch_size=None, sampling="full", epochs=5)
     dp.fit(model, optimizer, records(), loss, physical_batch_size=16, progress=False)
     assert seen == [16, 16, 8] * 5
     assert optimizer.steps == len(optimizer.accountant) == 5
@@ -391,7 +391,7 @@ def test_an_interrupted_fit_keeps_steps_and_ledger_and_can_go_on(physical: int |
             raise KeyboardInterrupt
         return LOSS(output, target)
 
-    optimizer = planned(model, batch_size=N, epochs=5)
+    optimizer = planned(model, batch_size=None, sampling="full", epochs=5)
     with pytest.raises(KeyboardInterrupt):
         dp.fit(model, optimizer, records(), loss, physical_batch_size=physical, progress=False)
     assert not optimizer.finalized

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
@@ -336,7 +337,8 @@ def _compiled(
         known = first_step_of(model)
         detach(model)
         device = next(model.parameters()).device
-        design = None if isinstance(loader, UserLoader) else loader.design  # users have any number of records
+        known_size = loader.design if loader.slots is None else Full(loader.slots.block)  # filled up
+        design = None if isinstance(loader, UserLoader) else known_size  # users have any number of records
         rows = try_compile(
             model,
             loss_fn,

@@ -58,7 +58,8 @@ class Setup:
     @property
     def private_mean(self) -> bool:
         """Whether a mean loss divides rows by a private number; those of one output that `attach` records may be."""
-        return self.mean and self.adjacency == "add_remove" and self.rows == "dense"
+        by_chance = self.adjacency == "add_remove" or isinstance(self.design, dp.Poisson)
+        return self.mean and by_chance and self.rows == "dense"
 
     def budget(self) -> dp.Budget | None:
         """Returns the budget that admits exactly `room` steps (passes)."""

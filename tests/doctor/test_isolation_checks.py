@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.accounting.adjacency import ADJACENCIES
+from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.doctor import Diagnosis
 from torch_dpsco.doctor.evidence import Isolation, remembered
 
@@ -37,10 +38,12 @@ class Moved(nn.Module):
         return x * (1.0 + 2.0**-20 * bits[:, None])
 
 
-def diagnosed(by: str, adjacency: str = "add_remove", **loader: object) -> tuple[Diagnosis, dp.PrivateOptimizer]:
+def diagnosed(
+    by: str, adjacency: str = "add_remove", design: Design | None = None, **loader: object
+) -> tuple[Diagnosis, dp.PrivateOptimizer]:
     torch.manual_seed(2**40 + 1)
     model = dp.attach(nn.Sequential(nn.Linear(3, 2), Moved(by)), loss_reduction="sum")
-    optimizer = make_optimizer(model, Poisson(8, 32), adjacency=adjacency, noise=1.0)
+    optimizer = make_optimizer(model, design or Poisson(8, 32), adjacency=adjacency, noise=1.0)
     return dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA, **loader), optimizer), optimizer
 
 
@@ -54,11 +57,13 @@ def test_what_filled_batches_take_care_of_is_no_finding(by):
     assert isolation_names(diagnosed(by)[0]) == []
 
 
-def test_rows_that_depend_on_the_number_of_rows_need_filled_batches():
-    diagnosis, _ = diagnosed("size", padding=False)
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+def test_rows_that_depend_on_the_number_of_rows_need_filled_batches(adjacency):
+    diagnosis, _ = diagnosed("size", adjacency, padding=False)
     assert isolation_names(diagnosis) == ["batches-not-filled-up"]
     assert diagnosis.findings[0].severity == "warning"
-    assert isolation_names(diagnosed("size", "replace_one")[0]) == []  # neighbors draw batches of one size
+    if adjacency == "replace_one":  # all draws are of one size
+        assert isolation_names(diagnosed("size", adjacency, Fixed(8, 32), padding=False)[0]) == []
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])

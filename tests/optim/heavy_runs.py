@@ -38,13 +38,13 @@ def records(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
     return TensorDataset(torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype), torch.arange(n))
 
 
-def model(dtype: torch.dtype = torch.float32) -> nn.Linear:
+def model(dtype: torch.dtype = torch.float32, reduction: str = "mean") -> nn.Linear:
     """Returns an attached model with fixed weights."""
     layer = nn.Linear(DIM - 1, 1, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
         layer.bias.fill_(-0.4)
-    return dp.attach(layer)
+    return dp.attach(layer, loss_reduction=reduction)
 
 
 def gradient_of(data: TensorDataset) -> Callable[[np.ndarray, int], np.ndarray]:
@@ -107,7 +107,7 @@ class Run:
         for _, (x, y, number) in zip(made, self.seeded() if loader is None else loader, strict=False):
             self.opt.zero_grad()
             if len(x):
-                LOSS(self.model(x), y).backward()
+                LOSS(self.model(x), y, reduction="mean" if self.model._dpsco.mean else "sum").backward()
             before = self.opt.steps
             self.opt.step()
             if self.opt.steps > before or not self.batches:

@@ -61,7 +61,8 @@ CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]
 
 
 def calibrated(cls: Any = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = N, **changes: Any) -> Run:
-    layer = model()
+    # batches of a private size that are not filled up, as those of a seeded sampler, take a loss that sums
+    layer = model(reduction="sum" if changes.get("sampling") == "poisson" else "mean")
     localized = cls is dp.LocalizedSGD
     arguments: dict[str, Any] = {"clip": PILOT, "problem": dp.Problem() if localized else PROBLEM, "dim": layer}
     arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4}

@@ -197,7 +197,7 @@ def test_physical_batches_and_empty_draws_make_the_same_step() -> None:
     model = ghost(nn.Linear(1, 1))
     ours = make_optimizer(model, dp.Poisson(1, 1000), noise=1.0)
     sizes = []
-    for (x,) in ours.loader(TensorDataset(torch.ones(1000, 1)), steps=40):
+    for (x,) in ours.loader(TensorDataset(torch.ones(1000, 1)), steps=40, padding=False):
         sizes.append(len(x))
         dp.ghost_backward(model, model(x))
         ours.step()

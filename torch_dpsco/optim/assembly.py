@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -181,7 +182,8 @@ class Assembly(CommonOptimizer):
             pin_memory: as in DataLoader.
             padding: whether all batches have the same public number of rows, those that are no records being zeros
                 that no step counts: then a record's row depends on no other record, not in its last bits either (see
-                docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users.
+                docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users, or
+                tells who was drawn, as it does of Poisson batches and passes of random allocation.
 
         Raises:
             UnitError: the data set does not have the declared number of records although that is public; or ids are of
@@ -219,7 +221,7 @@ class Assembly(CommonOptimizer):
 
     def _slots(self, padding: bool | None, most: int | None, sampler: DesignSampler) -> Slots | None:
         """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
-        # PRIVACY: neighbors draw batches of different sizes
+        # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
         if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
@@ -282,9 +284,7 @@ class Assembly(CommonOptimizer):
         self._batch.bind(loader, self.discard)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
-        # PRIVACY: amplification takes it for granted that nobody else shows by last bits whether a record was drawn
-        # (test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes)
-        self._isolation.private = self.sizes_are_private or draws_by_chance(self.design)
+        self._isolation.private = self.sizes_are_private
         return loader
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -298,6 +298,9 @@ class Assembly(CommonOptimizer):
                 `loader(dataset, physical_batch_size=..., num_workers=...)`).
         """
         self._batch.split(more=do_skip)
+        # PRIVACY: parts are cut by Opacus from what the sampler drew, not from blocks of the loader
+        # (test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up)
+        self._isolation = replace(self._isolation, block=None)
 
     @property
     def _part(self) -> int:
@@ -413,14 +416,12 @@ class Assembly(CommonOptimizer):
         }
 
 
-def draws_by_chance(design: Design) -> bool:
-    """Returns whether some of its batches are Poisson ones, whose sizes depend on whether a record is drawn."""
-    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
-    return any(isinstance(part, Poisson) for part in parts)
-
-
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
-    """Returns whether nobody's row may depend on the number of rows of a draw."""
-    # PRIVACY: neighbors have the same sizes, but others would show by their last bits which batch a record is in
-    # (test_who_is_in_a_batch_of_a_pass_moves_nobody_else)
-    return (adjacency == ADD_REMOVE or unit == "user" or design.secret) and not isinstance(design, Undeclared)
+    """Returns whether nobody's row may depend on the number of rows of a draw: it is private, or tells who is in it."""
+    if isinstance(design, Undeclared):
+        return False
+    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
+    # PRIVACY: neighbors may have the same sizes, but others would show by their last bits which batches a record is in
+    # (test_who_is_in_a_batch_moves_nobody_else)
+    by_chance = design.secret or any(isinstance(part, Poisson) for part in parts)
+    return adjacency == ADD_REMOVE or unit == "user" or by_chance

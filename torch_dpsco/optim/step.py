@@ -39,7 +39,8 @@ from torch_dpsco.schedule import Phase
 
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a mean divides all "
-    "rows by it: take batches from optimizer.loader(dataset), which fills them up, or "
+    "rows by it: take batches from optimizer.loader(dataset, physical_batch_size=...) itself, which fills them up "
+    "(Opacus' BatchMemoryManager and other loaders do not), or "
     "dp.attach(model, loss_reduction='sum') and loss(output, target, reduction='sum')"
 )
 
