@@ -76,6 +76,8 @@ def test_passes_after_a_pilot_are_those_of_a_part() -> None:
     assert after_pilot(30, PASSES, 8, MANY, "add_remove") == expected
     for adjacency in ("replace_one", "zero_out"):
         assert after_pilot(30, PASSES, 8, MANY, adjacency) == Parts(expected.parts, MANY)
+        with pytest.raises(ValueError, match="sampling must be 'shuffled' for one pass only after a pilot"):
+            after_pilot(30, dp.Shuffled(30, 120), 8, MANY, adjacency)
 
 
 @pytest.mark.slow

@@ -258,10 +258,6 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
         ({"sampling": "assigned", "epochs": 2}, "epochs must be 1 for one pass"),
         ({"batch_size": 121}, "batch_size must be <= n=120"),
         ({"sampling": dp.Disjoint(20, 120), "clip": dp.Pilot(size=20)}, "sampling must be a word"),
-        (
-            {"sampling": "shuffled", "epochs": 2, "clip": dp.Pilot(rule="median", size=60)},
-            "sampling must be 'shuffled' for one pass only after a pilot",
-        ),
         ({"clip": dp.Pilot(size=20), "dim": None}, "dim must be given for a pilot"),
         ({"problem": dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0), "dim": None}, "dim must be given where"),
         ({"sampling": "poisson", "clip": None}, r"clip=dp.Pilot\(\), or a number"),
