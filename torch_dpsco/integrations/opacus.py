@@ -102,7 +102,7 @@ class PrivacyEngine:
         ...     torch.nn.functional.mse_loss(model(x), y).backward()
         ...     optimizer.step()
         >>> optimizer.expected_batch_size, round(engine.get_epsilon(1e-3), 2)
-        (16, 3.04)
+        (16, 2.51)
     """
 
     @typed
