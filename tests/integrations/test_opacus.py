@@ -141,13 +141,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a list": ({"max_grad_norm": [1.0, 1.0]}, ValueError, r"math.hypot\(\*norms\)"),
     "adaptive": ({"clipping": "adaptive"}, PrivacyError, r"clip=dp.Pilot\(\)"),
     "a word": ({"clipping": "ghost"}, ValueError, "clipping must be"),
-    "seed": ({"noise_generator": torch.Generator().manual_seed(0)}, PrivacyError, "subtract the noise"),
+    "seed": ({"noise_generator": torch.Generator().manual_seed(0)}, PrivacyError, "can subtract the noise"),
     "several processes": ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "grad_sample_mode must be"),
     "no rows": ({"grad_sample_mode": "no_op"}, ValueError, "grad_sample_mode must be"),
     "made-up records": ({"rand_on_empty": True}, PrivacyError, "rand_on_empty must be False"),
     "reduction": ({"loss_reduction": "none"}, ValueError, "loss_reduction must be"),
     "noise": ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be"),
-    "clip": ({"max_grad_norm": 0.0}, ValueError, "clip must be"),
+    "clip": ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be"),
     "n": ({"n": 0}, ValueError, "n must be"),
     "no batch": ({"data_loader": DataLoader(DATA, batch_size=65, drop_last=True)}, ValueError, "batch_size must be"),
     "an adaptive keyword": ({"target_unclipped_quantile": 0.5}, TypeError, "target_unclipped_quantile"),
@@ -187,7 +187,7 @@ def test_a_loader_that_is_not_poisson_is_refused() -> None:
 
 def test_noise_that_can_be_repeated_is_refused() -> None:
     for make, given in (("make_private", parts(n=N)), ("make_private_with_epsilon", target())):
-        with pytest.raises(PrivacyError, match=r"noise_generator must be None.*generator=\)"):
+        with pytest.raises(PrivacyError, match=r"noise_generator must be None \(got Generator\).*generator=\)"):
             getattr(PrivacyEngine(), make)(**given, noise_generator=torch.Generator())
 
 
@@ -557,6 +557,10 @@ def test_what_opacus_made_private_is_refused() -> None:
     for change in ({"module": model}, {"optimizer": optimizer}, {"data_loader": loader}):
         with pytest.raises(PrivacyError):
             PrivacyEngine().make_private(**parts(n=N) | change)
+    given = parts()
+    opacus.PrivacyEngine().make_private(**given, wrap_model=False)
+    with pytest.raises(SequenceError, match="must be plain"):
+        PrivacyEngine().make_private(**given, n=N)
 
 
 @pytest.mark.parametrize("make", [ExponentialNoise, ExponentialGradClip])

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.doctor.opacus_objects import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.optim.checks import number_of_records, require_same_parameters
 from torch_dpsco.optim.common import CommonOptimizer
@@ -48,6 +49,7 @@ class Form:
                 f"max_grad_norm must be one number, for clipping='flat' (got {check.shown(norm)} for {clipping!r}): "
                 f"math.hypot(*norms) takes the noise, and the epsilon, of clips for each layer"
             )
+        check.open_interval(0.0, 1e100, max_grad_norm=norm)
         if not poisson_sampling:
             # PRIVACY: (test_a_loader_that_is_not_poisson_is_refused)
             raise UnknownSamplerError(
@@ -57,8 +59,8 @@ class Form:
         if generator is not None:
             # PRIVACY: (test_noise_that_can_be_repeated_is_refused)
             raise PrivacyError(
-                "noise_generator must be None: who knows its seed can subtract the noise; for tests, "
-                "dp.ClippedSGD(..., generator=)"
+                f"noise_generator must be None (got {check.shown(generator)}): who knows its seed can subtract the "
+                f"noise; for tests, dp.ClippedSGD(..., generator=)"
             )
         if rand_on_empty:
             # PRIVACY: the sum moves by two clips (test_made_up_records_are_refused)
@@ -70,7 +72,8 @@ class Form:
 
 def require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]) -> None:
     """Raises for what is private already, and for batches whose sampler would be replaced."""
-    if isinstance(optimizer, (CommonOptimizer, DPOptimizer)) or isinstance(module, AbstractGradSampleModule):
+    wrapped = isinstance(module, AbstractGradSampleModule) or grad_sample_hooks(module) is not None
+    if wrapped or isinstance(optimizer, (CommonOptimizer, DPOptimizer)):
         raise SequenceError(
             "module and optimizer must be plain (got private ones): make them anew, or take dp.detach(module) and "
             "optimizer.original_optimizer"

@@ -107,7 +107,7 @@ class PrivacyEngine:
 
     @typed
     def __init__(self, *, accountant: str | Accountant = "prv", secure_mode: bool = False) -> None:
-        self._accountant = accountant if isinstance(accountant, Accountant) else None
+        self.accountant = accountant if isinstance(accountant, Accountant) else None  # else made by the first run
         if accountant == "gdp":
             raise PrivacyError(
                 "accountant must be 'prv' or 'rdp' (got 'gdp', whose central limit may lie below the truth)"
@@ -117,27 +117,25 @@ class PrivacyEngine:
         self.secure_mode = secure_mode
         self.plan: ClippedPlan | None = None  # of the newest run; it prints
 
-    @property
-    def accountant(self) -> Accountant:
-        """The ledger of all that this engine made private."""
-        if self._accountant is None:
+    def _charged(self) -> Accountant:
+        if self.accountant is None:
             raise SequenceError("make_private must be called first: it makes the accountant")
-        return self._accountant
+        return self.accountant
 
     def _ledger(self, plan: ClippedPlan) -> Accountant:
-        if self._accountant is None:
-            self._accountant = plan.ledger()
-        elif plan.budget is not None and self._accountant.budget != plan.budget:
+        if self.accountant is None:
+            self.accountant = plan.ledger()
+        elif plan.budget is not None and self.accountant.budget != plan.budget:
             # PRIVACY: the noise of a whole target on top of other runs (test_a_target_is_that_of_all_runs_of_an_engine)
             raise PrivacyError(
                 "this engine's accountant has another budget, or none, and all its runs count together: make a new "
                 "PrivacyEngine(), or PrivacyEngine(accountant=Accountant(budget)) with the target of all runs"
             )
-        return self._accountant
+        return self.accountant
 
     def get_epsilon(self, delta: float) -> float:
         """Returns the epsilon spent so far by all that this engine made private; see the module's docstring."""
-        return self.accountant.get_epsilon(delta)
+        return self._charged().get_epsilon(delta)
 
     @typed
     def make_private(
@@ -234,7 +232,11 @@ class PrivacyEngine:
         form.require_sound(poisson_sampling, clipping, max_grad_norm, noise_generator)
         adjacency = ZERO_OUT if n is None else ADD_REMOVE
         steps = math.ceil(check.positive(epochs=epochs) * design_of(data_loader, n)[1])
-        target = {"budget": Budget(target_epsilon, target_delta, adjacency=adjacency), "steps": steps}
+        epsilon, delta = (
+            check.positive(target_epsilon=target_epsilon),
+            check.open_interval(0.0, 1.0, target_delta=target_delta),
+        )
+        target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
         return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, target, form)
 
     def _make(
@@ -321,7 +323,7 @@ class PrivacyEngine:
         state = {
             **(checkpoint_dict or {}),
             "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
-            "privacy_accountant_state_dict": self.accountant.state_dict(),
+            "privacy_accountant_state_dict": self._charged().state_dict(),
         }
         if optimizer is not None:
             state["optimizer_state_dict"] = optimizer.state_dict()
@@ -343,7 +345,7 @@ class PrivacyEngine:
         state: dict[str, Any] = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
         if optimizer is not None and "optimizer_state_dict" not in state:
             raise ValueError("optimizer must be None for a checkpoint that was saved without one")
-        self.accountant.load_state_dict(state["privacy_accountant_state_dict"])
+        self._charged().load_state_dict(state["privacy_accountant_state_dict"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer_state_dict"])
         module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
@@ -361,7 +363,8 @@ class BatchMemoryManager:
 
     @typed
     def __init__(self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
-        self._parts = PhysicalBatches(data_loader, max_physical_batch_size)
+        most = check.positive_count(max_physical_batch_size=max_physical_batch_size)
+        self._parts = PhysicalBatches(data_loader, most)
 
     def __enter__(self) -> PhysicalBatches:
         return self._parts
