@@ -436,6 +436,13 @@ def test_a_script_runs_with_its_imports_changed(script: str, capsys: pytest.Capt
         assert not hasattr(scope["model"], "_dpsco")
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_criterion_that_reduces_in_another_way_is_refused(mode: str) -> None:
+    given = parts(n=N, criterion=nn.CrossEntropyLoss(reduction="sum"), grad_sample_mode=mode)
+    with pytest.raises(ValueError, match="loss_reduction"):
+        PrivacyEngine().make_private(**given)
+
+
 def test_a_mistake_of_the_loop_is_found() -> None:
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private(**parts(n=N))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +94,3 @@ def design_of(loader: DataLoader[Any], n: int | None) -> tuple[Poisson, int]:
     if draws < 1:
         raise ValueError(f"batch_size must be at most the number of records, for drop_last (got {size})")
     return Poisson(records // draws, records), draws
-
-
-def reduced(criterion: Any, reduction: str) -> Any:
-    """Returns a criterion that reduces so, whatever its own reduction is, as Opacus' in mode "ghost"."""
-    changed = copy.copy(criterion)
-    if hasattr(changed, "reduction"):
-        changed.reduction = reduction
-    return changed

@@ -32,7 +32,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.integrations._opacus import ROWS, Form, design_of, reduced, require_plain
+from torch_dpsco.integrations._opacus import ROWS, Form, design_of, require_plain
 from torch_dpsco.make_private import attach_sound
 from torch_dpsco.optim.heavy_plan import ClippedPlan
 from torch_dpsco.optim.heavy_tailed import ClippedSGD
@@ -271,6 +271,8 @@ class PrivacyEngine:
             pin_memory=loader.pin_memory,
         )
         rows, reduction = ROWS[form.grad_sample_mode], form.loss_reduction
+        if form.grad_sample_mode == "ghost":
+            criterion = criterion or nn.CrossEntropyLoss()
         attach_sound(module, criterion, batches, loss_reduction=reduction, rows=rows, batch_first=form.batch_first)
         if n is None:
             warn(
@@ -281,7 +283,7 @@ class PrivacyEngine:
         model = module if form.wrap_model else Attached(module)
         if form.grad_sample_mode != "ghost":
             return model, private, batches
-        return model, private, reduced(criterion or nn.CrossEntropyLoss(), reduction), batches
+        return model, private, criterion, batches
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
         """Returns whether `validate` passes."""
