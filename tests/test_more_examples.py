@@ -428,7 +428,6 @@ def test_the_document_names_only_what_exists() -> None:
         assert (ROOT / "docs" / link).exists(), link
 
 
-@pytest.mark.filterwarnings("ignore:Adam on private means is post-processing")
 def test_the_code_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
     features = torch.randn(1_000, 8)
     scope: dict[str, Any] = {
@@ -439,7 +438,6 @@ def test_the_code_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> No
         "dp": dp,
         "TensorDataset": TensorDataset,
         "PrivacyEngine": opacus.PrivacyEngine,
-        "ModuleValidator": ModuleValidator,
     }
     for block in blocks("python"):
         exec(compile(block, "from_opacus.md", "exec"), scope)

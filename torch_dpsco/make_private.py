@@ -128,10 +128,16 @@ def make_private(
 
 
 def attach_sound(
-    model: nn.Module, loss: Callable[..., Any] | None, loader: PrivateLoader, *, loss_reduction: str, rows: str = "auto"
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    loader: PrivateLoader,
+    *,
+    loss_reduction: str,
+    rows: str = "auto",
+    batch_first: bool = True,
 ) -> None:
     """Attaches a model if `require_sound` finds it so; otherwise raises and leaves it as it was."""
-    attach(model, rows=rows, loss_reduction=loss_reduction)
+    attach(model, rows=rows, loss_reduction=loss_reduction, batch_first=batch_first)
     try:
         require_sound(model, loss, loader)
     except BaseException:

@@ -160,6 +160,11 @@ FINE = {
     "feature_scale": "none",
     "dp.prox.Box.high": "zero part huge inf minus negative",
     "dp.prox.Box.low": "zero minus negative numpy",
+    **{
+        f"opacus.PrivacyEngine.{name}.{argument}": fine
+        for name in ("make_private", "make_private_with_epsilon")
+        for argument, fine in (("max_grad_norm", "part"), ("target_epsilon", POSITIVE), ("noise_generator", "none"))
+    },
     "events.Repeat.n": COUNT,
     "events.Sequential.events": "",
     "events.ZCDP.rho": NONNEGATIVE,

@@ -18,6 +18,7 @@ import torch_dpsco as dp
 from torch_dpsco import clip_selection, estimators
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.integrations import opacus
 from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.rows import GradBatch
@@ -589,6 +590,42 @@ def _make_private() -> Good:
         "epochs": 1,
         "loss": LOSS,
     }
+
+
+@call("opacus.PrivacyEngine")
+def _engine() -> Good:
+    return opacus.PrivacyEngine, {"accountant": "prv", "secure_mode": False}
+
+
+def parts_of_opacus() -> dict[str, Any]:
+    net = model()
+    sgd, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(records(24), batch_size=6)
+    return {"module": net, "optimizer": sgd, "data_loader": loader, "max_grad_norm": 1.0, "n": 24}
+
+
+@call("opacus.PrivacyEngine.make_private")
+def _engine_make_private() -> Good:
+    return opacus.PrivacyEngine().make_private, {**parts_of_opacus(), "noise_multiplier": 1.0}
+
+
+@call("opacus.PrivacyEngine.make_private_with_epsilon")
+def _engine_make_private_with_epsilon() -> Good:
+    spend = {"target_epsilon": 2.0, "target_delta": 1e-4, "epochs": 2}
+    return opacus.PrivacyEngine().make_private_with_epsilon, {**parts_of_opacus(), **spend}
+
+
+@call("opacus.BatchMemoryManager")
+def _batch_memory_manager() -> Good:
+    _, optimizer, loader = opacus.PrivacyEngine().make_private(**parts_of_opacus(), noise_multiplier=1.0)
+    return opacus.BatchMemoryManager, {"data_loader": loader, "max_physical_batch_size": 2, "optimizer": optimizer}
+
+
+@call("opacus.DPOptimizer")
+def _dp_optimizer() -> Good:
+    plan = opacus.DPOptimizer.plan(
+        sampling=dp.Poisson(6, 24), clip=1.0, noise_multiplier=1.0, lr=0.1, adjacency="add_remove"
+    )
+    return opacus.DPOptimizer, {"optimizer": torch.optim.SGD(params(), lr=0.1), "plan": plan}
 
 
 simple("dp.attach", dp.attach, model=lambda: model())

@@ -130,7 +130,7 @@ class Slots:
         if self._users:
             rows = max(_LEAST, min(_EACH * self.capacity, _MOST, _NUMBERS // self._dim))
             return most or 1 << (rows.bit_length() - 1)  # a power of 2, which all widths divide
-        return math.ceil(self.capacity / math.ceil(self.capacity / (most or self.capacity)))
+        return math.ceil(self.capacity / math.ceil(self.capacity / min(most or self.capacity, self.capacity)))
 
     def of_size(self, physical_batch_size: int) -> Slots:
         """Returns slots of smaller blocks for the same draws."""

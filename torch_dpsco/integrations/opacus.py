@@ -1,0 +1,393 @@
+"""Opacus' interface: a script written for Opacus (1.6) moves over by changing what it imports.
+
+    from torch_dpsco.integrations.opacus import BatchMemoryManager, PrivacyEngine
+
+Keywords, batches per epoch, expected batch size, noise and clip are those of Opacus. But each step is charged before
+its noise is drawn, a target is a limit, and what would be unsound raises and says what to write.
+
+Opacus has no word for a public number of records: it computes rate, divisor and number of steps from len(dataset),
+which its add/remove accounting takes for secret. Here `n=` is such a number, for reference, and then epsilon is about
+one record that is added or removed (add_remove). Without it len(dataset) counts as public, with a warning, and epsilon
+is about one record that is replaced by an empty one (zero_out); the figure is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.errors import PrivacyError, SequenceError, warn
+from torch_dpsco.integrations._opacus import ROWS, Form, design_of, require_plain
+from torch_dpsco.make_private import attach_sound
+from torch_dpsco.optim.heavy_plan import ClippedPlan
+from torch_dpsco.optim.heavy_tailed import ClippedSGD
+from torch_dpsco.rows.attach import detach
+from torch_dpsco.rows.supported import require_supported
+from torch_dpsco.rules import Groups, State, TorchRule, trained
+from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
+from torch_dpsco.schedule import Phase
+
+
+class DPOptimizer(ClippedSGD):
+    """A torch optimizer on private means, or sums, with the attributes of Opacus' class of this name.
+
+    Args:
+        optimizer: makes the updates.
+        plan: from `DPOptimizer.plan`, which is that of `ClippedSGD`.
+        loss_reduction: "mean"; or "sum", where updates are made by the sum, which is batch_size times the mean.
+        accountant: ledger to charge.
+    """
+
+    # PRIVACY: schedulers of noise or clip would change what was charged (test_schedulers_of_noise_and_clip_are_refused)
+    _fixed = ClippedSGD._fixed | {"noise_multiplier", "max_grad_norm", "expected_batch_size"}
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        plan: ClippedPlan,
+        *,
+        loss_reduction: str = "mean",
+        accountant: Accountant | None = None,
+    ) -> None:
+        factor = plan.batch_size if check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "sum" else 1
+        super().__init__(optimizer.param_groups, plan, rule=_Scaled(optimizer, factor), accountant=accountant)
+        self.noise_multiplier, self.max_grad_norm = plan.noise_multiplier, plan.clip
+        self.expected_batch_size, self.original_optimizer = plan.batch_size, optimizer
+
+
+@dataclass
+class Attached:
+    """What `wrap_model=False` returns: the model is yours as before, and `cleanup` detaches it."""
+
+    module: nn.Module
+
+    def cleanup(self) -> None:
+        """Removes everything that makes per-sample gradients."""
+        detach(self.module)
+
+
+class PrivacyEngine:
+    """Makes a model, a torch optimizer and a loader private, by Opacus' keywords; see the module's docstring.
+
+    Args:
+        accountant: "prv" or "rdp", one ledger here: tight numerical accounting, and Renyi accounting where that cannot
+            be; "gdp", a limit that may lie below the truth, is refused. Or an `Accountant`, as with a ledger file.
+        secure_mode: whether noise is drawn in integers on a public grid ("exact"). Bits of noise and batches come from
+            a cryptographic stream in any case.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.ones(64, 1))
+        >>> model, engine = torch.nn.Linear(3, 1), PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), n=64, noise_multiplier=1.0,
+        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=16), max_grad_norm=1.0)
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()
+        >>> optimizer.expected_batch_size, round(engine.get_epsilon(1e-3), 2)
+        (16, 2.51)
+    """
+
+    @typed
+    def __init__(self, *, accountant: str | Accountant = "prv", secure_mode: bool = False) -> None:
+        self.accountant = accountant if isinstance(accountant, Accountant) else None  # else made by the first run
+        if accountant == "gdp":
+            raise PrivacyError(
+                "accountant must be 'prv' or 'rdp' (got 'gdp', whose central limit may lie below the truth)"
+            )
+        if isinstance(accountant, str):
+            check.choice(("prv", "rdp", Accountant.mechanism()), accountant=accountant)
+        self.secure_mode = secure_mode
+        self.plan: ClippedPlan | None = None  # of the newest run; it prints
+
+    def _charged(self) -> Accountant:
+        if self.accountant is None:
+            raise SequenceError("make_private must be called first: it makes the accountant")
+        return self.accountant
+
+    def _ledger(self, plan: ClippedPlan) -> Accountant:
+        if self.accountant is None:
+            self.accountant = plan.ledger()
+        elif plan.budget is not None and self.accountant.budget != plan.budget:
+            # PRIVACY: the noise of a whole target on top of other runs (test_a_target_is_that_of_all_runs_of_an_engine)
+            raise PrivacyError(
+                "this engine's accountant has another budget, or none, and all its runs count together: make a new "
+                "PrivacyEngine(), or PrivacyEngine(accountant=Accountant(budget)) with the target of all runs"
+            )
+        return self.accountant
+
+    def get_epsilon(self, delta: float) -> float:
+        """Returns the epsilon spent so far by all that this engine made private; see the module's docstring."""
+        return self._charged().get_epsilon(delta)
+
+    @typed
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: Any = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        n: int | None = None,
+    ) -> Any:
+        """Returns (module, optimizer, loader), or (module, optimizer, criterion, loader) in mode "ghost".
+
+        Args:
+            module: is attached in place (`dp.attach`), and keeps class and names: there is no `_module`.
+            optimizer: any torch optimizer but LBFGS, on the module's trainable parameters.
+            criterion: the training loss; probed, with the model, for records that reach each other.
+            data_loader: with a fixed batch_size; its data set, workers and collate function are kept.
+            noise_multiplier: noise std on the sum over max_grad_norm.
+            max_grad_norm: clip on the norm of a record's gradient over all parameters.
+            batch_first: see `attach`.
+            loss_reduction: see `DPOptimizer`.
+            poisson_sampling: must be True; `dp.make_private(sampling="assigned")` makes passes.
+            clipping: must be "flat".
+            noise_generator: must be None.
+            grad_sample_mode: "hooks", "ew", "functorch", or "ghost", which here makes norms of factors in one backward.
+            wrap_model: False for an object with `cleanup` in place of the module.
+            rand_on_empty: must be False; empty batches are steps of noise.
+            n: PUBLIC number of records, near the true one; see the module's docstring. Opacus has no such keyword.
+
+        Raises:
+            PrivacyError: a choice would be unsound; says what to write instead.
+        """
+        form = Form(grad_sample_mode, batch_first, loss_reduction, wrap_model)
+        form.require_sound(poisson_sampling, clipping, max_grad_norm, noise_generator, rand_on_empty)
+        noise = {"noise_multiplier": noise_multiplier}
+        return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, noise, form)
+
+    @typed
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: Any = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        n: int | None = None,
+    ) -> Any:
+        """Returns what `make_private` does, with the least noise for so many epochs; a step past them raises.
+
+        Args:
+            module: as there, as all that follow.
+            optimizer: the torch optimizer.
+            criterion: the training loss.
+            data_loader: with a fixed batch_size.
+            target_epsilon: what all steps together may spend; the ledger refuses more.
+            target_delta: in (0, 1).
+            epochs: passes over the data on average.
+            max_grad_norm: clip.
+            batch_first: see `attach`.
+            loss_reduction: "mean" or "sum".
+            poisson_sampling: must be True.
+            clipping: must be "flat".
+            noise_generator: must be None.
+            grad_sample_mode: as in `make_private`.
+            wrap_model: as in `make_private`.
+            n: PUBLIC number of records.
+
+        Raises:
+            PrivacyError: a choice would be unsound, or this engine has runs without this target.
+        """
+        form = Form(grad_sample_mode, batch_first, loss_reduction, wrap_model)
+        form.require_sound(poisson_sampling, clipping, max_grad_norm, noise_generator)
+        adjacency = ZERO_OUT if n is None else ADD_REMOVE
+        steps = math.ceil(check.positive(epochs=epochs) * design_of(data_loader, n)[1])
+        epsilon, delta = (
+            check.positive(target_epsilon=target_epsilon),
+            check.open_interval(0.0, 1.0, target_delta=target_delta),
+        )
+        target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
+        return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, target, form)
+
+    def _make(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None,
+        loader: DataLoader[Any],
+        n: int | None,
+        clip: Any,
+        noise: dict[str, Any],
+        form: Form,
+    ) -> Any:
+        require_plain(module, optimizer, loader)
+        design, draws = design_of(loader, n)
+        self.plan = DPOptimizer.plan(
+            **noise,
+            sampling=design,
+            clip=clip,
+            lr=float(optimizer.param_groups[0]["lr"]),
+            average="last",
+            adjacency=ZERO_OUT if n is None else ADD_REMOVE,
+            secure="exact" if self.secure_mode else None,
+        )
+        ledger = self._ledger(self.plan)
+        private = DPOptimizer(optimizer, self.plan, loss_reduction=form.loss_reduction, accountant=ledger)
+        batches = private.loader(
+            loader.dataset,
+            steps=draws,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+        )
+        rows, reduction = ROWS[form.grad_sample_mode], form.loss_reduction
+        if form.grad_sample_mode == "ghost":
+            criterion = criterion or nn.CrossEntropyLoss()
+        attach_sound(module, criterion, batches, loss_reduction=reduction, rows=rows, batch_first=form.batch_first)
+        if n is None:
+            warn(
+                "n is not given: the number of records was read off the data set and counts as public, so that epsilon "
+                "is about a record replaced by an empty one; give n=, a public number, for one added or removed",
+                stacklevel=4,
+            )
+        model = module if form.wrap_model else Attached(module)
+        if form.grad_sample_mode != "ghost":
+            return model, private, batches
+        return model, private, criterion, batches
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
+        """Returns whether `validate` passes."""
+        try:
+            self.validate(module=module)
+        except (ValueError, UnsupportedModuleError):
+            return False
+        return True
+
+    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+        """Raises Opacus' UnsupportedModuleError, or ValueError, for a module without per-sample gradients.
+
+        The others are not looked at, as in Opacus.
+        """
+        ModuleValidator.validate(module, strict=True)
+        require_supported(module, batch_first=True)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """Returns a copy of a module with layers replaced by near ones that have per-sample gradients."""
+        fixed: nn.Module = ModuleValidator.fix(module)
+        cls().validate(module=fixed)
+        return fixed
+
+    @typed
+    def save_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: None = None,
+        grad_clip_scheduler: None = None,
+        checkpoint_dict: Mapping[str, Any] | None = None,
+        module_state_dict_kwargs: Mapping[str, Any] | None = None,
+        torch_save_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Saves module, ledger and optimizer, whose state holds mechanism and ledger, too; all is public."""
+        state = {
+            **(checkpoint_dict or {}),
+            "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
+            "privacy_accountant_state_dict": self._charged().state_dict(),
+        }
+        if optimizer is not None:
+            state["optimizer_state_dict"] = optimizer.state_dict()
+        torch.save(state, path, **(torch_save_kwargs or {}))
+
+    @typed
+    def load_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: None = None,
+        grad_clip_scheduler: None = None,
+        module_load_dict_kwargs: Mapping[str, Any] | None = None,
+        torch_load_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Restores what `save_checkpoint` saved, and returns it; of two states of a ledger the later one stays."""
+        state: dict[str, Any] = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
+        if optimizer is not None and "optimizer_state_dict" not in state:
+            raise ValueError("optimizer must be None for a checkpoint that was saved without one")
+        self._charged().load_state_dict(state["privacy_accountant_state_dict"])
+        if optimizer is not None:
+            optimizer.load_state_dict(state["optimizer_state_dict"])
+        module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
+        return state
+
+
+class BatchMemoryManager:
+    """Delivers the draws of a private loader in parts of at most so many rows, of which `step` makes one release.
+
+    Args:
+        data_loader: that an engine made.
+        max_physical_batch_size: most rows of a part.
+        optimizer: of the same engine.
+    """
+
+    @typed
+    def __init__(self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+        most = check.positive_count(max_physical_batch_size=max_physical_batch_size)
+        self._parts = PhysicalBatches(data_loader, most)
+
+    def __enter__(self) -> PhysicalBatches:
+        return self._parts
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends nothing."""
+
+
+class _Scaled(TorchRule):
+    """A torch optimizer on a multiple of the private mean."""
+
+    def __init__(self, optimizer: Optimizer, factor: int) -> None:
+        super().__init__(optimizer)
+        self.factor = factor
+
+    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
+        for p in (p for group in groups for p in trained(group) if p.grad is not None and self.factor != 1):
+            p.grad.mul_(self.factor)  # type: ignore[union-attr]
+        super().update(groups, state, k, phase)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "factor": self.factor}
