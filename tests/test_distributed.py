@@ -342,7 +342,7 @@ def test_an_optimizer_made_before_the_process_group_is_refused(monkeypatch: pyte
     (x, y, _), *_ = loader
     backward(model, optimizer, x, y)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     for call in (optimizer.step, lambda: optimizer.loader(records())):
         with pytest.raises(SequenceError, match="world_size must be 1 for an optimizer made in one process"):
             call()

@@ -77,7 +77,7 @@ def in_backward() -> bool:
 
 def is_replicated(model: nn.Module) -> bool:
     """Returns whether a forward of DistributedDataParallel is running on a model around this one."""
-    active = DistributedDataParallel._active_ddp_module  # type: ignore[attr-defined]
+    active = DistributedDataParallel._active_ddp_module
     return active is not None and any(module is model for module in active.modules())
 
 
