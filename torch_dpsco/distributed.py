@@ -211,6 +211,8 @@ class Group:
         self._call(dist.reduce, message, dst=self._root)
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        # PRIVACY: else what asks for the number of processes is told that of another group
+        # (test_outside_of_its_block_an_optimizer_of_a_group_is_refused)
         if _current.get() is not self._group or world_size() != self.processes:
             raise SequenceError(
                 f"the process group must be that of the optimizer, of {self.processes} ranks: use it inside of the "
