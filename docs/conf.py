@@ -68,7 +68,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    "ignore_pattern": r"^(adult|flights|distributed)\.py$",  # readers of data; a script that starts processes
+    "ignore_pattern": r"^(adult|flights|ray_train|spark)\.py$",  # readers of data; engines that are not installed
     "reset_argv": "conf.quick_run",
     "download_all_examples": False,
     "show_signature": False,

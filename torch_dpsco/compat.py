@@ -63,6 +63,8 @@ _need(nn.modules.dropout, "_DropoutNd")
 BatchNorm = nn.modules.batchnorm._BatchNorm
 ConvNd = nn.modules.conv._ConvNd
 DropoutNd = nn.modules.dropout._DropoutNd
+DistributedDataParallel = nn.parallel.DistributedDataParallel
+_need(DistributedDataParallel, "_active_ddp_module")
 _module_hooks = [_need(nn.modules.module, name) for name in _GLOBAL_HOOKS]
 _optimizer_module = import_module("torch.optim.optimizer")
 _optimizer_hooks = [_need(_optimizer_module, name) for name in _GLOBAL_OPTIMIZER_HOOKS]
@@ -71,6 +73,20 @@ _optimizer_hooks = [_need(_optimizer_module, name) for name in _GLOBAL_OPTIMIZER
 def in_backward() -> bool:
     """Returns whether autograd is running in this thread."""
     return bool(_graph_task() != -1)
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Returns whether a forward of DistributedDataParallel is running on a model around this one."""
+    active = DistributedDataParallel._active_ddp_module
+    return active is not None and any(module is model for module in active.modules())
+
+
+def is_sharded(thing: Tensor | nn.Module) -> bool:
+    """Returns whether a parameter is a part of a sharded one, or a module has such parts: FSDP 1 and 2, DTensor."""
+    if isinstance(thing, Tensor):
+        return hasattr(thing, "placements") or hasattr(thing, "_fsdp_flattened")
+    # by name: nothing of torch.distributed need be there, nor be imported
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(thing).__mro__)
 
 
 def some_global_hook() -> bool:

@@ -5,8 +5,8 @@ What the ranks of a run tell each other: one call of torch.distributed for each 
 Every rank makes the same calls in the same order. Each comparison starts with the name of the call, so that ranks at
 different places of a script find out instead of taking one message for another.
 
-In a torch.distributed process group of W > 1 ranks every rank runs the same script, with the whole data set, and its
-optimizer joins the others by itself. One step:
+In a torch.distributed process group of W > 1 ranks (the default one, or that of `use`) every rank runs the same script,
+with the whole data set, and its optimizer joins the others by itself. One step:
 
     1 each rank takes the rows of its part of the draw (`sampling.RankSampler`), clips and adds them
     2 all ranks compare step, draw, settings, clip, noise and ledger (`agreement`); a rank that failed says so
@@ -30,7 +30,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.parts import Assigned
@@ -90,13 +92,56 @@ _WIDTH = 2 + max(map(len, _CALLS.values()))
 _AVAILABLE = dist.is_available()  # a property of the build of torch
 
 
+_ALONE = "alone"
+_current: ContextVar[Any] = ContextVar("_current", default=None)  # None: the default process group, if there is one
+
+
+@contextmanager
+def use(group: Any) -> Iterator[None]:
+    """Lets the runs of a block be made by a process group of yours in place of the default one.
+
+    Make the optimizer and call its loader, `step` and `finalize` (or `fit`) inside of the block, on all ranks of the
+    group. Outside of it, or in another thread, they raise.
+
+    Args:
+        group: of `torch.distributed.new_group`, on processes that are in it. Or "alone": each process makes runs of its
+            own, with its own ledger, noise and data, as in a search for hyperparameters under torchrun.
+
+    Raises:
+        ValueError: anything else, or a group that this process is not in.
+
+    Guarantee:
+        That of each run. Runs of different groups on the same records are as many releases of them: their costs add up,
+        which none of their ledgers knows.
+
+    Example:
+        >>> with use("alone"):
+        ...     world_size()
+        1
+    """
+    member = _AVAILABLE and isinstance(group, dist.ProcessGroup)
+    if not member and not (isinstance(group, str) and group == _ALONE):
+        raise ValueError(
+            f"group must be a process group that this process is in, or 'alone' (got {check.shown(group)}): leave the "
+            f"block out for the default group, and on processes that are in no group"
+        )
+    token = _current.set(group)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def world_size() -> int:
-    """Returns the number of processes of the default process group, 1 without one."""
-    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
+    """Returns the number of processes of the process group in use, 1 without one."""
+    group = _current.get()
+    if group == _ALONE or (group is None and not (_AVAILABLE and dist.is_initialized())):
+        return 1
+    return dist.get_world_size(group)
 
 
 class Group:
-    """The default process group, seen from one of its ranks.
+    """The process group in use, seen from one of its ranks.
 
     Args:
         device: of the parameters.
@@ -106,9 +151,11 @@ class Group:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        self._group = group = _current.get()
+        self.rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
         self.first = self.rank == 0
-        self.device = _device_of_messages(device)
+        self._root = 0 if group is None else dist.get_global_rank(group, 0)  # of all processes, as torch counts
+        self.device = _device_of_messages(device, group)
 
     def compare(self, call: str, problem: str = "", **values: int) -> None:
         """Raises SequenceError, on all ranks, unless all make this call, are ready for it and give the same values.
@@ -151,29 +198,34 @@ class Group:
 
     def send(self, message: Tensor) -> None:
         """Overwrites a message by that of rank 0."""
-        self._call(dist.broadcast, message, src=0)
+        self._call(dist.broadcast, message, src=self._root)
 
     def send_object(self, thing: Any) -> Any:
         """Returns the thing of rank 0."""
         things = [thing]
-        self._call(dist.broadcast_object_list, things, src=0, device=self.device)
+        self._call(dist.broadcast_object_list, things, src=self._root, device=self.device)
         return things[0]
 
     def add_up(self, message: Tensor) -> None:
         """Leaves the sum of the messages of all ranks on rank 0, and nothing of use on the others."""
-        self._call(dist.reduce, message, dst=0)
+        self._call(dist.reduce, message, dst=self._root)
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-        if world_size() != self.processes:
-            raise SequenceError(f"the process group must be that of the optimizer, of {self.processes} ranks")
+        # PRIVACY: else what asks for the number of processes is told that of another group
+        # (test_outside_of_its_block_an_optimizer_of_a_group_is_refused)
+        if _current.get() is not self._group or world_size() != self.processes:
+            raise SequenceError(
+                f"the process group must be that of the optimizer, of {self.processes} ranks: use it inside of the "
+                f"same block of distributed.use(group), if it was made in one"
+            )
         try:
-            function(*args, **options)
+            function(*args, group=self._group, **options)
         except RuntimeError as error:
             raise SequenceError(f"the other ranks cannot be reached, one may have ended or failed: {error}") from error
 
 
-def _device_of_messages(device: torch.device) -> torch.device:
-    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(","))
+def _device_of_messages(device: torch.device, group: Any) -> torch.device:
+    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
     if device.type != "cpu" and backends.get(device.type, "gloo") != "gloo":
         return device
     if "cpu" not in backends or backends["cpu"] == "nccl":
@@ -229,7 +281,7 @@ class Run(Protocol):
 
 def is_first() -> bool:
     """Returns whether this process is rank 0, or alone."""
-    return world_size() == 1 or torch.distributed.get_rank() == 0
+    return world_size() == 1 or dist.get_rank(_current.get()) == 0
 
 
 def join(device: torch.device) -> World:
@@ -285,7 +337,8 @@ class World:
             # (test_an_optimizer_made_before_the_process_group_is_refused)
             raise SequenceError(
                 f"world_size must be 1 for an optimizer made in one process (got {world_size()}): call "
-                f"torch.distributed.init_process_group before the optimizer is made"
+                f"torch.distributed.init_process_group before the optimizer is made, or make and use it inside of "
+                f"distributed.use('alone')"
             )
 
 
@@ -294,7 +347,7 @@ _COLLECTING, _CALLING, _AGREED = "collecting", "calling", "agreed"
 
 
 class Ranks(World):
-    """The ranks of torch.distributed's default process group.
+    """The ranks of the process group in use.
 
     Args:
         device: of the parameters.
@@ -335,14 +388,19 @@ class Ranks(World):
 
     def _take_ledger(self, accountant: Accountant) -> str:
         """Returns what is wrong with this rank's ledger, if anything is."""
-        state = self._group.send_object(accountant.state_dict() if self._group.first else None)
+        journal = accountant._journal
+        state, filed = self._group.send_object(
+            (accountant.state_dict(), journal.file is not None) if self._group.first else None
+        )
         if self._group.first:
             return ""
-        if accountant._journal.file is not None:
+        if journal.file is not None:
             return "ledger_path must be given on rank 0 only: all ranks charge the same events, which are written once"
         try:
-            if state["ledger"] and not len(accountant):
+            if (state["ledger"] or filed) and not len(accountant):
                 accountant.load_state_dict(state)
+                if filed:
+                    journal.follow(state["id"])
         except (PrivacyError, ValueError) as error:
             return f"the ledger of rank 0 cannot be taken over: {error}"
         return ""

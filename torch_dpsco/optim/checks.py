@@ -38,8 +38,15 @@ def listed(params: Any) -> list[Any]:
         if isinstance(inner, Iterator):
             item["params"] = inner = list(inner)
         for p in [inner] if isinstance(inner, Tensor) or not isinstance(inner, Iterable) else inner:
-            if not isinstance(p[-1] if isinstance(p, tuple) and p else p, Tensor):
+            tensor = p[-1] if isinstance(p, tuple) and p else p
+            if not isinstance(tensor, Tensor):
                 raise ValueError(f"params must hold tensors, as model.parameters() does (got {shown(p)})")
+            if compat.is_sharded(tensor):
+                raise ValueError(
+                    f"params must be whole (got a shard, {type(tensor).__name__}): the norm of a record's gradient is "
+                    f"that of all its parts; leave fully_shard, FSDP or parallelize_module out and give every process "
+                    f"the whole model, see docs/distributed.md"
+                )
     if not items:
         raise ValueError("params must hold a parameter that requires a gradient (got none)")
     return items

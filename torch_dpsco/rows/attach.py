@@ -31,7 +31,13 @@ from torch_dpsco.rows.ghost import GhostHooks
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import PassCounter, batch_sizes
 from torch_dpsco.rows.precision import HALF, inexact_mean
-from torch_dpsco.rows.supported import forget_wrappers, require_supported, require_unwrapped, trainable_layers
+from torch_dpsco.rows.supported import (
+    forget_wrappers,
+    require_alone,
+    require_supported,
+    require_unwrapped,
+    trainable_layers,
+)
 
 _OWN = (
     *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
@@ -195,6 +201,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if not (model.training and torch.is_grad_enabled()):
         return None
     require_unwrapped(attachment.dense + attachment.factored)
+    require_alone(model)
     # Opacus sums two forwards into one row per position, which would clip two records as one.
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
         raise SequenceError(

@@ -8,7 +8,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 
-from torch_dpsco.compat import BatchNorm, DropoutNd
+from torch_dpsco.compat import BatchNorm, DropoutNd, is_replicated, is_sharded
 from torch_dpsco.errors import SequenceError
 
 _FIX = "opacus.validators.ModuleValidator.fix(model)"
@@ -45,6 +45,11 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
     kind = type(module).__name__
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"model must not be replicated (got {kind} {name!r}): attach the module inside, on one device")
+    if is_sharded(module):
+        raise ValueError(
+            f"model must not be sharded (got {kind} {name!r}): the norm of a record's gradient is that of all its "
+            f"parts; leave fully_shard or FSDP out and give every process the whole model, see docs/distributed.md"
+        )
     if isinstance(module, BatchNorm) or getattr(module, "track_running_stats", False):
         raise ValueError(
             f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX} replaces them by "
@@ -109,8 +114,17 @@ def require_known(layer: nn.Module, params: Iterable[Tensor]) -> None:
         # (test_weights_that_attach_has_not_seen_are_refused)
         raise SequenceError(
             f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach (functional_call, "
-            f"load_state_dict(assign=True), requires_grad_, a copy of a part): attach the model after such changes, or "
-            f"use a copy of it that is detached"
+            f"load_state_dict(assign=True), requires_grad_, fully_shard, a copy of a part): attach the model after "
+            f"such changes, or use a copy of it that is detached"
+        )
+
+
+def require_alone(model: nn.Module) -> None:
+    """Raises SequenceError in a forward that DistributedDataParallel makes of an attached model."""
+    if is_replicated(model):
+        raise SequenceError(
+            "model must not be replicated (got a forward of DistributedDataParallel): its backward waits for all "
+            "ranks, of which some may have no rows; call the module inside, whose optimizer joins the ranks by itself"
         )
 
 

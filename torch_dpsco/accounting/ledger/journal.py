@@ -29,6 +29,7 @@ class Journal:
         self._facts = _facts(book)  # and the facts, if it knows any events
         self._process = os.getpid()
         self._charging = False
+        self._follows = False  # whether the file is another process's
 
     def charge(
         self, event: Event, count: int, marks: Collection[str] = (), releases: Mapping[str, int] | None = None
@@ -91,7 +92,15 @@ class Journal:
     @property
     def interrupted(self) -> bool:
         """Whether the file knows runs of earlier processes, and nothing was charged in this one."""
-        return self.file is not None and bool(self.book.releases) and not self._charging
+        return self._is_filed and bool(self.book.releases) and not self._charging
+
+    @property
+    def _is_filed(self) -> bool:
+        return self.file is not None or self._follows
+
+    def follow(self, name: str) -> None:
+        """Notes that another process, which charges the same events, has the file of this ledger, with its name."""
+        self.book.id, self._follows = name, True
 
     def continue_from(self, book: Book) -> Mapping[str, int]:
         """Returns the releases that are marked, if the file is a later state of a checkpoint's book.
@@ -101,7 +110,9 @@ class Journal:
         """
         mine = self.book
         brought = len(book.ledger) <= mine.config.get("brought", -1)
-        if self.file is None or book.id != mine.id or brought or not mine.knows(book):
+        # PRIVACY: a rank that has taken the book of rank 0's file over knows what that knows
+        # (test_a_run_of_two_processes_goes_on_after_a_crash)
+        if not self._is_filed or book.id != mine.id or brought or not mine.knows(book):
             raise PrivacyError(
                 f"accountant must have the ledger file of the run, as new as its checkpoint (got ledger {mine.id}, "
                 f"{len(mine.ledger)} events, {'no file' if self.file is None else 'a file'}; the checkpoint has ledger "

@@ -1,0 +1,183 @@
+"""What launchers start in `test_launchers.py`: a script of `dp.fit`, which leaves what each rank has in a folder.
+
+    python -m tests.integrations.launched KIND FOLDER    # one process of a launcher
+
+A process of its own: what it patches stays patched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.oracles.clipped import ClippedMean
+
+N, DIM, STEPS = 200, 4, 10
+BUDGET = dp.Budget(2.0, 1e-5)
+KILLED_AT = 4  # steps made when rank 1 dies
+
+
+def records() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(N, DIM, generator=generator)
+    return TensorDataset(x, (x.sum(1, keepdim=True) > DIM / 2).float())
+
+
+def made(accountant: dp.Accountant | None = None) -> tuple[nn.Module, dp.HolderSGD]:
+    torch.manual_seed(0)
+    model = nn.Linear(DIM, 1)
+    problem = dp.losses.Logistic().problem(bound_x=2.3)
+    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=BUDGET, batch_size=20, epochs=1)
+    return model, dp.HolderSGD(model.parameters(), plan, accountant=accountant)
+
+
+def releases() -> list[int]:
+    """Returns a list that grows by one with each draw of noise in this process."""
+    drawn: list[int] = []
+    release = ClippedMean.release
+
+    def counted(self: ClippedMean, noise: Any) -> Any:
+        drawn.append(1)
+        return release(self, noise)
+
+    ClippedMean.release = counted  # type: ignore[method-assign]
+    return drawn
+
+
+def leave(folder: str, facts: dict[str, Any]) -> None:
+    (Path(folder) / f"rank-{dist.get_rank()}").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def facts_of(model: nn.Module, optimizer: dp.HolderSGD) -> dict[str, Any]:
+    return {
+        "processes": dist.get_world_size(),
+        "answer": [number.hex() for p in model.parameters() for number in p.detach().double().flatten().tolist()],
+        "ledger": optimizer.accountant.ledger.digest(),
+        "charged": len(optimizer.accountant),
+        "epsilon": optimizer.report().figures.epsilon,
+        "steps": optimizer.steps,
+    }
+
+
+def train(folder: str) -> None:
+    """In the process group that a launcher has made."""
+    drawn = releases()
+    model, optimizer = made()
+    dp.fit(model, optimizer, records(), nn.BCEWithLogitsLoss(), progress=False)
+    leave(folder, facts_of(model, optimizer) | {"drawn": len(drawn)})
+
+
+def die_at(optimizer: dp.HolderSGD) -> None:
+    """Lets rank 1 be killed within a step: charged everywhere, its sum awaited by rank 0."""
+    write_sum = ClippedMean.write_sum
+
+    def deadly(self: ClippedMean, message: torch.Tensor) -> int:
+        if dist.get_rank() == 1 and optimizer.steps == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_sum(self, message)
+
+    ClippedMean.write_sum = deadly  # type: ignore[method-assign]
+
+
+def killed(folder: str) -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = made()
+    die_at(optimizer)
+    try:
+        dp.fit(model, optimizer, records(), nn.BCEWithLogitsLoss(), progress=False)
+    except SequenceError as error:
+        leave(folder, {"error": str(error)})
+        raise
+
+
+def restarted(folder: str) -> None:
+    """A loop with checkpoints after every second step; torchrun starts it again after the crash."""
+    dist.init_process_group("gloo")
+    rank, path = dist.get_rank(), Path(folder) / "checkpoint"
+    ledger = str(Path(folder) / "spent.jsonl") if rank == 0 else None
+    model, optimizer = made(dp.Accountant(BUDGET, ledger_path=ledger))
+    dp.attach(model)
+    lost = 0
+    if path.exists():
+        state = torch.load(path)
+        model.load_state_dict(state["model"])
+        lost = optimizer.resume(state["optimizer"])
+    else:
+        die_at(optimizer)
+    since = optimizer.steps
+    for x, y in optimizer.loader(records(), steps=STEPS - since, resume=True):
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(model(x), y).backward()
+        optimizer.step()
+        if rank == 0 and optimizer.steps % 2 == 1:
+            draft = path.with_suffix(".draft")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
+            draft.replace(path)
+    optimizer.finalize()
+    leave(folder, facts_of(model, optimizer) | {"lost": lost, "since": since})
+
+
+def torchrun(folder: str) -> None:
+    dist.init_process_group("gloo")
+    train(folder)
+
+
+def fabric(folder: str) -> None:
+    from lightning.fabric import Fabric  # each launcher has only its own package
+
+    Fabric(accelerator="cpu", devices=2, strategy="ddp").launch()
+    train(folder)
+
+
+def accelerate(folder: str) -> None:
+    from accelerate import Accelerator
+
+    Accelerator(cpu=True)
+    train(folder)
+
+
+def ray(folder: str) -> None:
+    import ray as engine
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    engine.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+    TorchTrainer(
+        lambda config: train(config["folder"]),
+        train_loop_config={"folder": folder},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=f"{folder}/ray"),
+    ).fit()
+
+
+def spark(folder: str) -> None:
+    from pyspark.ml.torch.distributor import TorchDistributor
+    from pyspark.sql import SparkSession
+
+    from tests.integrations import launched  # by its name: functions of __main__ would be pickled
+
+    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(launched.torchrun, folder)
+    session.stop()
+
+
+KINDS: dict[str, Callable[[str], None]] = {
+    kind.__name__: kind for kind in (torchrun, fabric, accelerate, ray, spark, killed, restarted)
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    KINDS[sys.argv[1]](sys.argv[2])
