@@ -403,8 +403,7 @@ class Ranks(World):
         place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
         place |= {"size": size, "steps": steps, "own": shard}
         if isinstance(run.design, Assigned):
-            made = 0 if resume is None else resume.made
-            self._sampler = RankAssignedSampler(run.design, **place, made=made, ids=ids)
+            self._sampler = RankAssignedSampler(run.design, **place, resume=resume, ids=ids)
         else:
             self._sampler = RankSampler(run.design, **place)
         return self._sampler
