@@ -33,12 +33,18 @@ from torch.utils.data import TensorDataset
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.sampling.row_file import Gathered
+
+_BLOCK = 1 << 16  # records that are read at a time
 
 
 def records_of(dataset: Any, order: list[int] | None = None) -> Iterator[Any]:
     """Yields the records of a map-style data set, or its tensors, which hold the same, in order or in another one."""
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
         yield from (tensor if order is None else tensor[order] for tensor in dataset.tensors)
+    elif isinstance(dataset, Gathered):
+        places = np.arange(len(dataset)) if order is None else np.array(order, dtype=np.int64)
+        yield from (dataset.gather(places[start : start + _BLOCK]) for start in range(0, len(places), _BLOCK))
     else:
         yield from (dataset[i] for i in (range(len(dataset)) if order is None else order))
 
