@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from decimal import Decimal
 from pathlib import Path
@@ -243,3 +244,11 @@ def test_fit_trains_from_a_file(path: Path) -> None:
     dp.fit(model, optimizer, ParquetRows(path, NAMES, "y"), dp.losses.Logistic(), progress=False)
     assert optimizer.steps == plan.steps
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_the_benchmark_runs_on_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    module = importlib.import_module("out_of_core")
+    module.generate(tmp_path / "rows.parquet", 20_000)
+    found = [part(tmp_path / "rows.parquet", 20_000) for part in module.PARTS.values()]
+    assert found[2]["steps"] > 0

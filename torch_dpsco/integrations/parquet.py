@@ -113,7 +113,10 @@ def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
 
 def _blocks(data: pads.Dataset, names: Sequence[str], row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yields the rows of the source in order."""
-    batches = data.to_batches(columns=list(names), batch_size=_ROWS, batch_readahead=2, fragment_readahead=1)
+    options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
+    if isinstance(getattr(data, "format", None), pads.ParquetFileFormat):  # else whole files are buffered
+        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
+    batches = data.to_batches(columns=list(names), **options)
     while True:
         try:
             batch = next(batches, None)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from torch_dpsco.errors import PrivacyError, UnitError
 
-_AT_A_TIME = 4096  # rows: the system maps up to 64 KiB around each, 256 MiB
+_AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
 _GIVE_BACK = (
     getattr(mmap, "MADV_DONTNEED", None) if os.uname().sysname == "Linux" else None
 )  # elsewhere: another meaning
