@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -23,9 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 from torch_dpsco.errors import PrivacyError, UnitError
 
 _AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
-_GIVE_BACK = (
-    getattr(mmap, "MADV_DONTNEED", None) if os.uname().sysname == "Linux" else None
-)  # elsewhere: another meaning
+_GIVE_BACK = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None  # elsewhere it means more
 
 
 class Gathered(Dataset[Any], ABC):
