@@ -21,8 +21,8 @@ Guarantee: that of the optimizer in one process, with the same event: the union 
 the sum over ranks is that of one process up to roundings that the declared error covers (`ClippedMean.share`), and the
 noise is that of one process. The ranks trust each other: partial sums without noise and the key of the batches pass
 between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the same
-order; for data in memory that is compared. In passes of random allocation each may have records of its own instead, by
-ids that are compared.
+order; for data in memory that is compared. Each may have a shard instead, records of its own: then each record is on
+one rank, which does not depend on its values; where records have ids, that none is on two is compared.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _CALLS: dict[str, dict[str, str]] = {
     },
     "loader": {
         "steps": "give the same steps= on every rank",
-        "data": "give every rank the whole data set, its records in the same order",
+        "data": "give every rank the whole data set, its records in the same order, or shard= (and ids=) on all ranks",
     },
     "step": {
         "settings": "make the optimizer with the same arguments on every rank",
@@ -295,21 +295,30 @@ class World:
     def begin(self, run: Run) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
 
-    def compare_data(self, dataset: Dataset[Any], steps: int | None, *, own: bool = False) -> int:
+    def compare_data(
+        self, dataset: Dataset[Any], steps: int | None, *, own: str = "", counted: bool = True, problem: str = ""
+    ) -> int:
         """Makes sure that all ranks draw from the same records, equally often; returns how many there are.
 
         Args:
             dataset: of this process.
             steps: of an iteration.
-            own: whether each rank has records of its own, by their ids.
+            own: how each rank knows that its records are its own: "ids", "shard", "shard, ids"; "" if all have all.
+            counted: whether the records of all ranks are; else those of this rank.
+            problem: why this rank's records cannot be taken, if they cannot.
         """
         self._require_alone()
+        if problem:
+            raise UnitError(problem)
         return len(dataset)  # type: ignore[arg-type]
 
     def sampler(
-        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None
+        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None, *, shard: bool = False
     ) -> DesignSampler:
         """Returns the sampler of this process."""
+        if shard and ids is not None and not isinstance(run.design, Assigned):
+            ids.require_unique()
+            ids = None
         return make_sampler(run.design, size=size, steps=steps, resume=resume, ids=ids)
 
     def require_own_draws(self, loader: Any) -> None:
@@ -357,7 +366,7 @@ class Ranks(World):
         self._device, self._group = device, Group(device)
         self._settings: int | None = None
         self._stage = _COLLECTING
-        self._sampler: RankAssignedSampler | None = None  # whose key these ranks have drawn
+        self._sampler: DesignSampler | None = None  # whose key these ranks have drawn
 
     def begin(self, run: Run) -> None:
         """Raises SequenceError unless all ranks have the same settings, parameters and ledger.
@@ -381,7 +390,8 @@ class Ranks(World):
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(
                 f"oracle must be Clipped, HolderClipped or AutoClip in a run of several processes, whose releases are "
-                f"sums of rows with noise of a fixed multiplier (got {kind.__name__}): run it in one process"
+                f"sums of rows with noise of a fixed multiplier (got {kind.__name__}): run it in one process, as users "
+                f"whose rows are joined, filtered or counted where all of them are"
             )
         assert isinstance(oracle, ClippedMean)
         oracle.share(self._group.processes)
@@ -405,14 +415,20 @@ class Ranks(World):
             return f"the ledger of rank 0 cannot be taken over: {error}"
         return ""
 
-    def compare_data(self, dataset: Dataset[Any], steps: int | None, *, own: bool = False) -> int:
+    def compare_data(
+        self, dataset: Dataset[Any], steps: int | None, *, own: str = "", counted: bool = True, problem: str = ""
+    ) -> int:
         """Raises SequenceError where the data set of a rank has another size or, as far as one can see, order."""
         # PRIVACY: two ranks would draw a record that is at different places
         # (test_ranks_with_records_in_another_order_are_refused)
-        data = digest("own records, by ids") if own else digest(*sight(dataset))
-        self._group.compare("loader", steps=-1 if steps is None else steps, data=data)
+        data = digest("own records", own) if own else digest(*sight(dataset))
+        self._group.compare("loader", problem, steps=-1 if steps is None else steps, data=data)
         records: int = len(dataset)  # type: ignore[arg-type]
-        return sum(row[2] for row in self._group.exchange("loader", ready=True, values=[records])) if own else records
+        # PRIVACY: under add_remove neither the records of a rank nor those of all ranks are a public number
+        # (test_under_add_remove_no_rank_tells_how_many_records_it_has)
+        if not own or not counted:
+            return records
+        return sum(row[2] for row in self._group.exchange("loader", ready=True, values=[records]))
 
     def _require_own_ids(self, ids: RecordIds, key: bytes) -> None:
         """Raises UnitError, on all ranks, if two records have one id, wherever they are."""
@@ -426,7 +442,7 @@ class Ranks(World):
             raise UnitError(SEVERAL)
 
     def sampler(
-        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None
+        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None, *, shard: bool = False
     ) -> DesignSampler:
         """Returns the sampler of this rank's positions, or own records, with a key that rank 0 draws."""
         self._share(run)
@@ -435,25 +451,30 @@ class Ranks(World):
         key = torch.tensor(list(fresh if group.first else bytes(32)), dtype=torch.uint8, device=group.device)
         group.send(key)
         secret = bytes(key.tolist())
-        if ids is not None and not isinstance(run.design, Assigned):
+        if ids is not None and not shard and not isinstance(run.design, Assigned):
             raise UnknownSamplerError(
-                f"design must be Assigned for draws by ids: sampling='allocated' (got {run.design})"
+                f"design must be Assigned for draws by ids: sampling='allocated' (got {run.design}); give shard= where "
+                f"each rank has records of its own"
             )
         if ids is not None:
             self._require_own_ids(ids, secret)
+        place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
+        place |= {"size": size, "steps": steps, "own": shard}
         if isinstance(run.design, Assigned):
-            made = 0 if resume is None else resume.made
-            place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
-            self._sampler = RankAssignedSampler(run.design, **place, size=size, steps=steps, made=made, ids=ids)
-            return self._sampler
-        return RankSampler(run.design, rank=group.rank, processes=group.processes, key=secret, size=size, steps=steps)
+            self._sampler = RankAssignedSampler(run.design, **place, resume=resume, ids=ids)
+        else:
+            self._sampler = RankSampler(run.design, **place)
+        return self._sampler
 
     def require_own_draws(self, loader: Any) -> None:
         """Refuses loaders that were not made by `optimizer.loader` in this process."""
         sampler, group = getattr(loader, "batch_sampler", loader), self._group
-        if isinstance(sampler, RankAssignedSampler) and sampler is self._sampler:
+        if isinstance(sampler, (RankSampler, RankAssignedSampler)) and sampler is self._sampler:
             return
-        if isinstance(sampler, RankSampler) and (sampler.rank, sampler.processes) == (group.rank, group.processes):
+        # PRIVACY: of a shard only ours, since ranks whose own samplers draw from one data set draw its records twice
+        # (test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused)
+        ours = isinstance(sampler, RankSampler) and not sampler.own
+        if ours and (sampler.rank, sampler.processes) == (group.rank, group.processes):
             return
         # PRIVACY: ranks that draw from all positions could draw a record twice
         # (test_a_sampler_of_all_positions_is_refused)

@@ -50,6 +50,7 @@ def fit(
     loss_fn: _LossFn,
     *,
     users: Any = None,
+    shard: int | None = None,
     steps: int | None = None,
     delta: float | None = None,
     loss_reduction: str | None = None,
@@ -77,6 +78,7 @@ def fit(
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor.
         users: for optimizers that protect users: the id of the user of each record.
+        shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
         delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
         loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
@@ -118,7 +120,7 @@ def fit(
         check.open_interval(0.0, 1.0, delta=delta)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
-        wrong = {"users": users, "steps": steps, "loss_reduction": loss_reduction, "padding": padding}
+        wrong = {"users": users, "shard": shard, "steps": steps, "loss_reduction": loss_reduction, "padding": padding}
         wrong |= {"physical_batch_size": physical_batch_size, "compile": compile or None}
         given = [name for name, value in wrong.items() if value is not None]
         if given:
@@ -147,6 +149,7 @@ def fit(
     loader = optimizer.loader(
         dataset,
         users,
+        shard=shard,
         steps=left,
         resume=True,
         num_workers=num_workers,
@@ -202,7 +205,7 @@ def _steps_on(
         if optimizer.oracle.unit == "user":
             *batch, users = batch
         users = to_device(users, device)
-        if not optimizer.outstanding_rows:  # an empty draw is a step of noise only
+        if not optimizer.outstanding_rows or not len(batch):  # an empty draw is a step of noise only; no data at all
             yield partial(optimizer.step, users=users)
             continue
         inputs, targets = to_device(batch, device)

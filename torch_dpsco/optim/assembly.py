@@ -152,6 +152,7 @@ class Assembly(CommonOptimizer):
         users: Any = None,
         *,
         ids: Any = None,
+        shard: int | None = None,
         steps: int | None = None,
         resume: bool = False,
         physical_batch_size: int | None = None,
@@ -171,7 +172,10 @@ class Assembly(CommonOptimizer):
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
             ids: for passes of random allocation, a unique id per record (integers, strings or bytes): a record picks
                 its batches by a keyed hash of it, so that the order of records may change, and each of several
-                processes may have records of its own.
+                processes may have records of its own. With `shard`, in every design: an id on two ranks is refused.
+            shard: where each of several processes has records of its own, that no other one has: how many this one has
+                at most, a public number (n, if none is known), by which its batches are filled up. Which process has a
+                record must not depend on its values.
             steps: draws per iteration; default one epoch, or all that is left of a partition, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
@@ -186,8 +190,8 @@ class Assembly(CommonOptimizer):
                 tells who was drawn, as it does of Poisson batches and passes of random allocation.
 
         Raises:
-            UnitError: the data set does not have the declared number of records although that is public; or ids are of
-                another kind, are missing, are out of range, or belong to several records.
+            UnitError: the data set, or all shards together, do not have the declared number of records although that is
+                public; or ids are of another kind, are missing, are out of range, or belong to several records.
             UnknownSamplerError: no sampling was declared; or ids where a pass is not amplified.
         """
         records = checks.number_of_records(dataset)
@@ -201,12 +205,18 @@ class Assembly(CommonOptimizer):
         named: Any = None if ids is None else RecordIds(ids, records)
         if isinstance(dataset, Streamed):
             named = checks.ids_of_stream(dataset, ids)
-        size = self._world.compare_data(dataset, steps, own=named is not None)
+        size = self._world.compare_data(
+            dataset,
+            steps,
+            own=", ".join(name for name, given in (("shard", shard), ("ids", named)) if given is not None),
+            counted=self.adjacency != ADD_REMOVE,
+            problem=checks.problem_of_shard(shard, records, self.adjacency, self.oracle.unit),
+        )
         owners = None if users is None else user_ids(users, records)
         if owners is not None and steps is None and self.schedule.steps is not None and not self.design.one_pass:
             steps = max(1, self.schedule.steps - self._steps)
         size = size if owners is None else checks.number_of_users(owners, self.design, self.adjacency)
-        sampler = self._new_sampler(size, steps, resume, named)
+        sampler = self._new_sampler(size, steps, resume, named, None if shard is None else records)
         loader = (PrivateLoader if owners is None else partial(UserLoader, users=owners))(
             dataset,
             sampler,
@@ -214,25 +224,28 @@ class Assembly(CommonOptimizer):
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            slots=self._slots(padding, physical_batch_size, sampler),
+            slots=self._slots(padding, physical_batch_size, sampler, shard),
         )
         self.bind(loader)
         return loader
 
-    def _slots(self, padding: bool | None, most: int | None, sampler: DesignSampler) -> Slots | None:
+    def _slots(
+        self, padding: bool | None, most: int | None, sampler: DesignSampler, shard: int | None = None
+    ) -> Slots | None:
         """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
         # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
         if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
             return None
-        # PRIVACY: records that have ids may all be on one process, whose draws must fit as well
+        # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
         # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
-        spread = getattr(sampler, "processes", 1) if getattr(sampler, "ids", None) is None else 1
+        spread = 1 if getattr(sampler, "own", False) else getattr(sampler, "processes", 1)
         return Slots(
             self.design,
             of_users=self.oracle.unit == "user",
             physical_batch_size=most,
             processes=spread,
+            records=shard,
             dim=sum(p.numel() for p in self._trained()),
         )
 
@@ -241,7 +254,9 @@ class Assembly(CommonOptimizer):
         """Whether nobody's row may depend on the number of rows of a draw."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
 
-    def _new_sampler(self, size: int, steps: int | None, resume: bool, ids: Any = None) -> DesignSampler:
+    def _new_sampler(
+        self, size: int, steps: int | None, resume: bool, ids: Any = None, own: int | None = None
+    ) -> DesignSampler:
         checks.require_universe(self.design, self.adjacency, size)
         partition = self._batch.sealed() if resume else None
         if self.design.one_pass:
@@ -251,7 +266,8 @@ class Assembly(CommonOptimizer):
                 if isinstance(self.design, Assigned):  # a loop over the loader is a pass
                     left = min(left, self.design.batches)
                 steps = max(1, min(left, self.schedule.steps - self._steps))
-        return self._world.sampler(self, size, steps, partition, ids)
+        records = size if own is None else own
+        return self._world.sampler(self, records, steps, partition, ids, shard=own is not None)
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:

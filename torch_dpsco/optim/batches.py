@@ -299,6 +299,7 @@ class LogicalBatch:
         self._log.give_up()
         if not self._comes_again(partition):
             log = DrawLog(self._log.size)
+            log.own = self._log.own
             self._take(log)
             log.use_up()
         self._sampler, self._resumed, self._made = None, partition, partition.made

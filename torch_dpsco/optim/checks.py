@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco import compat
-from torch_dpsco._validate import shown
+from torch_dpsco._validate import positive_count, shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
@@ -71,6 +71,18 @@ def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
         # PRIVACY: nobody would see a record that two processes read (test_a_stream_is_read_by_one_process)
         raise UnitError("dataset must be map-style in a run of several processes: use ids=, or dp.sampling.Spilled")
     return dataset
+
+
+def problem_of_shard(shard: int | None, records: int, adjacency: Adjacency, unit: str) -> str:
+    """Returns why a data set cannot be taken as the shard of one of several processes, "" if it can."""
+    if shard is None:
+        return ""
+    positive_count(shard=shard)
+    if unit != "example":
+        return f"shard must not be given for {unit}s: they are joined and counted where all of them are, in one process"
+    if adjacency != ADD_REMOVE and records > shard:  # else it is private, and shard a reference, as n is
+        return f"shard must be how many records this process has at most (declared {shard}, the data set has more)"
+    return ""
 
 
 def number_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> int:

@@ -259,7 +259,7 @@ class ClippedMean(MeanOracle):
         """What several processes assume."""
         if self._processes == 1:
             return ()
-        read = "read the same records in the same order, or own records with ids"
+        read = "read the same records in the same order, or a shard each: a record on one, whatever its values"
         return (f"{self._processes} processes that trust each other {read}",)
 
     def write_sum(self, out: Tensor) -> int:

@@ -33,12 +33,18 @@ from torch.utils.data import TensorDataset
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.sampling.row_file import Gathered
+
+_BLOCK = 1 << 16  # records that are read at a time
 
 
 def records_of(dataset: Any, order: list[int] | None = None) -> Iterator[Any]:
     """Yields the records of a map-style data set, or its tensors, which hold the same, in order or in another one."""
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
         yield from (tensor if order is None else tensor[order] for tensor in dataset.tensors)
+    elif isinstance(dataset, Gathered):
+        places = np.arange(len(dataset)) if order is None else np.array(order, dtype=np.int64)
+        yield from (dataset.gather(places[start : start + _BLOCK]) for start in range(0, len(places), _BLOCK))
     else:
         yield from (dataset[i] for i in (range(len(dataset)) if order is None else order))
 
@@ -138,6 +144,7 @@ class DrawLog:
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size
+        self.own = False  # whether draws are from records that only this process has
         self.waiting: deque[Chunk] = deque()
         self.taken: Chunk | None = None  # by a step that has not ended it
         self.held: Chunk | None = None  # of the draw that the next step must use
@@ -274,7 +281,9 @@ class DrawLog:
             # PRIVACY: of several samplers that were looked at one could be chosen
             # (test_a_loader_whose_draw_was_seen_is_not_bound)
             raise SequenceError("loader must be bound before its first batch is drawn: bind a new one")
-        if old.held is not None and old.size != self.size:
+        # PRIVACY: places that ranks have drawn in their shards may be places of one record in a common data set
+        # (test_a_draw_of_a_shard_is_no_draw_of_all_records)
+        if old.held is not None and (old.size, old.own) != (self.size, self.own):
             raise SequenceError(
                 "a draw was given up and is the next one again: use a loader of the same data set, by "
                 "optimizer.loader(dataset)"

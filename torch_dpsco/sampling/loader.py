@@ -21,6 +21,7 @@ from torch_dpsco.compat import tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn, records_of
+from torch_dpsco.sampling.row_file import Gathered
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import Isolation, Slots
 from torch_dpsco.sampling.streamed import Itself, Streamed
@@ -58,7 +59,8 @@ def _without_rows(leaf: Any) -> Any:
 class PrivateLoader:
     """Iterates over the draws of a sampler and notes each delivered batch in its log.
 
-    Tensors in memory are gathered by one `index_select` a batch; any other data set goes through a DataLoader.
+    Tensors in memory are gathered by one `index_select` a batch, and a `Gathered` data set gathers by itself; any other
+    goes through a DataLoader.
 
     Args:
         dataset: map-style data set, or a TensorDataset.
@@ -98,7 +100,8 @@ class PrivateLoader:
         plain = collate_fn.collate if isinstance(collate_fn, _EmptyLikeOne) else collate_fn or default_collate
         self.collate_fn = _EmptyLikeOne(plain, dataset)
         # a subclass may override __getitem__
-        self.gathers = type(dataset) is TensorDataset and plain is default_collate and not num_workers
+        at_once = type(dataset) is TensorDataset or isinstance(dataset, Gathered)
+        self.gathers = at_once and plain is default_collate and not num_workers
         self._require_size(len(dataset))  # type: ignore[arg-type]
 
     def _require_size(self, records: int) -> None:
@@ -162,6 +165,9 @@ class PrivateLoader:
         return None
 
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
+        if self.gathers and isinstance(self.dataset, Gathered):
+            yield from map(self.dataset.gather, parts)
+            return
         if self.gathers:
             assert isinstance(self.dataset, TensorDataset)
             yield from _gathered(self.dataset.tensors, parts)

@@ -31,7 +31,7 @@ from torch_dpsco.sampling.streamed import Streamed
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
-_BY_ID = b"\x01"  # ends a cut from which records draw by their ids
+_BY_ID, _OF_SHARDS = b"\x01", b"\x02"  # ends of cuts from which records draw by their ids, or places in shards
 _HELD = 1 << 24  # members of batches that are kept at a time, on average
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
@@ -203,6 +203,7 @@ class AssignedSampler(_KeyedSampler):
     kind: ClassVar[type[Design]] = Assigned
     design: Assigned
     _owned = slice(None)  # positions that are drawn for
+    own = False  # whether they are in a shard
     ids: RecordIds | Streamed | None = None
 
     def __init__(
@@ -239,13 +240,22 @@ class AssignedSampler(_KeyedSampler):
         return self._of_kind(super()._new_cut())
 
     def _of_kind(self, key: _Indices) -> _Indices:
-        return key if self.ids is None else np.append(key, np.frombuffer(_BY_ID, dtype=np.uint8))
+        return np.append(key, np.frombuffer(self._end, dtype=np.uint8))
+
+    @property
+    def _end(self) -> bytes:
+        if self.ids is not None:
+            return _BY_ID
+        return _OF_SHARDS if self.own else b""
 
     def _require_key(self, cut: _Indices) -> None:
-        # PRIVACY: one key gives other draws by ids than by positions
-        # (test_a_run_by_ids_goes_on_by_its_ids_only)
-        if cut.dtype == np.uint8 and bytes(cut[_KEY:]) != (b"" if self.ids is None else _BY_ID):
-            raise SequenceError("resume must be with ids= if the run has drawn by ids, and without if by positions")
+        # PRIVACY: one key gives other draws by ids than by positions, and in shards
+        # (test_a_run_by_ids_goes_on_by_its_ids_only, test_a_pass_over_shards_goes_on_over_the_same_shards_only)
+        if cut.dtype == np.uint8 and bytes(cut[_KEY:]) != self._end:
+            raise SequenceError(
+                "resume must be with ids= if the run has drawn by ids, and without if by positions; with shard= if "
+                "from shards"
+            )
         super()._require_key(cut[:_KEY])
 
     def _begin(self) -> int:
@@ -319,9 +329,10 @@ class RankAssignedSampler(AssignedSampler):
         key: 32 secret bytes, the same on all processes, for this run only.
         size: number of records there are, those of the others included.
         steps: draws of an iteration, equal on all processes.
-        made: draws that the run has used before.
+        resume: partition of a run that continues, of the same key.
         ids: of the records of this process, see `AssignedSampler`; they are then all its own. That no other process has
             one of them is for the caller to see to.
+        own: whether the records are a shard, `size` of them, which no other process has.
 
     Guarantee: that of `AssignedSampler` for the union over the ranks: every record draws its batch once in a pass, on
         the rank that owns it, from a stream of its own.
@@ -336,22 +347,28 @@ class RankAssignedSampler(AssignedSampler):
         key: bytes,
         size: int | None = None,
         steps: int | None = None,
-        made: int = 0,
+        resume: Partition | None = None,
         ids: Any = None,
+        own: bool = False,
     ) -> None:
         self.processes, self.rank = check.positive_count(processes=processes), check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
         cut = np.frombuffer(key, dtype=np.uint8).copy()
-        if ids is None:
+        self.own = own or ids is not None
+        if not self.own:
             self._owned = slice(self.rank, None, self.processes)
-        else:
+        if ids is not None:
             self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids)
             size = len(self.ids)
         cut = self._of_kind(cut)
-        self._require_key(cut)
-        resume = Partition(cut, made=made, size=design.n if size is None else size)
-        super().__init__(design, size=size, steps=steps, resume=resume, ids=self.ids)
+        known = Partition(cut, size=design.n if size is None else size) if resume is None else resume
+        self._require_key(known.cut)
+        # PRIVACY: with another key records would be drawn a second time in a pass
+        # (test_ranks_go_on_with_a_partition_of_their_common_key_only)
+        if known.cut.tobytes() != cut.tobytes():
+            raise SequenceError("resume must be of the run of all ranks (got a partition of another key)")
+        super().__init__(design, size=size, steps=steps, resume=known, ids=self.ids)
 
     def _label(self, k: int) -> str:
         # PRIVACY: (test_ranks_draw_the_batches_of_their_records_independently)

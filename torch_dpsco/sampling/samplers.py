@@ -7,6 +7,7 @@ itself, from a stream of its own, and the union over the processes IS a draw of 
 
     P(batch = S) = prod_r P(S_r drawn by r),    S_r = the positions of S that r owns
 
+The same holds where each process has a shard, records of its own that it numbers by itself (`own=True`).
 Every position has exactly one owner, so that no record is in a batch twice. A process that draws nothing delivers an
 empty batch, so that all make the same number of steps. "Full" batches are split in the same way. Designs whose
 positions depend on each other (fixed sizes, permutations) are refused.
@@ -273,6 +274,7 @@ class RankSampler(DesignSampler):
         key: 32 secret bytes, the same on all processes, for this sampler only.
         size: number of records there are, those of the others included; default design.n.
         steps: draws per iteration, equal on all processes; default one epoch.
+        own: whether the records are a shard, `size` of them, which no other process has.
 
     Raises:
         UnknownSamplerError: another design.
@@ -281,7 +283,7 @@ class RankSampler(DesignSampler):
     Guarantee:
         The union over the ranks of the k-th draws has the law of one draw of the design: streams of different ranks are
         distinct and independent whatever seeds the processes have set. Assumes that all ranks read the same records in
-        the same order.
+        the same order; or, of shards, that each record is on one rank, whatever its values are.
 
     Example:
         >>> parts = [RankSampler(Full(5), rank=r, processes=2, key=bytes(32), steps=1) for r in (0, 1)]
@@ -300,15 +302,17 @@ class RankSampler(DesignSampler):
         key: bytes,
         size: int | None = None,
         steps: int | None = None,
+        own: bool = False,
     ) -> None:
         require_divisible(design)
         super().__init__(design, size=size, steps=steps)
+        self.own = self.log.own = check.choice((True, False), own=own)
         self.processes = check.positive_count(processes=processes)
         self.rank = check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
-        owned = len(range(self.rank, self.size, self.processes))
-        self._own = kind_of(design)(design, size=owned, steps=self.steps)
+        self._owned = range(self.size) if self.own else range(self.rank, self.size, self.processes)
+        self._own = kind_of(design)(design, size=len(self._owned), steps=self.steps)
         # PRIVACY: streams that are equal draw equal places, and a batch is no Poisson draw any more
         # (test_equal_streams_of_ranks_are_caught)
         self._own.rng = rank_generator(key, self.rank)
@@ -319,4 +323,4 @@ class RankSampler(DesignSampler):
         first = self._iterations * self.steps
         self._iterations += 1
         for index, (draw, indices) in enumerate(self._own.draws(), start=first):
-            yield Draw(draw.size, index=index), self.rank + self.processes * indices
+            yield Draw(draw.size, index=index), self._owned.start + self._owned.step * indices

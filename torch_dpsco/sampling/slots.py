@@ -35,7 +35,7 @@ _MULTIPLE = 8  # a friendly number of rows
 _EACH, _LEAST, _MOST, _NUMBERS = 4, 64, 8192, 2**26  # of blocks of users: rows of a user, rows, numbers of all rows
 
 
-def capacity(design: Design, *, processes: int = 1) -> int:
+def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:
     """Returns how many units the blocks of a draw have room for: public, from the design alone.
 
     By the bound of Chernoff: a sum of independent indicators of mean m exceeds m + x with probability at most
@@ -44,6 +44,7 @@ def capacity(design: Design, *, processes: int = 1) -> int:
     Args:
         design: how units are drawn.
         processes: over which the units of a draw are spread.
+        records: that are drawn from, at most, where that is fewer than n: public.
 
     Example:
         >>> capacity(Poisson(256, 60_000)), capacity(Poisson(4096, 60_000))
@@ -54,15 +55,16 @@ def capacity(design: Design, *, processes: int = 1) -> int:
         # (test_a_record_more_than_declared_overflows_as_rarely)
         drawn = isinstance(design, AssignedParts)
         inner = [Poisson(d.n, design.n) if drawn and isinstance(d, Full) else d for d, _ in design.parts]
-        return max(capacity(part, processes=processes) for part in inner)
+        return max(capacity(part, processes=processes, records=records) for part in inner)
     if not isinstance(design, (Full, Poisson, Assigned)):
         return max(1, math.ceil(design.batch_size / processes))
     # PRIVACY: a neighbor has one record more than the declared number
     # (test_a_record_more_than_declared_overflows_as_rarely)
-    records, expected = design.n + 1, float(design.batch_size)
+    held = min(design.n, design.n if records is None else records) + 1
+    expected = float(design.batch_size)
     if isinstance(design, Assigned):  # which may have fewer batches, and a divisor of its own
         expected = max(expected, design.n / design.batches)
-    mean, most = expected * records / design.n / processes, math.ceil(records / processes)
+    mean, most = expected * held / design.n / processes, math.ceil(held / processes)
     most += 8 * math.isqrt(most) + 16  # the number of all may be private, and near the declared one
     room = most if isinstance(design, Full) else math.ceil(mean)
     while room < most and mean * _rate(room / mean - 1.0) < _RARE:
@@ -109,6 +111,7 @@ class Slots:
         of_users: whether units have any number of rows, or exactly one.
         physical_batch_size: most rows of a block, public; default the capacity, or 64 to 8192 rows of users.
         processes: over which the units of a draw are spread.
+        records: that are drawn from, see `capacity`.
         dim: numbers in the gradient of a row; blocks of users hold 2^26 numbers, or 64 rows.
     """
 
@@ -119,9 +122,11 @@ class Slots:
         of_users: bool = False,
         physical_batch_size: int | None = None,
         processes: int = 1,
+        records: int | None = None,
         dim: int = 1,
     ) -> None:
-        self.capacity, self._users, self._dim = capacity(design, processes=processes), of_users, dim
+        self.capacity = capacity(design, processes=processes, records=records)
+        self._users, self._dim = of_users, dim
         self.block = self._fitting(physical_batch_size)
         self._rng = sampling_generator()
         self._keeps, self._kept = isinstance(design, Full), np.empty(0, dtype=np.int64)

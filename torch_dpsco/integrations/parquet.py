@@ -1,0 +1,159 @@
+"""Parquet files and Arrow data as a data set for `optimizer.loader` and `fit`, in memory that does not grow with them.
+
+Draws want records at random places, and Parquet has them in compressed groups. So the columns that are used are read
+once, from start to end, into an unnamed private file of rows (`sampling.row_file`), from which batches are gathered.
+
+| in the source | in the data set |
+|---|---|
+| integers, floats, decimals, booleans | numbers of `dtype` |
+| a record with null, NaN or infinity (also after rounding to `dtype`) in a used column | a null record |
+| a class that is no integer, with an integer `target_dtype` | a null record |
+| text, categories, dates, lists | ValueError, by the column's name |
+
+A null record has inputs of NaN and the target 0. It is a record like any other, and is drawn; its row is not finite and
+contributes exactly 0 (`oracles.clipped`). A loss that raises for outputs of NaN would tell of it: `BCEWithLogitsLoss`
+does not, `BCELoss` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import torch
+
+from torch_dpsco._doors import typed
+from torch_dpsco.sampling.row_file import RowFile
+
+_ROWS = 1 << 16  # that are in memory at a time
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.int64: np.dtype(np.int64),
+}
+
+
+class ParquetRows(RowFile):
+    """A map-style data set of (inputs, target) pairs from columns of numbers, read once, here.
+
+    Args:
+        source: path of a Parquet file or folder, list of paths, `pyarrow.dataset.Dataset`, or Arrow table.
+        inputs: names of the columns of the inputs, in order.
+        target: name of the column of the target.
+        dtype: of the inputs: torch.float32 or torch.float64.
+        target_dtype: default `dtype`, for targets of shape (1,); torch.int64 for classes, of shape ().
+        folder: in which the private file is; it needs room for all rows. Default that of `tempfile`.
+
+    Raises:
+        ValueError: a column is missing, or does not hold numbers; or the source cannot be read. No value is quoted.
+
+    Example:
+        >>> data = ParquetRows(pa.table({"a": [1.0, None], "b": [3, 4], "y": [0, 1]}), inputs=["a", "b"], target="y")
+        >>> len(data), data[0], data[1]
+        (2, (tensor([1., 3.]), tensor([0.])), (tensor([nan, nan]), tensor([0.])))
+    """
+
+    @typed
+    def __init__(
+        self,
+        source: Any,
+        inputs: Sequence[str],
+        target: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        target_dtype: torch.dtype | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64 (got {dtype})")
+        if target_dtype not in (None, *_DTYPES):
+            raise ValueError(f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})")
+        if not inputs:
+            raise ValueError(f"inputs must be a list of names of columns (got {inputs!r})")
+        names = [*inputs, target]
+        if len(set(names)) < len(names):
+            raise ValueError("inputs must hold each column once, and not the target (got one twice)")
+        data = source if isinstance(source, pads.Dataset) else _opened(source)
+        _require_numbers(data.schema, names)
+        of_target: np.dtype[Any] = _DTYPES[target_dtype or dtype]
+        shape = () if of_target.kind == "i" else (1,)
+        row = np.dtype([("inputs", _DTYPES[dtype], (len(inputs),)), ("target", of_target, shape)])
+        super().__init__(_blocks(data, names, row), row, folder)
+
+
+def _opened(source: Any) -> pads.Dataset:
+    if isinstance(source, (pa.Table, pa.RecordBatch)):
+        return pads.dataset(source)
+    try:
+        return pads.dataset(source, format="parquet")
+    except (TypeError, pa.ArrowInvalid):
+        raise ValueError(
+            f"source must be Parquet files, a pyarrow.dataset.Dataset or an Arrow table (got a {type(source).__name__})"
+        ) from None
+
+
+def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
+    for name in names:
+        if schema.get_field_index(name) < 0:
+            raise ValueError(f"inputs and target must be columns of the source, each once (got {name!r})")
+        kind = schema.field(name).type
+        number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+        if not number and not pa.types.is_boolean(kind):
+            raise ValueError(
+                f"column {name!r} must hold numbers (got {kind}): leave it out of inputs, or write a column of 0 and 1 "
+                f"for each category that is publicly known"
+            )
+
+
+def _blocks(data: pads.Dataset, names: Sequence[str], row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yields the rows of the source in order."""
+    options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
+    if isinstance(getattr(data, "format", None), pads.ParquetFileFormat):  # else whole files are buffered
+        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
+    batches = data.to_batches(columns=list(names), **options)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowException, OSError) as error:
+            # PRIVACY: its message may quote a value (test_a_source_that_cannot_be_read_is_not_quoted)
+            raise ValueError(f"source must be readable to its end (got {type(error).__name__})") from None
+        if batch is None:
+            return
+        yield _block([_numbers(batch.column(name)) for name in names], row)
+
+
+def _numbers(column: pa.Array) -> npt.NDArray[Any]:
+    """Returns a column as numbers; what is null is NaN."""
+    if pa.types.is_boolean(column.type):
+        column = pc.cast(column, pa.uint8())
+    elif pa.types.is_decimal(column.type):
+        column = pc.cast(column, pa.float64(), safe=False)
+    found: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _block(columns: Sequence[npt.NDArray[Any]], row: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Returns columns, the target last, as rows; those of null records are NaN, with target 0."""
+    *inputs, target = columns
+    block = np.zeros(len(target), dtype=row)
+    of_target = block["target"].reshape(-1)
+    with np.errstate(over="ignore"):  # is infinite, and makes a null record
+        for j, column in enumerate(inputs):
+            block["inputs"][:, j] = column
+        known = np.isfinite(target)
+        if row["target"].kind == "i" and target.dtype.kind == "f":
+            known &= (np.floor(target) == target) & (np.abs(target) < 2.0**63)
+        elif target.dtype == np.uint64 and row["target"].kind == "i":
+            known &= target < 2**63
+        of_target[known] = target[known]
+    # PRIVACY: a value that is missing or too large would fail, or spread to other records
+    # (test_records_that_cannot_be_used_become_null_records)
+    null = ~(known & np.isfinite(of_target) & np.isfinite(block["inputs"]).all(axis=1))
+    block["inputs"][null], of_target[null] = np.nan, 0
+    return block
