@@ -18,17 +18,26 @@ from itertools import chain
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
-from transformers.utils import ModelOutput
+from transformers.loss.loss_utils import (
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.generic import ModelOutput
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Checkpoint
 from torch_dpsco.compat import tree_leaves
+from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.loggers import public_numbers
 from torch_dpsco.make_private import attach_sound, note_probed
@@ -41,9 +50,10 @@ from torch_dpsco.rules import TorchRule
 
 _STATE, _SCHEDULER = "private.pt", "scheduler.pt"  # files of a checkpoint
 _IGNORED = -100  # a label that does not count
-_TOLD = ("loss", "grad_norm", "train_loss", "total_flos")  # what the Trainer would log of training records
+# what the Trainer would log of training records
+_TOLD = ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second")
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|wpe)$")
-_OFF: dict[str, Any] = {"gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}  # others: what is false
+_OFF: dict[str, Any] = {"gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}  # else what is false
 _NOT_TAKEN = {
     "max_grad_norm": "rows are clipped one by one, at the clip of the plan",
     "gradient_accumulation_steps": "a step takes one whole draw; per_device_train_batch_size is the most rows of it "
@@ -62,6 +72,9 @@ _NOT_TAKEN = {
     "load_best_model_at_end": "finalize() installs the answer of the plan",
     "include_num_input_tokens_seen": "the number of tokens of a draw is private",
 }
+
+
+_Outputs: Any = ModelOutput
 
 
 class PrivateTrainer(Trainer):
@@ -94,7 +107,12 @@ class PrivateTrainer(Trainer):
         it gradients of records: what they let out is not covered. Nor are figures of evaluation sets.
     """
 
+    model: Any
+    label_names: Any
     optimizer: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    plan: ClippedPlan
 
     def __init__(
         self,
@@ -107,15 +125,20 @@ class PrivateTrainer(Trainer):
         accountant: Accountant | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("model_init") is not None:
+            raise ValueError("model must be given, in place of model_init: a run has one model")
         super().__init__(*args, **kwargs)
         _require_private(self.args)
-        if self.model_init is not None or isinstance(self.optimizer, CommonOptimizer):
-            raise ValueError("model and plan must be given, in place of model_init or of a private optimizer")
+        if isinstance(self.optimizer, CommonOptimizer):
+            raise ValueError("plan must be given, in place of a private optimizer, which is made of it")
+        self._shifts = self.compute_loss_func is None and _shifts_labels(self.model)
+        self.label_names = self.label_names or ["labels"]  # else columns of models that take none are removed
         self.args = copy.copy(self.args)
         self.args.max_grad_norm = 0.0  # which may be None
         numbers = {"budget": budget, "n": n, "clip": clip, "batch_size": batch_size}
         self.plan = _planned(self.args, plan, numbers)
-        self._accountant, self._handles = accountant, list[Any]()
+        self._accountant: Accountant | None = accountant
+        self._handles: list[Any] = []
 
     # -- optimizer and batches ----------------------------------------------------------------------------------------
 
@@ -133,6 +156,9 @@ class PrivateTrainer(Trainer):
         if self.train_dataset is None:
             raise ValueError("train_dataset must be given (got None)")
         optimizer = self.create_optimizer()
+        if optimizer.finalized:
+            raise SequenceError("the run is over and its answer installed: make a new PrivateTrainer to train again")
+        optimizer.discard()  # what an interrupted run has left comes again
         collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
         loader = optimizer.loader(
             self.train_dataset,
@@ -156,7 +182,7 @@ class PrivateTrainer(Trainer):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Returns what the Trainer counts by, for as many steps as are planned."""
         args = copy.copy(args)
-        args.max_steps = self.plan.steps
+        args.max_steps = self.plan.steps or 0
         return super().set_initial_training_values(args, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -166,14 +192,15 @@ class PrivateTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         lrs = [group["lr"] for group in self.optimizer.param_groups]
-        if self._created_lr_scheduler:
+        if self._created_lr_scheduler and not self.optimizer.steps:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         scheduler: Any = self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
-            saved = torch.load(os.path.join(resume_from_checkpoint, _SCHEDULER), weights_only=True)
-            scheduler.load_state_dict(saved)
+            scheduler.load_state_dict(torch.load(os.path.join(resume_from_checkpoint, _SCHEDULER), weights_only=True))
             for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr
+            while isinstance(scheduler, LambdaLR) and scheduler.last_epoch < self.optimizer.steps:
+                scheduler.step()  # for a step that was lost
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -224,9 +251,9 @@ class PrivateTrainer(Trainer):
     def _loss_of_record(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss of a batch of one record."""
         if self.compute_loss_func is not None:
-            own: Tensor = self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=None)
+            own: Tensor = self.compute_loss_func(_Outputs(logits=logits), labels, num_items_in_batch=None)
             return own
-        if getattr(self, "_loss_shifts_labels", False):
+        if self._shifts and logits.dim() == 3:
             logits, labels = logits[:, :-1], labels[:, 1:]
         kind, classes = getattr(getattr(self.model, "config", None), "problem_type", None), logits.shape[-1]
         if kind == "regression" or (kind is None and classes == 1):
@@ -277,7 +304,7 @@ class PrivateTrainer(Trainer):
         """Saves what a run goes on with, where a ledger file knows what it has spent since."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
-        if self.optimizer.accountant.ledger_path is not None:
+        if self.optimizer.accountant.ledger_path is not None and world_size() == 1:
             Checkpoint(os.path.join(output_dir, _STATE), 1, self.model, self.optimizer).save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -299,8 +326,8 @@ class PrivateTrainer(Trainer):
         detach(self.model)
         for handle in self._handles:
             handle.remove()
-        output = super()._finalize_training(trial, num_train_samples, start_time)
-        return output._replace(training_loss=math.nan)
+        end: Any = super()._finalize_training
+        return end(trial, num_train_samples, start_time)._replace(training_loss=math.nan)
 
 
 def _require_private(args: TrainingArguments) -> None:
@@ -311,7 +338,7 @@ def _require_private(args: TrainingArguments) -> None:
             raise ValueError(f"{name} must be {'0' if name == 'max_grad_norm' else off} (got {value!r}): {why}")
     if args.n_gpu > 1:
         raise ValueError(f"n_gpu must be at most 1 (got {args.n_gpu}): show one device, or start one process for each")
-    if args.push_to_hub and str(args.hub_strategy.value) in ("checkpoint", "all_checkpoints"):
+    if args.push_to_hub and HubStrategy(args.hub_strategy).value in ("checkpoint", "all_checkpoints"):
         # PRIVACY: their optimizer state is confidential (test_arguments_without_a_private_counterpart_are_refused)
         raise ValueError("hub_strategy must be 'end' or 'every_save' (got one that uploads the state of the optimizer)")
 
@@ -327,15 +354,27 @@ def _planned(args: TrainingArguments, plan: ClippedPlan | None, numbers: dict[st
     given = [name for name, value in numbers.items() if value is not None]
     if given or type(plan) is not ClippedPlan:
         raise ValueError(f"plan must be made by ClippedSGD.plan, without {', '.join(given or numbers)} beside it")
-    if plan.steps is None or args.learning_rate != plan.lr:
-        raise ValueError(
-            f"plan must have steps, and learning_rate as its step size {plan.lr:g} (got {plan.steps} steps, "
-            f"learning_rate={args.learning_rate:g})"
-        )
+    if plan.steps is None:
+        raise ValueError("plan must have steps, as many as are to be made (got None)")
+    if args.learning_rate != plan.lr:
+        raise ValueError(f"learning_rate must be {plan.lr:g}, that of the plan (got {args.learning_rate:g})")
     asked = args.max_steps if args.max_steps > 0 else args.num_train_epochs * plan.n / plan.batch_size
     if abs(asked - plan.steps) >= (1 if args.max_steps <= 0 else 0.5):
         raise ValueError(f"max_steps must be {plan.steps}, those of the plan (got {asked:g} by the TrainingArguments)")
     return plan
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Returns whether tokens are the labels of those before them; raises ValueError for losses that are not known."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    loss = getattr(base, "loss_function", None)
+    known = (None, ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
+    if loss not in known or getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"model must be for classes, numbers or tokens, without a decoder of its own (got {type(base).__name__}): "
+            f"give a compute_loss_func, or write the loop yourself with optimizer.loader(dataset)"
+        )
+    return loss is ForCausalLMLoss
 
 
 class _OneLength:
