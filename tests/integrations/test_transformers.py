@@ -469,7 +469,14 @@ def test_a_checkpoint_without_a_ledger_file_is_not_resumed(tmp_path: Path) -> No
 
 def _two(rank: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("default")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun does
+    # as torchrun does
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     model = bert()
     trainer = private_run(Path(folder), model, plan=poisson_plan(), eval_dataset=records(4))
     trainer.train()
