@@ -24,6 +24,10 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
     TrainerCallback,
     TrainingArguments,
 )
@@ -62,6 +66,21 @@ def gpt2(kind: Any = GPT2ForSequenceClassification) -> Any:
     return kind(GPT2Config(**config))
 
 
+def roberta() -> Any:
+    torch.manual_seed(0)
+    config = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 16, "max_position_embeddings": LENGTH + 2, "pad_token_id": 1}
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return RobertaForSequenceClassification(RobertaConfig(**config))
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 16, "max_position_embeddings": LENGTH, "num_key_value_heads": 2}
+    return LlamaForSequenceClassification(LlamaConfig(**config, pad_token_id=0))
+
+
 def with_lora(model: Any, *targets: str) -> Any:
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=list(targets), init_lora_weights=False)
@@ -77,6 +96,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "distilbert, LoRA": lambda: with_lora(distilbert(), "q_lin", "v_lin"),
     "gpt2": gpt2,
     "gpt2, LoRA": lambda: with_lora(gpt2(), "c_attn"),
+    "roberta": roberta,
+    "llama": llama,
+    "llama, LoRA": lambda: with_lora(llama(), "q_proj", "v_proj"),
 }
 
 

@@ -36,7 +36,8 @@ def prepare(
 
     `Accelerator.prepare` would cut batches up, average gradients over processes and skip steps; here the optimizer,
     which knows the processes itself, stays what it is, and the loader too, but that its batches come on the
-    accelerator's device. Prepare nothing but loaders for evaluation by the accelerator; step schedulers plainly, on all processes.
+    accelerator's device. Prepare nothing but loaders for evaluation by the accelerator; step schedulers plainly, on all
+    processes.
 
     Args:
         accelerator: made before the optimizer; its `clip_grad_norm_` and `clip_grad_value_` raise from now on.
@@ -80,7 +81,7 @@ def prepare(
             f"model must be on {accelerator.device}, the accelerator's device (got {', '.join(sorted(elsewhere))}): "
             f"call model.to(accelerator.device) before the optimizer is made"
         )
-    accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = _refuse_to_clip  # type: ignore[method-assign]
+    accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = _refuse_to_clip
     return model, optimizer, loader if accelerator.device.type == "cpu" else _Placed(loader, accelerator.device)
 
 

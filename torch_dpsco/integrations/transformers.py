@@ -169,7 +169,7 @@ class PrivateTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
         )
         if not is_attached(self.model):
-            self._handles = _expand_positions(self.model)
+            self._handles += _expand_positions(self.model)
             attach_sound(self.model, lambda model, batch: self._loss_of(model, batch), loader, loss_reduction="mean")
             note_probed(self.model, optimizer)
         return loader
