@@ -183,3 +183,20 @@ def test_two_processes_have_one_noise_and_one_ledger(tmp_path: Path) -> None:
     first, second = launch(_two, 2, tmp_path, 1.0)
     assert torch.equal(first["answer"], second["answer"])
     assert (first["ledger"], first["charges"]) == (second["ledger"], 9)
+
+
+def test_bfloat16_around_the_forward_works_with_a_summed_loss() -> None:
+    answers = []
+    for half in (False, True):
+        model = dp.attach(linear().float(), loss_reduction="sum")
+        optimizer = dp.ClippedSGD(model.parameters(), plan(steps=1))
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = prepare(accelerator, model, optimizer, optimizer.loader(records(), steps=1))
+        for x, y in loader:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                scores = model(x.float())
+            loss = nn.functional.binary_cross_entropy_with_logits(scores.float(), y.float(), reduction="sum")
+            accelerator.backward(loss)
+            optimizer.step()
+        answers.append(numbers(model))
+    torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=2e-3)

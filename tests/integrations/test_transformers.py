@@ -294,12 +294,13 @@ def test_nothing_private_is_logged(tmp_path: Path) -> None:
         return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
     first, trainer = _seen(tmp_path, records())
-    other, _ = _seen(tmp_path, records(N + 5, seed=8))
+    other, larger = _seen(tmp_path, records(N + 5, seed=8))
     assert not any(name in line for line in [*first[:-1], *trainer.state.log_history] for name in NEVER)
     assert public(first) == public(other)  # plan and ledger are all that they are made of
     assert first[-1]["total_flos"] == 0
-    loader = private_run(tmp_path, bert(), records(N + 5), poisson_plan()).get_train_dataloader()
-    assert trainer.num_examples(loader) == N  # the public number, not N + 5
+    loader = larger.callback_handler.train_dataloader
+    assert len(loader.dataset) == N + 5
+    assert larger.num_examples(loader) == N  # the public number
 
 
 def test_no_logged_epsilon_is_less_than_was_spent(tmp_path: Path) -> None:
@@ -356,6 +357,7 @@ def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
         {"torch_compile": True},
         {"include_num_input_tokens_seen": "all"},
         {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "no"},
+        {"hub_strategy": "checkpoint", "push_to_hub": True},
         {"max_steps": 4},
         {"max_steps": -1, "num_train_epochs": 2},
         {"learning_rate": 0.4},
@@ -379,6 +381,8 @@ def test_a_plan_is_made_of_the_arguments_or_given(tmp_path: Path) -> None:
         PrivateTrainer(bert(), args, train_dataset=records(), budget=budget, n=N)
     with pytest.raises(ValueError, match="without n beside it"):
         PrivateTrainer(bert(), args, train_dataset=records(), plan=full_plan(), n=N)
+    with pytest.raises(ValueError, match="args must be given"):
+        PrivateTrainer(bert(), train_dataset=records(), plan=full_plan())
     with pytest.raises(ValueError, match="in place of model_init"):
         PrivateTrainer(None, args, train_dataset=records(), plan=full_plan(), model_init=bert)
 

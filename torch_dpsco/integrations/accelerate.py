@@ -92,7 +92,8 @@ def _require_plain(accelerator: Accelerator, model: nn.Module, optimizer: Common
     if accelerator.mixed_precision != "no" or accelerator.scaler is not None:
         raise ValueError(
             f"mixed_precision must be 'no' (got {accelerator.mixed_precision!r}): a scale that falls where a gradient "
-            f"overflows tells about records; put the forward under torch.autocast, with bfloat16, yourself"
+            f"overflows tells about records; put the forward under torch.autocast with bfloat16 yourself, and attach "
+            f"with loss_reduction='sum'"
         )
     if steps != 1:
         raise ValueError(

@@ -127,8 +127,11 @@ class PrivateTrainer(Trainer):
     ) -> None:
         if kwargs.get("model_init") is not None:
             raise ValueError("model must be given, in place of model_init: a run has one model")
+        given = args[1] if len(args) > 1 else kwargs.get("args")
+        if given is None:
+            raise ValueError("args must be given: TrainingArguments(..., max_grad_norm=0)")
+        _require_private(given)  # before anything is made by them
         super().__init__(*args, **kwargs)
-        _require_private(self.args)
         if isinstance(self.optimizer, CommonOptimizer):
             raise ValueError("plan must be given, in place of a private optimizer, which is made of it")
         self._shifts = self.compute_loss_func is None and _shifts_labels(self.model)
