@@ -53,7 +53,8 @@ _IGNORED = -100  # a label that does not count
 # what the Trainer would log of training records
 _TOLD = ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second")
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|wpe)$")
-_OFF: dict[str, Any] = {"gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}  # else what is false
+# all others are off where they are false
+_OFF: dict[str, Any] = {"max_grad_norm": 0, "gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}
 _NOT_TAKEN = {
     "max_grad_norm": "rows are clipped one by one, at the clip of the plan",
     "gradient_accumulation_steps": "a step takes one whole draw; per_device_train_batch_size is the most rows of it "
@@ -338,7 +339,7 @@ def _require_private(args: TrainingArguments) -> None:
     for name, why in _NOT_TAKEN.items():
         value, off = getattr(args, name, None), _OFF.get(name)
         if value and value != off:
-            raise ValueError(f"{name} must be {'0' if name == 'max_grad_norm' else off} (got {value!r}): {why}")
+            raise ValueError(f"{name} must be {'off' if off is None else repr(off)} (got {value!r}): {why}")
     if args.n_gpu > 1:
         raise ValueError(f"n_gpu must be at most 1 (got {args.n_gpu}): show one device, or start one process for each")
     if args.push_to_hub and HubStrategy(args.hub_strategy).value in ("checkpoint", "all_checkpoints"):
