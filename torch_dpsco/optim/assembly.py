@@ -329,6 +329,11 @@ class Assembly(CommonOptimizer):
         return self._batch.outstanding_rows
 
     @property
+    def ends_draw(self) -> bool:
+        """Whether the next step is given the last part of its draw, and so releases (private: it tells of its size)."""
+        return self._batch.ends_draw
+
+    @property
     def in_draw(self) -> bool:
         """Whether a part of a draw was added, and the step of the draw is not made (private: it tells of its size)."""
         return self._batch.opened

@@ -174,6 +174,11 @@ class LogicalBatch:
         return self._log.waiting[0].size if self._log.waiting else None
 
     @property
+    def ends_draw(self) -> bool:
+        """Whether the chunk that comes next is the last of its draw."""
+        return (self._log.taken or self._log.waiting[0]).last if self._log.taken or self._log.waiting else False
+
+    @property
     def needs_rows(self) -> bool:
         """Whether missing per-sample gradients are an error: not for an empty draw, or after accumulate()."""
         return self._log.taken is None or (self._log.taken.rows > 0 and self._seen == 0)
