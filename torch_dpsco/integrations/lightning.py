@@ -8,10 +8,9 @@
     trainer = Trainer(max_steps=plan.steps, callbacks=[private])     # 3
     trainer.fit(Classifier(), DataLoader(dataset, batch_size=plan.batch_size), public_validation)
 
-The Trainer iterates over draws of `optimizer.loader`, one batch of Lightning's for each draw, so that its counters tell
-nothing of their sizes; parts of a draw but the last are used up before Lightning sees that one (`_Draws`). What training
-records gave reaches no logger and no bar (`PrivateTraining.log_training`). Validation and checkpoints have the private
-answer so far. Needs Lightning (`pip install torch_dpsco[lightning]`).
+The Trainer iterates over draws of `optimizer.loader`, one batch of Lightning's for each draw, so that its counters
+tell nothing of their sizes; all parts of a draw but the last are used up before Lightning sees that one. What training
+records gave reaches no logger and no bar (`log_training`). Validation and checkpoints have the private answer so far.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -94,6 +92,7 @@ class PrivateTraining(Callback):
         self._shown: AbstractContextManager[None] | None = None
         self._attached: nn.Module | None = None
         self._probing = self._told = False
+        self._trainer: Any = None
         self.optimizer: PrivateOptimizer | None = None
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -107,13 +106,14 @@ class PrivateTraining(Callback):
         self._told, self.optimizer, self._saved, self._query = False, None, None, {}
         self._trainer, self._module = trainer, pl_module
         self._log, self._on_save = pl_module.log, pl_module.on_save_checkpoint
+        self._every = max(1, self._trainer.log_every_n_steps)
         self._accumulate, self._process = trainer.accumulate_grad_batches, trainer.strategy.process_dataloader
         trainer.accumulate_grad_batches = 1
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", self._accumulate))
         self._replace(pl_module, "log", self.log_training)
         self._replace(pl_module, "on_save_checkpoint", self._add_answer)
         self._replace(trainer.strategy, "process_dataloader", self._private_loader)
-        for callback in trainer.callbacks:  # theirs is bound already
+        for callback in self._trainer.callbacks:  # theirs is bound already
             callback.log = self.log_training
 
     def _replace(self, thing: Any, name: str, value: Any) -> None:
@@ -124,9 +124,12 @@ class PrivateTraining(Callback):
         self._end_release()
         while self._undo:
             self._undo.pop()()
-        if self._attached is not None and is_attached(self._attached):
-            detach(self._attached)
-        self._attached = None
+        self._detach()
+
+    def _detach(self) -> None:
+        model, self._attached = self._attached, None
+        if model is not None and is_attached(model):
+            detach(model)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Takes the optimizer's state, to resume the run with its ledger in place of loading another one's."""
@@ -152,7 +155,7 @@ class PrivateTraining(Callback):
                 optimizer.resume(self._saved)
             self._saved = None
         self._goal = checks.last_step(trainer, optimizer)
-        self._logger = Logger(self._write, every=max(1, trainer.log_every_n_steps), delta=self._delta)
+        self._logger = Logger(self._write, every=self._every, delta=self._delta)
         if not self._is_over(trainer, optimizer):
             self._require_secrets_kept(trainer, optimizer)
             if (plan := getattr(optimizer, "_plan", None)) is not None:
@@ -213,6 +216,8 @@ class PrivateTraining(Callback):
         """Attaches the model, and tries it and the training step on made-up records."""
         model = checks.model_of(self._module)
         loss = OfBatch(lambda model, batch: _loss_of(self._training_step(batch, 0)))
+        calls: list[Any] = []
+        hook = model.register_forward_pre_hook(lambda *call: calls.append(call[0]))
         self._probing = True
         try:
             # PRIVACY: (test_coupled_records_are_found_before_anything_is_spent)
@@ -223,6 +228,13 @@ class PrivateTraining(Callback):
                 self._attached = model
         finally:
             self._probing = False
+            hook.remove()
+        if not calls and len(loader.dataset):  # type: ignore[arg-type]
+            # PRIVACY: rows of two forwards would be added (test_modules_that_do_not_go_with_private_steps_are_refused)
+            raise SequenceError(
+                f"training_step must call {'self' if model is self._module else 'the model'}(inputs), not parts of it: "
+                f"rows of different forwards are told apart by these calls"
+            )
         note_probed(model, optimizer)
 
     def _training_step(self, batch: Any, index: int) -> Any:
@@ -262,7 +274,7 @@ class PrivateTraining(Callback):
         optimizer = self.optimizer
         assert optimizer is not None
         self._logger(optimizer)
-        if (done := optimizer.steps >= self._goal) or optimizer.steps % max(1, trainer.log_every_n_steps) == 0:
+        if (done := optimizer.steps >= self._goal) or optimizer.steps % self._every == 0:
             spent = public_numbers(optimizer, self._delta).epsilon
             if spent is not None:
                 self._log("epsilon", _shown(spent), prog_bar=True, logger=False, batch_size=1)
@@ -275,7 +287,7 @@ class PrivateTraining(Callback):
 
     def log_training(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Stands for `log` of module and callbacks: leaves out what was computed in training."""
-        trainer = self._trainer
+        trainer: Any = self._trainer
         if self._module._trainer is not trainer or not trainer.training:
             self._log(name, value, *args, **options)
             return
@@ -343,6 +355,7 @@ class PrivateTraining(Callback):
         self._end_release()
         if self.optimizer is not None and not self.optimizer.finalized:
             self.optimizer.discard()
+        self._detach()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts everything back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -38,7 +38,7 @@ _CALLBACKS = {
 }
 
 
-def require_settings(trainer: Trainer, module: LightningModule) -> None:
+def require_settings(trainer: Any, module: LightningModule) -> None:
     """Raises SequenceError for a setting that would void the guarantee, or would do nothing in silence."""
     usual: dict[str, tuple[Any, Any, str]] = {
         "gradient_clip_val": (trainer.gradient_clip_val, (None, 0), _CLIP),
@@ -66,12 +66,11 @@ def require_settings(trainer: Trainer, module: LightningModule) -> None:
         for kind, way_out in _CALLBACKS.items():
             if isinstance(callback, kind):
                 raise SequenceError(f"callbacks must not hold a {kind.__name__} for private training: {way_out}")
-    for hook in ("configure_gradient_clipping", "backward", "lr_scheduler_step"):
-        if hook != "lr_scheduler_step" and is_overridden(hook, module, parent=LightningModule):
-            raise SequenceError(f"{hook} must not be overridden for private training: {_CLIP}")
+    if is_overridden("configure_gradient_clipping", module, parent=LightningModule):
+        raise SequenceError(f"configure_gradient_clipping must not be overridden for private training: {_CLIP}")
 
 
-def private_optimizer(trainer: Trainer) -> PrivateOptimizer:
+def private_optimizer(trainer: Any) -> PrivateOptimizer:
     """Returns the module's optimizer, the only one and private."""
     optimizers = trainer.optimizers
     found = optimizers[0] if len(optimizers) == 1 else None
@@ -89,7 +88,7 @@ def private_optimizer(trainer: Trainer) -> PrivateOptimizer:
     )
 
 
-def last_step(trainer: Trainer, optimizer: PrivateOptimizer) -> int:
+def last_step(trainer: Any, optimizer: PrivateOptimizer) -> int:
     """Returns after how many steps training ends; raises ValueError if the Trainer's limits are not the plan's."""
     planned, epoch = optimizer.schedule.steps, optimizer.design.batches
     steps, epochs = trainer.max_steps, trainer.fit_loop.max_epochs
@@ -100,7 +99,9 @@ def last_step(trainer: Trainer, optimizer: PrivateOptimizer) -> int:
         planned = min(limits)
     needed = math.ceil(planned / epoch)
     if steps not in (-1, planned) and optimizer.schedule.steps is not None:
-        raise ValueError(f"max_steps must be {planned}, the steps of the plan (got {steps}): Trainer(max_steps={planned})")
+        raise ValueError(
+            f"max_steps must be {planned}, the steps of the plan (got {steps}): Trainer(max_steps={planned})"
+        )
     if epochs not in (None, -1, needed) and optimizer.schedule.steps is not None:
         raise ValueError(
             f"max_epochs must be {needed}, in which the plan's {planned} steps are made (got {epochs}): "
@@ -152,7 +153,7 @@ def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[
     return (batch, index) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
 
 
-def watched(trainer: Trainer) -> set[str]:
+def watched(trainer: Any) -> set[str]:
     """Returns the names of the metrics by which callbacks and schedulers decide."""
     found = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
     found |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
