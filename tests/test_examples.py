@@ -35,6 +35,7 @@ TESTED_ELSEWHERE = {
     *("adult", "distributed", "flights", "from_opacus", "linear_regression", "quantile_regression", "svm"),
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),
     *("adversarial", "estimators", "output_perturbation", "tilted", "private_head"),
+    "lightning_module",
 }
 N, EPSILON, DELTA = 32_561, 1.0, 1e-5
 

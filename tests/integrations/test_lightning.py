@@ -6,6 +6,8 @@ import contextlib
 import copy
 import csv
 import math
+import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -43,6 +45,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
 
+ROOT = Path(__file__).parents[2]
 N, DIM, DELTA, BATCH = 60, 3, 1e-3, 12
 LOSS = dp.losses.Logistic()
 
@@ -74,6 +77,7 @@ class Net(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = LOSS(self(batch[0]), batch[1])
         self.log("train_loss", loss, prog_bar=True)
+        self.log_dict({"train_size": float(len(batch[0]))}, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -256,6 +260,7 @@ REFUSED = {
     "strategy": {"strategy": "ddp"},
     "GradientAccumulationScheduler": kinds.GradientAccumulationScheduler({0: 2}),
     "StochasticWeightAveraging": kinds.StochasticWeightAveraging(0.1),
+    "ThroughputMonitor": kinds.ThroughputMonitor(len),
     "LearningRateFinder": kinds.LearningRateFinder(),
 }
 
@@ -399,10 +404,19 @@ def test_loaders_whose_batches_would_be_exchanged_in_silence_are_refused() -> No
         "batch_size of the training loader must be 12": DataLoader(records(), batch_size=5),
         "no sampler of its own": weighted,
         "must be a torch DataLoader": records(),
+        "one training loader": [train_loader(plan), train_loader(plan)],
     }.items():
         module = private(plan)
         assert_refused(match, lambda m=module, data=loader: trainer(10, PrivateTraining()).fit(m, data))
         assert not module.optimizer.accountant.ledger
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"loss_reduction": "none"}, {"delta": 1.0}, {"private_logs": "yes"}, {"private_checkpoints": 2}]
+)
+def test_arguments_are_checked_at_the_door(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    assert_refused(name, lambda: PrivateTraining(**wrong), ValueError)
 
 
 class Coupled(Silent):
@@ -449,7 +463,8 @@ def written(
     plan, shown = planned(adjacency="add_remove"), {}
 
     class Bar(kinds.ProgressBar):
-        def on_train_batch_end(self, run: Any, *args: Any) -> None:
+        def on_train_batch_end(self, run: Any, module: Any, outputs: Any, *args: Any) -> None:
+            self.log("callback_loss", outputs["loss"], prog_bar=True)
             shown.update(self.get_metrics(run, run.lightning_module))
 
     logger = CSVLogger(folder, flush_logs_every_n_steps=1)
@@ -495,8 +510,8 @@ def test_a_filter_that_lets_training_losses_through_is_caught(tmp_path: Path) ->
 
 def test_training_losses_are_logged_where_logs_stay_private(tmp_path: Path) -> None:
     lines, shown = written(tmp_path, private_logs=True)
-    assert "train_loss" in lines[0]
-    assert "train_loss" in shown
+    assert {"train_loss", "train_size", "callback_loss"} <= set(lines[0])
+    assert {"train_loss", "train_size", "callback_loss"} <= set(shown)
 
 
 class Deciding(Net):
@@ -612,7 +627,7 @@ def checkpointed(plan: Any, module: Net, folder: Path, *callbacks: Any, ckpt: st
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("sampling", ["poisson", "allocated"])
+@pytest.mark.parametrize("sampling", ["poisson", pytest.param("allocated", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(sampling: str, tmp_path: Path) -> None:
     plan = planned(sampling=sampling, average="uniform")
     secret = {"private_checkpoints": sampling == "allocated"}
@@ -648,13 +663,13 @@ def test_a_run_goes_on_from_the_point_where_its_checkpoint_is(tmp_path: Path) ->
 
 
 def test_checkpoints_with_secrets_are_refused_until_they_stay_private(tmp_path: Path) -> None:
-    plan = planned(sampling="allocated")
+    plan = planned(sampling=dp.Disjoint(BATCH, N), epochs=1)
     module = private(plan)
     assert_refused("private_checkpoints=True", lambda: checkpointed(plan, module, tmp_path), PrivacyError)
     assert not module.optimizer.accountant.ledger
-    run = trainer(10, PrivateTraining(), saving(tmp_path, save_weights_only=True), enable_checkpointing=True)
+    run = trainer(5, PrivateTraining(), saving(tmp_path, save_weights_only=True), enable_checkpointing=True)
     run.fit(module := private(plan), train_loader(plan))
-    assert "optimizer_states" not in torch.load(tmp_path / "step=9.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(tmp_path / "step=3.ckpt", weights_only=True)
     assert_refused("private_checkpoints=True", lambda: late(plan, tmp_path), PrivacyError)
 
 
@@ -743,6 +758,51 @@ def test_afterwards_trainer_and_module_are_as_before() -> None:
     assert not hasattr(module, "_dpsco")
     run.validate(module, DataLoader(records(), batch_size=N), verbose=False)
     assert "val_loss" in run.callback_metrics
+
+
+CRASH = """
+import os, sys
+from tests.integrations.test_lightning import *
+folder, plan = Path(sys.argv[1]), planned(average="uniform")
+
+class Dies(Callback):
+    def on_before_zero_grad(self, run, module, optimizer):
+        if run.global_step == 7:
+            module.optimizer._apply = lambda *args: os._exit(9)  # charged, and its noise is drawn
+
+checkpointed(plan, on_disk(plan, folder), folder, Dies())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_process_that_died_in_a_step_goes_on_without_it(tmp_path: Path) -> None:
+    died = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], cwd=ROOT, check=False)
+    assert died.returncode == 9
+    plan = planned(average="uniform")
+    with pytest.warns(UtilityWarning, match="2 steps after step 6 were lost"):
+        module = checkpointed(plan, on_disk(plan, tmp_path), tmp_path, ckpt="step=6.ckpt")
+    assert len(module.optimizer.accountant.ledger) == module.optimizer.steps == 10
+    assert module.optimizer.finalized
+
+
+@pytest.mark.slow
+def test_the_example_prints_both_scores_and_spends_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():  # it adds filters
+        path = ROOT / "examples" / "lightning_module.py"
+        figures = runpy.run_path(str(path))["main"](["--quick"])
+    assert 0.9 * 4.0 < figures["epsilon"] <= 4.0
+    assert f"private {figures['private_accuracy']:.4f}, not private" in capsys.readouterr().out
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "integrations" / "lightning.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    assert "finalized" in capsys.readouterr().out
 
 
 @pytest.mark.slow

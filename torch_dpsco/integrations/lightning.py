@@ -91,8 +91,9 @@ class PrivateTraining(Callback):
         self._query: dict[str, Tensor] = {}
         self._shown: AbstractContextManager[None] | None = None
         self._attached: nn.Module | None = None
-        self._probing = self._told = False
+        self._probing = self._told = self._drawn = False
         self._trainer: Any = None
+        self._module: Any = None
         self.optimizer: PrivateOptimizer | None = None
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -102,8 +103,8 @@ class PrivateTraining(Callback):
         self._close()
         if stage != "fit":
             return
-        checks.require_settings(trainer, pl_module)
-        self._told, self.optimizer, self._saved, self._query = False, None, None, {}
+        checks.require_settings(trainer, pl_module, self.private_logs)
+        self._told, self._drawn, self.optimizer, self._saved, self._query = False, False, None, None, {}
         self._trainer, self._module = trainer, pl_module
         self._log, self._on_save = pl_module.log, pl_module.on_save_checkpoint
         self._every = max(1, self._trainer.log_every_n_steps)
@@ -156,10 +157,8 @@ class PrivateTraining(Callback):
             self._saved = None
         self._goal = checks.last_step(trainer, optimizer)
         self._logger = Logger(self._write, every=self._every, delta=self._delta)
-        if not self._is_over(trainer, optimizer):
-            self._require_secrets_kept(trainer, optimizer)
-            if (plan := getattr(optimizer, "_plan", None)) is not None:
-                rank_zero_info(str(plan))
+        if not self._is_over(trainer, optimizer) and (plan := getattr(optimizer, "_plan", None)) is not None:
+            rank_zero_info(str(plan))
 
     def _is_over(self, trainer: Trainer, optimizer: PrivateOptimizer) -> bool:
         planned = optimizer.schedule.steps
@@ -172,10 +171,9 @@ class PrivateTraining(Callback):
         trainer.should_stop = True
         return True
 
-    def _require_secrets_kept(self, trainer: Trainer, optimizer: PrivateOptimizer) -> None:
+    def _require_secrets_kept(self, optimizer: PrivateOptimizer) -> None:
         """Raises at the start, and not at the first checkpoint, when steps are spent."""
-        full = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
-        if full and not self.private_checkpoints:
+        if not all(getattr(saver, "save_weights_only", False) for saver in self._trainer.checkpoint_callbacks):
             self._require_public(optimizer.state_dict())
 
     def _require_public(self, state: Any) -> None:
@@ -195,6 +193,9 @@ class PrivateTraining(Callback):
         epoch = min(self._goal, optimizer.design.batches)
         if trainer.should_stop:  # all steps are made
             return _Draws(self, iter(()), epoch)
+        if self._drawn:
+            raise SequenceError("Trainer.fit must be given one training loader: join the data sets of several")
+        self._drawn = True
         checks.require_train_loader(loader, optimizer)
         optimizer.discard()  # what a run before left in progress comes again
         parts = self._accumulate
@@ -210,6 +211,7 @@ class PrivateTraining(Callback):
             padding=self._padding,
         )
         self._probe(private, optimizer)
+        self._require_secrets_kept(optimizer)
         return _Draws(self, self._batches(private), epoch)
 
     def _probe(self, loader: PrivateLoader, optimizer: PrivateOptimizer) -> None:
@@ -287,13 +289,14 @@ class PrivateTraining(Callback):
 
     def log_training(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Stands for `log` of module and callbacks: leaves out what was computed in training."""
-        trainer: Any = self._trainer
-        if self._module._trainer is not trainer or not trainer.training:
+        if self._module._trainer is not self._trainer or not self._trainer.training:
             self._log(name, value, *args, **options)
             return
         if self._probing:
             return
-        if any(name == watched.removesuffix("_step").removesuffix("_epoch") for watched in checks.watched(trainer)):
+        if any(
+            name == watched.removesuffix("_step").removesuffix("_epoch") for watched in checks.watched(self._trainer)
+        ):
             # PRIVACY: when a run stops, or which iterate is kept, would tell of the records
             # (test_nobody_decides_by_a_training_loss)
             raise PrivacyError(

@@ -8,10 +8,12 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    DeviceStatsMonitor,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -36,9 +38,13 @@ _CALLBACKS = {
     LearningRateFinder: "its trials are steps, decided by training losses; the plan has the step size",
     ModelPruning: "it changes parameters between steps; prune the released model",
 }
+_TELLING = {
+    DeviceStatsMonitor: "memory follows the sizes of draws; PrivateTraining(private_logs=True) if logs stay private",
+    ThroughputMonitor: "it logs the sizes of draws; PrivateTraining(private_logs=True) if logs stay private",
+}
 
 
-def require_settings(trainer: Any, module: LightningModule) -> None:
+def require_settings(trainer: Any, module: LightningModule, private_logs: bool) -> None:
     """Raises SequenceError for a setting that would void the guarantee, or would do nothing in silence."""
     usual: dict[str, tuple[Any, Any, str]] = {
         "gradient_clip_val": (trainer.gradient_clip_val, (None, 0), _CLIP),
@@ -63,7 +69,7 @@ def require_settings(trainer: Any, module: LightningModule) -> None:
             f"(docs/distributed.md)"
         )
     for callback in trainer.callbacks:
-        for kind, way_out in _CALLBACKS.items():
+        for kind, way_out in (_CALLBACKS if private_logs else _CALLBACKS | _TELLING).items():
             if isinstance(callback, kind):
                 raise SequenceError(f"callbacks must not hold a {kind.__name__} for private training: {way_out}")
     if is_overridden("configure_gradient_clipping", module, parent=LightningModule):
