@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught
 from torch_dpsco import rng
-from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError, UtilityWarning
 
 pytest.importorskip("lightning")
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch import callbacks as kinds
 from lightning.pytorch.loggers import CSVLogger
 
@@ -397,6 +397,46 @@ def test_steps_that_are_not_the_plans_are_refused_with_those_to_give(limits: dic
         assert not module.optimizer.accountant.ledger
 
 
+def test_a_plan_without_a_last_step_takes_the_trainers() -> None:
+    budget = dp.Budget(1.0, DELTA)
+    problem = LOSS.problem(bound_x=2.0)
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=N, budget=budget, noise_multiplier=4.0, batch_size=BATCH, average="last"
+    )
+    assert plan.steps is None
+    module = private(plan)
+    trainer(4, PrivateTraining()).fit(module, train_loader(plan))
+    assert module.optimizer.steps == 4
+    run = trainer(-1, PrivateTraining(), max_epochs=-1)
+    assert_refused("max_steps or max_epochs must be given", lambda: run.fit(module, train_loader(plan)), ValueError)
+    run = trainer(100_000, PrivateTraining())
+    assert_refused("steps must be <= ", lambda: run.fit(module, train_loader(plan)), InfeasibleError)
+    assert not module.optimizer.accountant.ledger
+
+
+def test_data_modules_give_their_loaders() -> None:
+    plan = planned()
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return train_loader(plan)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] * 2.0, batch[1]]
+
+    class Doubling(Silent):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return LOSS(self(batch[0] * 2.0), batch[1])
+
+    for parts in (1, 3):
+        with repeatable():
+            ours = private(plan)
+            trainer(10, PrivateTraining(), accumulate_grad_batches=parts).fit(ours, datamodule=Data())
+        with repeatable():
+            theirs = trained(plan, private(plan, Doubling), accumulate_grad_batches=parts)
+        assert same(ours, theirs)
+
+
 def test_loaders_whose_batches_would_be_exchanged_in_silence_are_refused() -> None:
     plan = planned()
     weighted = DataLoader(records(), BATCH, sampler=WeightedRandomSampler([1.0] * N, N))
@@ -594,6 +634,13 @@ def test_validation_sees_the_private_answer_so_far() -> None:
     assert len(ours.seen) == 3
     for seen, answer in zip(ours.seen, answers, strict=True):
         assert all(torch.equal(seen[name], answer[name]) for name in answer)
+
+
+def test_an_answer_that_validation_does_not_see_is_caught() -> None:
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(PrivateTraining, "on_validation_start", lambda *args: None)
+
+    assert_caught(test_validation_sees_the_private_answer_so_far, mutate)
 
 
 class Killed(Callback):
