@@ -92,7 +92,7 @@ class PrivateTraining(Callback):
         self._shown: AbstractContextManager[None] | None = None
         self._attached: nn.Module | None = None
         self._probing = self._told = self._drawn = False
-        self._trainer: Any = None
+        self._trainer: Any = None  # of the fit that runs, as is the module
         self._module: Any = None
         self.optimizer: PrivateOptimizer | None = None
 
@@ -323,7 +323,7 @@ class PrivateTraining(Callback):
             self._shown.__enter__()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes it out again."""
+        """Puts the point of the next step back."""
         self._end_release()
 
     def _end_release(self) -> None:
