@@ -37,6 +37,7 @@ TESTED_ELSEWHERE = {
     *("torchrun", "ray_train", "spark"),  # tests/integrations/test_launchers.py
     *("accelerate_loop", "hf_trainer"),
     *("adversarial", "estimators", "output_perturbation", "tilted", "private_head"),
+    "lightning_module",
 }
 N, EPSILON, DELTA = 32_561, 1.0, 1e-5
 

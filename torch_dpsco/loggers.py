@@ -171,10 +171,15 @@ def tensorboard(writer: Any, *, every: int = 50, delta: float | None = None) -> 
     add = _method(writer, "add_scalar", "writer must be a torch.utils.tensorboard.SummaryWriter")
 
     def write(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            add(name, _single(value) if name in _UP else -_single(-value), step)
+        for name, value in in_single(numbers).items():
+            add(name, value, step)
 
     return Logger(write, every=every, delta=delta)
+
+
+def in_single(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Returns numbers of a run as float32 can hold them: what was spent rounded up, all others down."""
+    return {name: _single(value) if name in _UP else -_single(-value) for name, value in numbers.items()}
 
 
 def _single(value: float) -> float:

@@ -139,7 +139,7 @@ def fit(
     saved = open_checkpoint(checkpoint, every, model, optimizer)
     if saved.is_over(dataset):
         return model.eval()
-    goal = _steps_to_make(optimizer, steps) + optimizer.steps
+    goal = steps_to_make(optimizer, steps) + optimizer.steps
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
     if delta is None and optimizer.accountant.budget is not None:
@@ -271,7 +271,7 @@ def _fit_row_free(
     return model.eval()
 
 
-def _steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
+def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     """Returns the number of steps, after making sure that plan and budget admit them all."""
     planned = optimizer.schedule.steps
     left = None if planned is None else planned - optimizer.steps

@@ -19,7 +19,7 @@ from torch_dpsco.compat import tree_leaves
 from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, look, remembered, rows_to_probe
-from torch_dpsco.doctor.script import Script
+from torch_dpsco.doctor.script import OfBatch, Script
 from torch_dpsco.doctor.synthetic import SyntheticRecords
 from torch_dpsco.rows import Tape
 from torch_dpsco.rows.attach import attach, first_step_of
@@ -257,7 +257,7 @@ class _Probe:
         batch = script.bounded(self.synthetic.batch(records, scales))
         if script.loss is None:
             return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
-        if self.synthetic.is_pair:
+        if self.synthetic.is_pair and not isinstance(script.loss, OfBatch):
             return script.loss(script.module(batch[0]), batch[1])
         return script.loss(script.module, batch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from textwrap import fill, indent
@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_RECORD = object()
+
+
+@dataclass(frozen=True)
+class OfBatch:
+    """A loss that is called as loss(model, batch), also where records are (input, target) pairs.
+
+    Args:
+        loss: calls the model by itself.
+    """
+
+    loss: Callable[[nn.Module, Any], Any]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Returns the loss of a batch."""
+        return self.loss(model, batch)
 
 
 @dataclass(frozen=True, eq=False)
