@@ -28,6 +28,7 @@ _ALWAYS = {
     "check_estimators_dtypes_object": "as check_dtype_object",
     "check_all_zero_sample_weights_error": "weights are private: that all are 0 must not be told",
     "check_sample_weight_equivalence_on_dense_data": "weights are clipped to [0, 1]: a record must not count twice",
+    "check_sample_weight_equivalence_on_sparse_data": "as check_sample_weight_equivalence_on_dense_data",
 }
 _CLASSES = {
     "check_classifiers_regression_target": _VALUES,
