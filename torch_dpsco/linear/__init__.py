@@ -241,6 +241,8 @@ def fit_linear(
         under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
     task = plan.task
+    if isinstance(features, RawBlocks):
+        require_sums(plan)
     ledger = plan.ledger() if accountant is None else accountant
     ledger.require_unit(plan.unit)
     if ledger.adjacency != task.adjacency:
@@ -263,8 +265,6 @@ def fit_linear(
         assert targets is not None
         return make_records(task, features, targets, weights, measured, users=codes)
 
-    if isinstance(features, RawBlocks):
-        require_sums(plan)
     records = records_in(None)
     source = noise_generator(records.device, generator)
     if task.prepare is not None or codes is not None:

@@ -66,7 +66,8 @@ class RawBlocks:
         columns, seen = [hashlib.sha256(), hashlib.sha256(), hashlib.sha256()], 0
         for part in _rows_together(self._read(), rows, self.empty()):
             for digest, column in zip(columns, part, strict=True):
-                digest.update(column.contiguous().cpu().view(torch.uint8).numpy().data)
+                if len(column):
+                    digest.update(column.contiguous().cpu().view(torch.uint8).numpy().data)
             seen += len(part[0])
             yield part
             if most is not None and seen > most:
