@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     figures["sparse"] = scored(model(n, ledger).fit(scipy.sparse.csr_matrix(rows), labels))
     with torch.no_grad():
         figures["baseline"] = auc(
-            fit_baseline(data.train_features, data.train_labels)(data.test_features.double()), data.test_labels
+            fit_baseline(data.train_features, data.train_labels)(data.test_features), data.test_labels
         )
     print(f"AUC on {len(data.test_labels):,} people")
     for name, words in (

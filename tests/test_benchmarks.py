@@ -30,7 +30,8 @@ ACCURACY = {
     "steps",
     "user_level_risk",
 }
-ELSEWHERE = {"linear_models", "tables"}  # tests/test_output_examples.py and tests/test_tables.py run all of it
+# tests/test_output_examples.py, tests/test_tables.py and tests/integrations/test_out_of_core_fit.py run all of it
+ELSEWHERE = {"linear_models", "tables", "out_of_core_fit"}
 PARTS = {"cases", "timing", "variants", "peers", "anchors", "ours", "table_parts", "table_rows", "table_users"}
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
 

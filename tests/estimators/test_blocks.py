@@ -251,6 +251,11 @@ def test_blocks_must_have_the_public_number_of_records_where_it_is_public(count)
         model.fit(in_blocks([50], X, targets("LogisticRegression", X)))
 
 
+def test_a_cap_on_records_that_float64_does_not_certify_is_named():
+    with pytest.raises(dp.errors.InfeasibleError, match="n_max=2000000000 records are more than"):
+        make("LogisticRegression", n=10**9).plan(20)
+
+
 def test_no_records_at_all_are_a_fit():
     model = make("LogisticRegression").fit(read_of((np.zeros((0, 3)), np.zeros(0))))
     assert np.isfinite(model.coef_).all()
