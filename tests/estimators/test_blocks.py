@@ -225,7 +225,7 @@ def test_blocks_of_other_shapes_are_refused_by_shape(source, words):
 
 
 def test_targets_beside_blocks_are_refused():
-    with pytest.raises(ValueError, match="must be None beside blocks"):
+    with pytest.raises(ValueError, match="y=None beside them"):
         make("LogisticRegression").fit(read_of((X4, Y4)), Y4)
 
 

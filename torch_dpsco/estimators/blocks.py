@@ -40,7 +40,8 @@ def as_blocks(X: Any, y: Any, sample_weight: Any, read: _Read) -> RawBlocks | No
     if callable(X):
         if y is not None or sample_weight is not None:
             raise ValueError(
-                "y and sample_weight must be None beside blocks, which are (X, y) or (X, y, sample_weight)"
+                f"X must be rows, since y or sample_weight is given: blocks have their own, and y=None beside them "
+                f"(got {shown(X)})"
             )
         return RawBlocks(lambda: _tensors(X(), read))
     return RawBlocks(lambda: _tensors([(X, y, sample_weight)], read)) if is_sparse(X) else None
