@@ -40,6 +40,8 @@ _BINARY = {"check_classifier_not_supporting_multiclass": _VALUES}
 _SOFTMAX = {
     "check_decision_proba_consistency": "there is a column of scores for each given class, which labels ever occur",
     "check_classifiers_train": "trained on two labels with three classes given, it has three columns",
+    "check_estimator_sparse_array": "with four labels in the data and three classes given, it has three columns",
+    "check_estimator_sparse_matrix": "as check_estimator_sparse_array",
 }
 _TILTED = {
     "check_classifiers_train": "300 records are few for a tilt",
