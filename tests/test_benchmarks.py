@@ -30,8 +30,8 @@ ACCURACY = {
     "steps",
     "user_level_risk",
 }
-# tests/test_output_examples.py, tests/test_tables.py and tests/integrations/test_parquet.py run all of it
-ELSEWHERE = {"linear_models", "tables", "out_of_core"}
+# tests/test_output_examples.py, tests/test_tables.py, and tests/integrations run all of them
+ELSEWHERE = {"linear_models", "tables", "out_of_core", "out_of_core_fit"}
 PARTS = {"cases", "timing", "variants", "peers", "anchors", "ours", "table_parts", "table_rows", "table_users"}
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
 

@@ -28,6 +28,7 @@ _ALWAYS = {
     "check_estimators_dtypes_object": "as check_dtype_object",
     "check_all_zero_sample_weights_error": "weights are private: that all are 0 must not be told",
     "check_sample_weight_equivalence_on_dense_data": "weights are clipped to [0, 1]: a record must not count twice",
+    "check_sample_weight_equivalence_on_sparse_data": "as check_sample_weight_equivalence_on_dense_data",
 }
 _CLASSES = {
     "check_classifiers_regression_target": _VALUES,
@@ -39,6 +40,8 @@ _BINARY = {"check_classifier_not_supporting_multiclass": _VALUES}
 _SOFTMAX = {
     "check_decision_proba_consistency": "there is a column of scores for each given class, which labels ever occur",
     "check_classifiers_train": "trained on two labels with three classes given, it has three columns",
+    "check_estimator_sparse_array": "with four labels in the data and three classes given, it has three columns",
+    "check_estimator_sparse_matrix": "as check_estimator_sparse_array",
 }
 _TILTED = {
     "check_classifiers_train": "300 records are few for a tilt",

@@ -38,7 +38,8 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.estimators.data import as_column, as_features, require_finite
+from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
+from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
 from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
 from torch_dpsco.linear.task import LinearPlan
@@ -131,6 +132,7 @@ class LinearModel(BaseEstimator):
     accountant: Accountant | None = None
 
     _boundless: ClassVar[str] = ""  # how to do without bounds
+    _in_parts: ClassVar[bool] = True  # whether the objective is a sum over records, which may come in parts
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
@@ -152,13 +154,15 @@ class LinearModel(BaseEstimator):
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
-    def fit(self: _Model, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> _Model:
+    def fit(self: _Model, X: Any, y: Any = None, sample_weight: Any = None, groups: Any = None) -> _Model:
         """Fits by one private release, with fresh noise, charged to the ledger before it is drawn.
 
         Args:
-            X: rows (n, d): numpy array, torch tensor on any device, data frame or lists. A row with a non-finite value
-                counts as a record without influence.
-            y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise.
+            X: rows (n, d): numpy array, torch tensor on any device, data frame, lists, or sparse rows of scipy. A row
+                with a non-finite value counts as a record without influence. Or, for a table that no memory holds, a
+                callable that returns a fresh iterator over blocks (X, y) or (X, y, sample_weight) at each call, the
+                same records in the same order, of one dtype; a fit calls it tens of times.
+            y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise. None beside blocks.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
             groups: (n,) ids of the people (users) whose rows these are, integers or strings: then all rows of one are
@@ -171,20 +175,26 @@ class LinearModel(BaseEstimator):
         Raises:
             BudgetExceeded: nothing was drawn; the model is what it was.
             CalibrationError: the settings do not go together; nothing was charged.
+            ConditionError: likewise; blocks or sparse rows, for what is not made of sums over records.
+            NotCertifiedError: blocks were other records at a later reading, outside of any guarantee.
             ValueError: a setting, a shape or a dtype; never a value of a record.
             UnitError: X has not n rows, where n is public.
         """
-        features = as_features(X)
+        blocks = as_blocks(X, y, sample_weight, self._read)
+        features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        users = None if groups is None else user_ids(groups, count, "groups")
-        plan = self.plan(width, "example" if users is None else "user")
-        targets, factors = self._read(y, count, features.device)
-        weights = _weights(sample_weight, factors, count, features.device)
+        users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
+        plan = self.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
-        columns = read_columns(X, width)
+        columns = read_columns(features if callable(X) else X, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
-        fitted = fit_linear(plan, features, targets, weights, users=users, accountant=ledger)
+        if blocks is None:
+            targets, factors = self._read(y, count, features.device)
+            weights = record_weights(sample_weight, factors, count, features.device)
+            fitted = fit_linear(plan, features, targets, weights, users=users, accountant=ledger)
+        else:
+            fitted = fit_linear(plan, blocks, accountant=ledger)
         self.privacy_ = self._report_of(ledger)
         self.plan_, self.mechanism_ = plan, plan.mechanism
         self._install(fitted)
@@ -334,19 +344,20 @@ class LinearModel(BaseEstimator):
         """Yields scores (m, K) and norms of prepared rows (m,), block by block."""
         if not hasattr(self, "coef_"):
             raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: call fit before")
-        features = as_features(X)
+        features = torch.empty(X.shape) if is_sparse(X) else as_features(X)
         if len(features) == 0:
             raise ValueError(f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict")
         check_columns(self, X, features.shape[1])
+        device = features.device
         weight = np.atleast_2d(self.coef_)
         # rows to predict are not private: the measured length of rows clips those that train only
         task = self.plan_.task
         given = replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
         center, scale = (values.numpy() for values in given.shift_and_scale)
-        prepared = torch.from_numpy(weight * scale).to(features.device)
+        prepared = torch.from_numpy(weight * scale).to(device)
         # the score of the center, which lies at the origin of prepared rows
-        bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(features.device)
-        for rows in torch.split(features, _BLOCK_ROWS):
+        bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(device)
+        for rows in (part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)):
             require_finite(rows)
             scores = given(rows) @ prepared.T + bias
             norms = torch.linalg.vector_norm(self.units_.rows(rows), dim=1)
@@ -367,18 +378,9 @@ class LinearModel(BaseEstimator):
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it
-        tags.target_tags.required = True
+        tags.target_tags.required, tags.input_tags.sparse = True, self._in_parts
         tags.non_deterministic = True
         return tags
-
-
-def _weights(given: Any, factors: Tensor | None, count: int, device: torch.device) -> Tensor | None:
-    """Returns the weights of records in [0, 1], times factors by class; None for ones."""
-    if given is None:
-        return factors
-    # PRIVACY: clipped before it meets a factor (test_a_large_sample_weight_counts_as_one)
-    weights = as_column(given, "sample_weight", count, device).double().clamp(0.0, 1.0)
-    return weights if factors is None else weights * factors
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...] | None:

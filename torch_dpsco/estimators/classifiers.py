@@ -300,6 +300,8 @@ class TiltedClassifier(BinaryClassifier):
     tilt: float = 0.1
     n_min: int | None = None
 
+    _in_parts = False
+
     def _measurements(self, *public: Any) -> None:
         """Measures nothing: the constants of a tilt or an attack are in public units."""
 
@@ -338,6 +340,8 @@ class AdversarialClassifier(BinaryClassifier):
 
     attack_radius: float = 0.1
     attack_norm: float = 2.0
+
+    _in_parts = False
 
     def _measurements(self, *public: Any) -> None:
         """Measures nothing: the constants of a tilt or an attack are in public units."""

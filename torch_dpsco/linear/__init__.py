@@ -19,14 +19,16 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
+from torch_dpsco.linear.blocks import RawBlocks
 from torch_dpsco.linear.boosted import plan_boosted
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
+from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.output import plan_output
 from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
-from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.linear.task import LinearPlan, LinearTask, make_parted_records, make_records
 from torch_dpsco.linear.tukey import NO_BOUND, plan_tukey
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
@@ -42,9 +44,11 @@ __all__ = [
     "LinearTask",
     "Preparation",
     "PrivatePreparation",
+    "RawBlocks",
     "choose_mechanism",
     "fit_linear",
     "plan_linear",
+    "require_sums",
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
@@ -185,10 +189,31 @@ class LinearFit(NamedTuple):
     units: Units
 
 
+_RANDOM_ACCESS = ("katyusha", "subgradient")
+
+
+def require_sums(plan: LinearPlan) -> None:
+    """Raises ConditionError unless all that a plan reads of the records are sums, as of records that come in blocks."""
+    task, kind = plan.task, "records in blocks, and sparse rows, give sums only"
+    if plan.unit == "user":
+        raise ConditionError(f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays")
+    if plan.mechanism == "tukey":
+        raise ConditionError(f"mechanism must not be 'tukey': {kind}, and it fits parts drawn at random. Fit arrays")
+    if task.tilt or task.attack_radius:
+        raise ConditionError(f"tilted and adversarial losses need arrays: {kind}, of plain losses")
+    if task.smoothness is None and plan.mechanism == "output":
+        raise ConditionError(
+            f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
+            f"LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
+        )
+    if getattr(plan, "solver", "auto") in _RANDOM_ACCESS:
+        raise ConditionError(f"solver must not be one of {_RANDOM_ACCESS}: {kind}, and it draws single records")
+
+
 def fit_linear(
     plan: LinearPlan,
-    features: Tensor,
-    targets: Tensor,
+    features: Tensor | RawBlocks,
+    targets: Tensor | None = None,
     weights: Tensor | None = None,
     *,
     users: Tensor | None = None,
@@ -199,8 +224,8 @@ def fit_linear(
 
     Args:
         plan: from `plan_linear`.
-        features: raw, (n, d), floating point.
-        targets: (n,) real, +-1, or class numbers.
+        features: raw, (n, d), floating point; or blocks of records, with all that belongs to them.
+        targets: (n,) real, +-1, or class numbers; None beside blocks.
         weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
             weight <= 1 has the constants of the loss, so that no noise changes.
         users: (n,) integer ids of the user of each row, with a plan of `linear.users.plan_users`, and only then.
@@ -209,12 +234,15 @@ def fit_linear(
 
     Raises:
         BudgetExceeded: nothing was drawn.
+        ConditionError: blocks, for what is not made of sums over records, see `require_sums`.
 
     Guarantee:
         The event of the plan, for weights and units. Unit: one row. What is assumed: public numbers that are public;
         under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
     task = plan.task
+    if isinstance(features, RawBlocks):
+        require_sums(plan)
     ledger = plan.ledger() if accountant is None else accountant
     ledger.require_unit(plan.unit)
     if ledger.adjacency != task.adjacency:
@@ -226,18 +254,25 @@ def fit_linear(
             f"users must be given with a plan for users, and with it only (the plan's unit is {plan.unit!r})"
         )
     codes, units = None, Units(task.preparation)
-    if users is not None:
+    if users is not None and isinstance(features, Tensor):
         codes, shares, _ = users_of(users.to(features.device))
         # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_user_counts_as_much_as_one_record)
         weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
-    records = make_records(task, features, targets, weights, users=codes)
+
+    def records_in(measured: Units | None) -> Records:
+        if isinstance(features, RawBlocks):
+            return make_parted_records(task, features, measured)
+        assert targets is not None
+        return make_records(task, features, targets, weights, measured, users=codes)
+
+    records = records_in(None)
     source = noise_generator(records.device, generator)
     if task.prepare is not None or codes is not None:
         # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
         ledger.authorize(plan.event())
         if task.prepare is not None:
             units = task.prepare.measure(records, task.preparation, task.most_records, task.adjacency, source)
-            records = make_records(task, features, targets, weights, units, users=codes)
+            records = records_in(units)
         answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
     else:
         answer = plan.release(plan.solve(records), ledger, source)

@@ -24,7 +24,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
-from torch_dpsco.errors import ConditionError
+from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import project
@@ -139,6 +139,9 @@ class ObjectivePlan(LinearPlan):
         return project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
 
 
+_LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
+
+
 def plan_objective(
     task: LinearTask, charge: str = "approx", secure: str | None = None, solver: str = "auto"
 ) -> ObjectivePlan:
@@ -171,6 +174,11 @@ def plan_objective(
     scale = size(task, reg, lipschitz, smoothness)
     while task.reg is None and 4 * _rounding(task, reg, scale) > 9e-5 * lipschitz:  # less than float64 can solve
         reg *= 2  # b can only be smaller then
+        if reg > _LARGEST_REG:
+            raise InfeasibleError(
+                f"n_max={task.n_max} records are more than a gradient in float64 can be certified for: n_max must be "
+                f"smaller (below about 1.5e8 in a few dimensions), or take mechanism='noisy_gd'"
+            )
     return ObjectivePlan(
         task=replace(task, reg=reg),
         noise_scale=size(task, reg, lipschitz, smoothness),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
@@ -137,7 +138,7 @@ class PreconditionedGDPlan(LinearPlan):
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
         task, size = self.task, (self.task.num_scores, self.task.width)
-        noisy_gram = solved.gram(solved.weights)
+        (noisy_gram,) = solved.sum(lambda part: (part.gram(part.weights),))
         row, column = torch.tril_indices(task.width, task.width, device=solved.device)
         # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
         noise = gaussian_vector(len(row), self.gram_std, generator)
@@ -164,15 +165,15 @@ class PreconditionedGDPlan(LinearPlan):
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
         # PRIVACY: rounded down, so that limit |x| is at most C
         # (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
-        loss, limits = self.task.loss, self.clip * (1 - _GUARD) / records.norms
+        loss, clip = self.task.loss, self.clip * (1 - _GUARD)
 
-        def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            slopes = loss.derivative(scores if len(w) > 1 else scores.squeeze(1), records.targets[rows])
+        def terms(part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            slopes = loss.derivative(scores if len(w) > 1 else scores.squeeze(1), part.targets[rows])
             slopes = slopes.view(len(scores), -1)
-            factors = (limits[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(max=1.0)
-            return records.weights[rows], slopes * (records.weights[rows] * factors).unsqueeze(1)
+            factors = (clip / part.norms[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(max=1.0)
+            return part.weights[rows], slopes * (part.weights[rows] * factors).unsqueeze(1)
 
-        return records.fold(w, terms)[1]
+        return records.sum(lambda part: part.fold(w, partial(terms, part)))[1]
 
     def step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""

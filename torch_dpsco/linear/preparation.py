@@ -12,7 +12,9 @@ Differs from the paper in: it is not there. Source: docs/proofs/preparation.md
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -277,33 +279,38 @@ class PrivatePreparation:
         room = 1 + 4 * most * (sum_terms(_MOST_ROWS) + 16) * DOUBLE
         # PRIVACY: a record moves each count by at most 1 (test_no_record_moves_a_count_by_more_than_1)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
-        total = max(counter.count(torch.ones_like(records.weights)), 1.0)
+        total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
         rows: RowMap = unit
         if self.rows:
             center = self._center(records, sensitivity_factor(adjacency) * room / self.rows, total, source)
-            distances = _distances(records, center)
             ends = self.given.bound_x / _LEAST_RADIUS, 2 * self.given.bound_x
-            radius = counter.quantile(distances, self.within * total, ends, RADIUS_COUNTS)
+            radius = counter.quantile(lambda part: _distances(part, center), self.within * total, ends, RADIUS_COUNTS)
             scale = (radius,) * records.dim
             rows = Chain(self.given, replace(unit, center=tuple(center.tolist()), scale=scale))
         if self.quantile is None or self.bound_y is None:
             return Units(rows)
-        bound, targets = self.bound_y, records.targets
+        bound = self.bound_y
         # a shift makes the interval positive, and short beside its ends: steps are even then
         shift = 1e6 * bound
         ends = shift - bound, shift + bound
-        location = counter.quantile(targets + shift, self.quantile * total, ends, LOCATION_COUNTS) - shift
+        shifted = counter.quantile(lambda part: part.targets + shift, self.quantile * total, ends, LOCATION_COUNTS)
+        location = shifted - shift
         if not self.spreads:
             return Units(rows, location)
         ends = bound / _LEAST_SPREAD, 2 * bound
-        return Units(rows, location, counter.quantile((targets - location).abs(), total / 2, ends, SPREAD_COUNTS))
+        spread = counter.quantile(lambda part: (part.targets - location).abs(), total / 2, ends, SPREAD_COUNTS)
+        return Units(rows, location, spread)
 
     def _center(self, records: Records, std: float, total: float, source: Source) -> Tensor:
         """Returns the private center of rows, in the ball of their bound; `total` is their private number."""
         bound = self.given.bound_x
-        center = records.combine(records.weights / bound) + gaussian_vector(records.dim, std, source)
+        (center,) = records.sum(lambda part: (part.combine(part.weights / bound),))
+        center = center + gaussian_vector(records.dim, std, source)
         center = center * (bound / total)  # from here on post-processing
         return center * min(1.0, bound / max(float(torch.linalg.vector_norm(center)), 1e-300))
+
+
+_Columns = Callable[[Records], Tensor]  # a number for each record in memory
 
 
 @dataclass(frozen=True)
@@ -314,20 +321,25 @@ class _Counter:
     std: float
     source: Source
 
-    def count(self, within: Tensor) -> float:
-        """Returns the noisy sum of weights times numbers in [0, 1]."""
-        return float(self.records.total(self.records.weights * within) + gaussian_vector(1, self.std, self.source)[0])
+    def count(self, within: _Columns) -> float:
+        """Returns the noisy sum of weights times numbers in [0, 1], of each record."""
+        (total,) = self.records.sum(lambda part: (part.total(part.weights * within(part)),))
+        return float(total + gaussian_vector(1, self.std, self.source)[0])
 
-    def quantile(self, values: Tensor, rank: float, ends: tuple[float, float], steps: int) -> float:
+    def quantile(self, values: _Columns, rank: float, ends: tuple[float, float], steps: int) -> float:
         """Returns a number with about so many values up to it, within positive ends, by bisection of its logarithm."""
         low, high = ends
         for _ in range(steps):
             middle = math.sqrt(low * high)
-            if self.count(values <= middle) < rank:
+            if self.count(partial(_up_to, values, middle)) < rank:
                 low = middle
             else:
                 high = middle
         return high
+
+
+def _up_to(values: _Columns, most: float, records: Records) -> Tensor:
+    return values(records) <= most
 
 
 def _distances(records: Records, center: Tensor) -> Tensor:

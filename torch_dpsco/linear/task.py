@@ -33,8 +33,10 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.errors import ConditionError, UnitError
+from torch_dpsco.linear.blocks import RawBlocks
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.objectives.base import Objective, Records
+from torch_dpsco.linear.objectives.parts import PartedRecords
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball
 from torch_dpsco.losses.base import TableLoss
@@ -401,19 +403,36 @@ def make_records(
             add_remove, which tells that the promise was broken.
         ValueError: shapes or dtypes.
     """
-    if features.dim() != 2 or features.shape[1] != task.dim:
-        raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
-    if targets.shape != (len(features),) or targets.is_complex():
-        raise ValueError(f"targets must be real, ({len(features)},) (got {targets.dtype}, {tuple(targets.shape)})")
     count, unit = len(features), "record"
     if users is not None:
         count, unit = int(users.max()) + 1 if len(users) else 0, "user"
+    _require_number(task, count, unit)
+    return _prepared(task, features, targets, weights, units)
+
+
+def make_parted_records(task: LinearTask, blocks: RawBlocks, units: Units | None = None) -> PartedRecords:
+    """Returns the records of a task that are read in blocks, as `make_records`."""
+    count, empty = blocks.count(task.most_records), blocks.empty()
+    _require_number(task, count, "record")
+    return PartedRecords(blocks.parts, lambda raw: _prepared(task, *raw, units), empty, count)
+
+
+def _require_number(task: LinearTask, count: int, unit: str) -> None:
     if task.adjacency != ADD_REMOVE and count != task.n:
         # PRIVACY: n is public there, and the data must have it (test_another_number_of_records_is_refused)
         raise UnitError(f"features must have n={task.n} {unit}s under {task.adjacency} (got {count})")
     if task.adjacency == ADD_REMOVE and count > task.n_max:
         # PRIVACY: contraction and norms of minimizers rest on it (test_more_records_than_promised_are_refused)
         raise UnitError(f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more")
+
+
+def _prepared(
+    task: LinearTask, features: Tensor, targets: Tensor, weights: Tensor | None, units: Units | None
+) -> Records:
+    if features.dim() != 2 or features.shape[1] != task.dim:
+        raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
+    if targets.shape != (len(features),) or targets.is_complex():
+        raise ValueError(f"targets must be real, ({len(features)},) (got {targets.dtype}, {tuple(targets.shape)})")
     if weights is not None:
         if task.tilt:
             raise ConditionError("weights must not be given for a tilted mean, whose constants have equal ones")

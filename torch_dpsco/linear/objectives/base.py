@@ -1,9 +1,9 @@
 """What a solver needs to know about an objective, and the records that objectives are built from.
 
-Records are in memory and read in blocks: float64 arithmetic without a float64 copy of the data. Every sum is taken in
-blocks of at most 1024 rows, and the block sums are added pairwise. A term then
-passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error of a sum
-is at most gamma(depth) times the sum of the absolute terms (`theory.rounding.gamma`).
+Records are in memory, or in parts of which one is (`objectives.parts`), and read in blocks: float64 arithmetic without
+a float64 copy of the data. Every sum is taken in blocks of at most 1024 rows, and the block sums are added pairwise. A
+term then passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error
+of a sum is at most gamma(depth) times the sum of the absolute terms (`theory.rounding.gamma`).
 """
 
 from __future__ import annotations
@@ -165,6 +165,14 @@ class Records:
             rows = slice(start, min(start + self._rows, self.count))
             block = self._read(self._features[rows])
             yield rows, block if self._clean[index] else torch.where(self._used[rows].unsqueeze(1), block, 0.0)
+
+    def sum(self, of: Callable[[Records], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Sums over all records, of a function that returns those over records in memory."""
+        return of(self)
+
+    def thinning(self, step: int) -> int:
+        """A step of `thinned` that leaves no more records than memory is for: a multiple of `step`."""
+        return step
 
     def thinned(self, step: int) -> Records:
         """Every step-th record, a view: for a first guess of a solver, never for a certificate."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,34 @@ class RowConstants:
     data and rounded up, so that no promise about the data is needed.
 
     Attributes:
+        smooth: whether phi' does not jump.
+    """
+
+    def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
+        table = loss.loss if isinstance(loss, ResidualClipped) else loss
+        self.smooth = table.problem(bound_x=1.0).smoothness is not None
+        sums, up = records.sum(lambda part: RowBounds(loss, part).sums()), 1 + gamma(records.depth + 8)
+        self._slope, self._start, self._label, curvature, self.norm_mass, self._offset = (float(s) * up for s in sums)
+        self.curvature = curvature if self.smooth else math.inf
+
+    def slope_mass(self, size: float) -> float:
+        """Bound on sum_i c_i |phi'_i| ||x_i|| over ||w|| <= size."""
+        grown = self._start if size == 0 else self._start + self.curvature * size
+        return min(self._slope, grown)
+
+    def reach_mass(self, size: float) -> float:
+        """Bound on sum_i c_i (||x_i|| size + 1 + |y_i|), the size of scores and residuals."""
+        return self.norm_mass * size + self._offset
+
+    def score_mass(self, size: float) -> float:
+        """Bound on sum_i c_i bend_i ||x_i|| (|score error|) / gamma(d + 4): scores, label products and residuals."""
+        return self.curvature * size + self._label
+
+
+class RowBounds:
+    """Bounds on the slope of each record in memory, those that `RowConstants` are sums of.
+
+    Attributes:
         bend: per-record Lipschitz constant of phi', shape (n,); None if phi' jumps.
     """
 
@@ -52,29 +81,17 @@ class RowConstants:
             if isinstance(loss, ResidualClipped) and isinstance(table, Logistic):
                 limit = slope.clamp(max=0.5)  # sup of sigma(1 - sigma) over sigma <= limit, for labels +-1
                 self.bend = torch.where(targets == 1, limit * (1 - limit), self.bend)
-        self.records = records
-        self._slope = self._sum(torch.where(norms > 0, slope * norms, 0.0))
-        self._start = self._sum(start * norms)
-        self._label = 0.0 if self.bend is None else self._sum(self.bend * norms * targets)
-        self.curvature = math.inf if self.bend is None else self._sum(self.bend * norms * norms)
-        self.norm_mass = self._sum(norms * label)
-        self._offset = self._sum(1 + targets)
+        self._records, self._norms, self._targets = records, norms, targets
+        self._slope, self._start, self._label = slope, start, label
 
-    def slope_mass(self, size: float) -> float:
-        """Bound on sum_i c_i |phi'_i| ||x_i|| over ||w|| <= size."""
-        grown = self._start if size == 0 else self._start + self.curvature * size
-        return min(self._slope, grown)
-
-    def reach_mass(self, size: float) -> float:
-        """Bound on sum_i c_i (||x_i|| size + 1 + |y_i|), the size of scores and residuals."""
-        return self.norm_mass * size + self._offset
-
-    def score_mass(self, size: float) -> float:
-        """Bound on sum_i c_i bend_i ||x_i|| (|score error|) / gamma(d + 4): scores, label products and residuals."""
-        return self.curvature * size + self._label
-
-    def _sum(self, terms: Tensor) -> float:
-        return float(self.records.total(self.records.weights * terms)) * (1 + gamma(self.records.depth + 8))
+    def sums(self) -> tuple[Tensor, ...]:
+        """Weighted sums of slope |x|, start |x|, bend |x| |y|, bend |x|^2, |x|, 1 + |y|; 0 of bends that are None."""
+        norms, targets, records = self._norms, self._targets, self._records
+        bend = torch.zeros_like(norms) if self.bend is None else self.bend
+        slopes = torch.where(norms > 0, self._slope * norms, 0.0)
+        curves = bend * norms * targets, bend * norms * norms
+        masses = slopes, self._start * norms, *curves, norms * self._label, 1 + targets
+        return tuple(records.total(records.weights * mass) for mass in masses)
 
 
 class SumObjective(Objective):
@@ -165,18 +182,21 @@ class LinearObjective(SumObjective):
         records = as_records(features, targets, weights)
         super().__init__(records, records.dim, reg, normalizer, linear_term)
         self.constants = RowConstants(self.loss, records)
-        self.smoothness = None if self.constants.bend is None else self._smoothness(self.constants.curvature)
+        self.smoothness = self._smoothness(self.constants.curvature) if self.constants.smooth else None
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass over the data."""
-        return self.completed(*self.records.fold(point, self._terms), point)
+        losses, slopes = self.records.sum(lambda part: part.fold(point, partial(self._terms, part)))
+        return self.completed(losses, slopes, point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c phi'')X/N + reg I, by blocks; O(n d^2)."""
-        scores = self.records.scores(point)
-        weights, targets = self.records.weights, self.records.targets
-        curvatures = weights * self._loss_of(slice(None)).second_derivative(scores, targets)
-        total = self.records.gram(curvatures) / self.normalizer
+
+        def of_part(part: Records) -> tuple[Tensor]:
+            second = self._loss_of(part, slice(None)).second_derivative(part.scores(point), part.targets)
+            return (part.gram(part.weights * second),)
+
+        total = self.records.sum(of_part)[0] / self.normalizer
         total.diagonal().add_(self.reg)
         return total
 
@@ -186,7 +206,7 @@ class LinearObjective(SumObjective):
         Scores are within gamma(d + 4)(||x|| ||w|| + |y|), which moves a slope by `bend` times that; each slope times
         x is then rounded `EVALUATION` times and passes through `depth` additions; the regularizer and q add a few.
         """
-        if self.constants.bend is None:
+        if not self.constants.smooth:
             return math.inf
         size = norm_up(point)
         scores = gamma(self.dim + 4) * self.constants.score_mass(size)
@@ -207,16 +227,14 @@ class LinearObjective(SumObjective):
 
     def slopes(self, scores: Tensor, rows: slice) -> Tensor:
         """c_i phi'_i of some records, for their scores."""
-        return self._terms(scores, rows)[1]
+        return self._terms(self.records, scores, rows)[1]
 
-    def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        loss, targets, weights = self._loss_of(rows), self.records.targets[rows], self.records.weights[rows]
+    def _terms(self, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        loss, targets, weights = self._loss_of(part, rows), part.targets[rows], part.weights[rows]
         return weights * loss.value(scores, targets), weights * loss.derivative(scores, targets)
 
-    def _loss_of(self, rows: slice) -> TableLoss | ClippedRows:
-        if isinstance(self.loss, ResidualClipped):
-            return self.loss.of_norms(self.records.norms[rows])
-        return self.loss
+    def _loss_of(self, part: Records, rows: slice) -> TableLoss | ClippedRows:
+        return self.loss.of_norms(part.norms[rows]) if isinstance(self.loss, ResidualClipped) else self.loss
 
 
 def norm_up(point: Tensor) -> float:
@@ -264,27 +282,29 @@ class SoftmaxObjective(SumObjective):
         records = as_records(features, targets, weights, num_classes=self.loss.num_classes)
         self.shape = (self.loss.num_classes, records.dim)
         super().__init__(records, math.prod(self.shape), reg, normalizer, linear_term)
-        norms, up = records.norms * (1 + gamma(records.dim + 8)), 1 + gamma(records.depth + 8)
-        self._slope_mass = float(records.total(records.weights * norms)) * math.sqrt(2.0) * up
-        self._curvature = float(records.total(records.weights * norms * norms)) / 2 * up
+        up = 1 + gamma(records.depth + 8)
+        lengths, squares = records.sum(_norm_sums)
+        self._slope_mass, self._curvature = float(lengths) * math.sqrt(2.0) * up, float(squares) / 2 * up
         self.smoothness = self._smoothness(self._curvature)
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(W) and its gradient, flattened, in one pass over the data."""
-        losses, slopes = self.records.fold(point.view(self.shape), self._terms)
+        weight = point.view(self.shape)
+        losses, slopes = self.records.sum(lambda part: part.fold(weight, partial(self._terms, part)))
         return self.completed(losses, slopes.flatten(), point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c p_k (1[k = l] - p_l)) X/N in block (k, l), plus reg I; O(n K^2 d^2) and K^2 d^2 memory."""
         classes, dim = self.shape
-        chances = self._chances(point)
+        pairs = [(k, other) for k in range(classes) for other in range(k + 1)]
+
+        def of_part(part: Records) -> tuple[Tensor, ...]:
+            p = self._chances(part, point)
+            return tuple(part.gram(part.weights * (p[:, k] * (float(k == other) - p[:, other]))) for k, other in pairs)
+
         total = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=self.device)
-        for k in range(classes):
-            for other in range(k + 1):
-                curvature = chances[:, k] * (float(k == other) - chances[:, other])
-                block = self.records.gram(self.records.weights * curvature) / self.normalizer
-                total[k, :, other] = block
-                total[other, :, k] = block
+        for (k, other), gram in zip(pairs, self.records.sum(of_part), strict=True):
+            total[k, :, other] = total[other, :, k] = gram / self.normalizer
         square = total.view(self.dim, self.dim)
         square.diagonal().add_(self.reg)
         return square
@@ -295,12 +315,17 @@ class SoftmaxObjective(SumObjective):
         scores = gamma(self.shape[1] + 4) * self._curvature * size
         return self._rounding(scores, EVALUATION + 2 * self.shape[0], self._slope_mass, size)
 
-    def _terms(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        targets, weights = self.records.targets[rows], self.records.weights[rows]
+    def _terms(self, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        targets, weights = part.targets[rows], part.weights[rows]
         slopes = weights.unsqueeze(1) * self.loss.derivative(scores, targets)
         return weights * self.loss.value(scores, targets), slopes
 
-    def _chances(self, point: Tensor) -> Tensor:
+    def _chances(self, part: Records, point: Tensor) -> Tensor:
         weight = point.view(self.shape)
-        parts = [(block @ weight.T).softmax(1) for _, block in self.records.blocks()]
-        return torch.cat(parts) if parts else torch.zeros(0, self.shape[0], dtype=torch.float64, device=self.device)
+        chances = [(block @ weight.T).softmax(1) for _, block in part.blocks()]
+        return torch.cat(chances) if chances else torch.zeros(0, self.shape[0], dtype=torch.float64, device=self.device)
+
+
+def _norm_sums(part: Records) -> tuple[Tensor, Tensor]:
+    norms = part.norms * (1 + gamma(part.dim + 8))
+    return part.total(part.weights * norms), part.total(part.weights * norms * norms)

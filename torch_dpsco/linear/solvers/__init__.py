@@ -129,6 +129,6 @@ def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> 
         return lbfgs(objective, start, distance)
     if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
         # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
-        guess = newton(objective.thinned(_THIN), start, distance, _THIN_STEPS)
+        guess = newton(objective.thinned(objective.records.thinning(_THIN)), start, distance, _THIN_STEPS)
         start = guess if bool(torch.isfinite(guess).all()) else start
     return newton(objective, start, distance)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives.base import Objective
-from torch_dpsco.linear.objectives.linear import LinearObjective, norm_up
+from torch_dpsco.linear.objectives.linear import LinearObjective, RowBounds, norm_up
 from torch_dpsco.linear.solvers.certificates import Certificate, project, projected_certificate
 from torch_dpsco.linear.solvers.newton import Iterate, certified
 from torch_dpsco.theory.linear.solvers import agd_certified_steps, katyusha_parameters
@@ -140,10 +140,11 @@ def katyusha(
         docs/proofs/output.md#steps-of-katyusha (algorithm 3 of the paper)
     """
     records, mu = objective.records, objective.strong_convexity
-    if objective.constants.bend is None or not mu > 0 or records.count == 0:
+    bends = RowBounds(objective.loss, records).bend
+    if bends is None or not mu > 0 or records.count == 0:
         raise ConditionError("katyusha needs a smooth, strongly convex sum over at least one record")
     share = records.count / objective.normalizer
-    rows = float((objective.constants.bend * records.weights * records.norms**2).max()) * share
+    rows = float((bends * records.weights * records.norms**2).max()) * share
     beta = max(rows, mu) * (1 + 1e-9) + mu  # of one term, with the regularizer
     parameters = katyusha_parameters(records.count, beta, mu)
     snapshot = ahead = behind = start

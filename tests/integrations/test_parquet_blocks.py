@@ -1,0 +1,87 @@
+"""Parquet and Arrow tables as blocks: what columns are read as, in which order, and the fit to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from torch_dpsco.estimators import LogisticRegression
+from torch_dpsco.integrations.parquet_blocks import parquet_blocks
+
+N = 1000
+
+
+def table() -> pa.Table:
+    draws = np.random.default_rng(0)
+    a, b = draws.random(N, dtype=np.float32), draws.integers(0, 2, N)
+    label = np.where(a + 0.2 * b > 0.6, "yes", "no")
+    return pa.table({"a": a, "b": b, "label": label, "w": draws.random(N)})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    for place, part in enumerate((table().slice(0, 700), table().slice(700))):
+        pq.write_table(part, tmp_path / f"{place}.parquet", row_group_size=300)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [1, 77, 1000, 5000])
+def test_blocks_are_the_rows_of_the_table_in_order(path, rows):
+    blocks = list(parquet_blocks(path, "label", ["b", "a"], sample_weight="w", rows=rows)())
+    X, y, w = (np.concatenate(columns) for columns in zip(*blocks[1:], strict=True))
+    whole = table()
+    assert max(len(block) for block, *_ in blocks) <= rows
+    assert np.array_equal(X, np.stack([whole["b"].to_numpy(), whole["a"].to_numpy()], axis=1))
+    assert y.tolist() == whole["label"].to_pylist()
+    assert np.array_equal(w, whole["w"].to_numpy())
+
+
+def test_a_fit_to_a_table_is_that_of_its_rows_in_memory(path, monkeypatch):
+    monkeypatch.setattr("torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0))
+    model = {"epsilon": 4.0, "n": N, "bound_x": 2.0**0.5, "classes": ("no", "yes")}
+    whole = table()
+    X = np.stack([whole["a"].to_numpy().astype(float), whole["b"].to_numpy()], axis=1)
+    first = LogisticRegression(**model).fit(X, whole["label"].to_pylist())
+    second = LogisticRegression(**model).fit(parquet_blocks(path, "label", ["a", "b"], rows=64))
+    np.testing.assert_allclose(second.coef_, first.coef_, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float16(), pa.float64(), pa.int8(), pa.uint64(), pa.bool_()])
+def test_types_follow_from_the_schema_and_missing_values_are_nan(kind):
+    """A block without missing values has the dtype of one with them: it must not tell whether there are any."""
+    full, holed = (pa.array(values, pa.float64()).cast(kind) for values in ([1, 0, 1], [1, None, 0]))
+    source = ds.dataset(pa.table({"x": pa.chunked_array([full, holed]), "t": pa.chunked_array([holed, full])}))
+    _, (X, t), (Y, u) = parquet_blocks(source, "t")()
+    assert X.dtype == Y.dtype == (np.float32 if kind == pa.float32() else np.float64)
+    assert t.dtype == u.dtype == np.float64
+    assert X[:, 0].tolist() == u.tolist() == [1, 0, 1]
+    assert np.isnan(Y[1, 0])
+    assert np.isnan(t[1])
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "words"),
+    [
+        ({"target": "nothing"}, ValueError, "'nothing'"),
+        ({"target": "label", "features": ["a", "c"]}, ValueError, "'c'"),
+        ({"target": "a", "features": ["label"]}, TypeError, "'label' must be of numbers"),
+        ({"target": "label", "rows": 0}, ValueError, "rows"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused_by_the_schema(path, columns, error, words):
+    with pytest.raises(error, match=words):
+        parquet_blocks(path, **columns)
+
+
+def test_a_table_without_rows_is_a_fit():
+    source = ds.dataset(table().slice(0, 0))
+    fitted = LogisticRegression(n=N, bound_x=2.0, classes=("no", "yes")).fit(
+        parquet_blocks(source, "label", ["a", "b"])
+    )
+    assert np.isfinite(fitted.coef_).all()
