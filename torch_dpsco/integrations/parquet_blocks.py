@@ -74,18 +74,21 @@ def parquet_blocks(
 
 
 def _batches(table: Any, columns: list[str], size: int) -> Iterator[Any]:
-    """Yields batches in the order of the table, one ahead: by default pyarrow would hold a whole file."""
-    options = None
-    if isinstance(getattr(table, "format", None), ds.ParquetFileFormat):
-        options = ds.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
-    yield from table.scanner(
-        columns=columns,
-        batch_size=size,
-        batch_readahead=1,
-        fragment_readahead=1,
-        fragment_scan_options=options,
-        use_threads=False,
-    ).to_batches()
+    """Yields batches in the order of the table, one row group after the other: a scan of all would read far ahead."""
+    for fragment in table.get_fragments():
+        options, pieces = None, [fragment]
+        if hasattr(fragment, "split_by_row_group"):
+            options = ds.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
+            pieces = fragment.split_by_row_group()
+        for piece in pieces:
+            yield from piece.scanner(
+                schema=table.schema,
+                columns=columns,
+                batch_size=size,
+                batch_readahead=1,
+                fragment_scan_options=options,
+                use_threads=False,
+            ).to_batches()
 
 
 def _is_number(kind: Any) -> bool:
