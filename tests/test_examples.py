@@ -30,14 +30,13 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 NAMES = ["existing_loop", "logistic_regression"]
-# integrations/test_hf_examples.py, test_adult.py, test_distributed.py, test_flights.py, test_more_examples.py, ...
+# integrations/test_hf_examples.py, test_adult.py, test_flights.py, test_more_examples.py, ...
 TESTED_ELSEWHERE = {
     *("adult", "flights", "from_opacus", "linear_regression", "quantile_regression", "svm"),
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),
     *("torchrun", "ray_train", "spark"),  # tests/integrations/test_launchers.py
-    *("accelerate_loop", "hf_trainer"),
-    *("adversarial", "estimators", "output_perturbation", "tilted", "private_head"),
-    "lightning_module",
+    *("accelerate_loop", "hf_trainer", "lightning_module"),
+    *("adversarial", "estimators", "out_of_core", "output_perturbation", "tilted", "private_head"),
 }
 N, EPSILON, DELTA = 32_561, 1.0, 1e-5
 
