@@ -31,7 +31,7 @@ ACCURACY = {
     "user_level_risk",
 }
 # tests/test_output_examples.py, tests/test_tables.py, and tests/integrations run all of them
-ELSEWHERE = {"linear_models", "tables", "out_of_core", "out_of_core_fit"}
+ELSEWHERE = {"linear_models", "tables", "out_of_core_sgd", "out_of_core_fit"}
 PARTS = {"cases", "timing", "variants", "peers", "anchors", "ours", "table_parts", "table_rows", "table_users"}
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
 

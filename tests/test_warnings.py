@@ -169,5 +169,5 @@ def test_no_warning_about_privacy_depends_on_whether_it_was_given() -> None:
             if isinstance(node, ast.If) and re.search(r"_told|_warned", ast.unparse(node.test)):
                 remembered.append(ast.unparse(node))
     assert found == ABOUT_PRIVACY
-    assert len(remembered) == 2
+    assert len(remembered) == 3  # two of step sizes; one of training losses, which are left out of logs each time
     assert not [code for code in remembered for words in ABOUT_PRIVACY if words in code]

@@ -248,7 +248,7 @@ def test_fit_trains_from_a_file(path: Path) -> None:
 
 def test_the_benchmark_runs_on_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = importlib.import_module("out_of_core")
+    module = importlib.import_module("out_of_core_sgd")
     module.generate(tmp_path / "rows.parquet", 20_000)
     found = [part(tmp_path / "rows.parquet", 20_000) for part in module.PARTS.values()]
     assert found[2]["steps"] > 0

@@ -136,8 +136,8 @@ def test_t04_parts_that_workers_prefetched_do_not_shift_later_steps(rows: str) -
 
 def naive_rank(rank: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Returns the batches of one of two ranks: positions in its own half of 60 records, at rate 1/30."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
     generator = torch.Generator().manual_seed(seed)
     sampler = DistributedUniformWithReplacementSampler(
         total_size=60, sample_rate=1 / 30, shuffle=False, generator=generator

@@ -45,7 +45,7 @@ def parquet_blocks(
     Example:
         >>> import pyarrow as pa, pyarrow.dataset as ds
         >>> table = pa.table({"a": [1.0, None], "b": [3, 4], "label": ["x", "y"]})
-        >>> X, y = next(parquet_blocks(ds.dataset(table), target="label")())
+        >>> _, (X, y) = parquet_blocks(ds.dataset(table), target="label")()  # the first block has no rows
         >>> X.tolist(), y.tolist()
         ([[1.0, 3.0], [nan, 4.0]], ['x', 'y'])
     """

@@ -1,7 +1,7 @@
 """A logistic model on a Parquet file that is not held in memory: time and peak resident memory, beside plain numpy.
 
-    python benchmarks/out_of_core.py                 # 10,000,000 rows x 20 float32 columns, about 2 minutes
-    python benchmarks/out_of_core.py --rows 100000   # a try
+    python benchmarks/out_of_core_sgd.py                 # 10,000,000 rows x 20 float32 columns, about 2 minutes
+    python benchmarks/out_of_core_sgd.py --rows 100000   # a try
 
 Each line is a process of its own. "plain numpy pass": the logistic gradient of all rows at one point, row group by row
 group. "ParquetRows": the columns into the private file. "fit": that, and `dp.fit` on Poisson batches.
