@@ -430,6 +430,8 @@ class PartsSampler(_KeyedSampler):
         return any(isinstance(design, Assigned) for design, _ in self.design.parts)
 
     def _new_cut(self) -> _Indices:
+        # PRIVACY: its digest is public, and few permutations can all be tried
+        # (test_the_name_of_parts_with_secret_draws_does_not_tell_them)
         return super()._new_cut() if self._keyed else self.rng.permutation(self.size)
 
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
