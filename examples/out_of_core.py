@@ -1,4 +1,4 @@
-"""Private logistic regression on a Parquet table that is read batch by batch, and on sparse rows.
+"""A table that no memory holds: private logistic regression on Parquet, read batch by batch, and on sparse rows.
 
     python examples/out_of_core.py                # income on UCI Adult, 32,561 people, in batches of 4,096 rows
     python examples/out_of_core.py --batch 1000
