@@ -136,12 +136,13 @@ def test_t04_parts_that_workers_prefetched_do_not_shift_later_steps(rows: str) -
 
 def naive_rank(rank: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Returns the batches of one of two ranks: positions in its own half of 60 records, at rate 1/30."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
     generator = torch.Generator().manual_seed(seed)
-    sampler = DistributedUniformWithReplacementSampler(
-        total_size=60, sample_rate=1 / 30, shuffle=False, generator=generator
-    )
+    with monkeypatch.context() as patch:  # for the sampler alone, which asks at once
+        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        patch.setattr(torch.distributed, "get_rank", lambda: rank)
+        sampler = DistributedUniformWithReplacementSampler(
+            total_size=60, sample_rate=1 / 30, shuffle=False, generator=generator
+        )
     return [(batch // 2).tolist() for batch in sampler]
 
 
