@@ -181,7 +181,6 @@ def allocation_delta(
     return _unamplified(losses, epochs).delta_alone(epsilon) if found is None else found.delta
 
 
-@lru_cache(maxsize=256)
 def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1) -> float:
     """Returns nearly the least noise multiplier z with which passes are (epsilon, delta)-DP, rounded up.
 
@@ -205,8 +204,15 @@ def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *
     """
     epsilon = check.positive(epsilon=epsilon)
     epochs = check.positive_count(epochs=epochs)
+    delta, steps = check.open_interval(0.0, 1.0, delta=delta), check.positive_count(steps=steps)
+    check.choice(ADJACENCIES, adjacency=adjacency)
+    return _least_noise(epsilon, delta, steps, adjacency, epochs)
+
+
+@lru_cache(maxsize=256)
+def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epochs: int) -> float:
     law = allocation_law(1.0, 1, adjacency)
-    most = (law.mu or 0.0) * math.sqrt(epochs) / gaussian_mu(epsilon, check.open_interval(0.0, 1.0, delta=delta))
+    most = (law.mu or 0.0) * math.sqrt(epochs) / gaussian_mu(epsilon, delta)
     most *= 1 + 1e-12
 
     @lru_cache
