@@ -146,12 +146,30 @@ def _settings(number, generator):
         yield noise, steps, epochs, 10 ** generator.uniform(-12, -1.5), adjacency, ways
 
 
+def _is_close(noise, steps, epochs, target, less, ways):
+    """Returns whether delta at an epsilon is more than `target`: certified for a pass, by 200,000 draws for several."""
+    if epochs == 1:
+        return any(bound(noise, steps, less, way, 40, False) > target for way in ways if way != "add")
+    many = [Drawn(noise, steps, epochs, way, np.random.default_rng()).estimates((less,), 200_000)[0] for way in ways]
+    return any(mean + 5.9 * error >= target for mean, error, _ in many)
+
+
+@pytest.mark.slow
+def test_what_draws_do_not_see_is_certified():
+    """A setting of which 5,000 weighted draws give an effective number of 301, and three quarters of delta."""
+    noise, steps, target, way = 1.4705267977384242, 88, 6.650877992063572e-12, ("replace",)
+    epsilon = allocation_epsilon(noise, steps, target, "replace_one")
+    assert _is_close(noise, steps, 1, target, 0.995 * epsilon, way)
+    assert not _is_close(noise, steps, 1, target, 1.005 * epsilon, way)
+
+
 @pytest.mark.slow
 def test_random_settings_agree_with_what_is_sampled():
     """200 settings: no epsilon is below what is sampled, nor more than 0.5 % above it (several passes: 2 %).
 
     False alarms: 602 normal errors beyond 5.9 standard errors, together one in a million; estimates that fewer than 300
-    draws make up do not count.
+    draws make up do not count. An estimate that is too low for 0.5 % is no verdict, since delta may have a part that no
+    draw was in: `_is_close` is.
     """
     generator, checked, ratios, squares = np.random.default_rng(), 0, [], []
     for noise, steps, epochs, target, adjacency, ways in _settings(200, generator):
@@ -165,7 +183,8 @@ def test_random_settings_agree_with_what_is_sampled():
         (mean, error, number), (high, high_error, _) = max(found)
         if number > 300:
             checked += 1
-            assert high + 5.9 * high_error >= target, setting
+            # weights may hide a part of delta that no draw was in: then a certified bound says, or many draws
+            assert high + 5.9 * high_error >= target or _is_close(noise, steps, epochs, target, less, ways), setting
             ratios.append(mean / target)
             squares.append((error / target) ** 2)
     assert checked > 120
