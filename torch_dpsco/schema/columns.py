@@ -1,0 +1,122 @@
+"""Kinds of columns, and how one value of each is coded: by its own content and public numbers alone.
+
+Each kind adds at most 1 to the squared norm of a row (docs/schema.md#the-bound-on-rows).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dpsco import _validate as check
+
+
+def number(value: Any) -> float:
+    """Returns a value as a finite float, text parsed; NaN for whatever is none."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def key(value: Any) -> float | str | None:
+    """Returns what levels and labels are compared by: 1, 1.0, True and "1" are one, other text is exact.
+
+    None for a missing value.
+    """
+    found = number(value)
+    return found if not math.isnan(found) else value if isinstance(value, str) else None
+
+
+def index_of(name: str, levels: Sequence[Any]) -> dict[float | str | None, int]:
+    """Returns the place of each level; raises ValueError unless they are two or more, and distinct."""
+    if isinstance(levels, str) or len(levels) < 2:
+        raise ValueError(f"{name} must be a list of 2 or more values (got {check.shown(levels)})")
+    places = {key(level): place for place, level in enumerate(levels)}
+    if None in places or "" in places or len(places) < len(levels):
+        raise ValueError(f"{name} must be numbers or text, distinct; 1 and '1' are one (got {check.shown(levels)})")
+    return places
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number, clipped to [low, high] and scaled to [-1, 1].
+
+    Args:
+        low: public, < high.
+        high: public; both by the meaning of the column, never from the data.
+        missing: whether a second feature says that the value is missing; else such a row is a null record.
+    """
+
+    low: float
+    high: float
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        check.fields(self, low=check.finite, high=check.finite, missing=check.flag)
+        if not (self.low < self.high and math.isfinite(self.high - self.low)):
+            raise ValueError(f"low must be below high, a finite distance away (got {self.low}, {self.high})")
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return [column, f"{column} missing"] if self.missing else [column]
+
+    def code(self, value: Any) -> list[float]:
+        """Returns the features of one value."""
+        found = number(value)
+        if math.isnan(found):
+            return [0.0, 1.0] if self.missing else [math.nan]
+        share = (min(max(found, self.low), self.high) - self.low) / (self.high - self.low)
+        return [min(max(2 * share - 1, -1.0), 1.0), 0.0][: 1 + self.missing]
+
+
+@dataclass(frozen=True)
+class Category:
+    """Levels without an order, one feature each; an unknown or missing value is 0 in all of them.
+
+    Args:
+        levels: public, 2 or more, distinct.
+    """
+
+    levels: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        index_of("levels", self.levels)
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return [f"{column}={level}" for level in self.levels]
+
+    def code(self, value: Any) -> list[float]:
+        """Returns the features of one value."""
+        place = index_of("levels", self.levels).get(key(value))
+        return [float(place == level) for level in range(len(self.levels))]
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Levels in an order, evenly spaced in [-1, 1].
+
+    Args:
+        levels: public, 2 or more, distinct, the lowest first.
+        missing: as in `Number`; an unknown level is a missing value.
+    """
+
+    levels: Sequence[Any]
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        check.fields(self, missing=check.flag)
+        index_of("levels", self.levels)
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return [column, f"{column} missing"] if self.missing else [column]
+
+    def code(self, value: Any) -> list[float]:
+        """Returns the features of one value."""
+        place = index_of("levels", self.levels).get(key(value), math.nan)
+        return Number(0, len(self.levels) - 1, self.missing).code(place)
