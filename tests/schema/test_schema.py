@@ -81,3 +81,8 @@ def test_regressors_take_the_settings(kind):
 def test_mistakes_are_named(wrong, words):
     with pytest.raises(ValueError, match=words):
         wrong()
+
+
+def test_an_id_that_cannot_be_read_drops_its_row_only():
+    schema = Schema({"v": Number(0, 1)}, target="y", target_range=(0, 9), ids="id")
+    assert schema.read({"v": [0] * 4, "y": [0, 1, 2, 3], "id": [10**5000, 7, 1.5, ""]}).y.tolist() == [1]
