@@ -260,7 +260,7 @@ def test_a_cap_on_records_that_float64_does_not_certify_is_named():
 @pytest.mark.parametrize("delta", [1e-9, 0.0])
 @pytest.mark.parametrize("n", [10**7, 10**8])
 def test_what_float64_hides_of_many_records_costs_little(n, delta):
-    """On a quadratic model of slope L <= 1, curvature 1/4 and |w| of about 15, in the units of rows that are measured."""
+    """On a quadratic model of slope L <= 1, curvature 1/4 and |w| of about 15, in the units of measured rows."""
     plan = make("LogisticRegression", n=n, delta=delta, mechanism="objective", bound_x=0.5).plan(20)
     std = plan.output_scale * (1 if delta else math.sqrt(22))
     assert 0.25 * 21 * std**2 / 2 < 2e-4
