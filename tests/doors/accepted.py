@@ -150,6 +150,7 @@ FINE = {
     "normalizer": POSITIVE,
     "tolerance": POSITIVE,
     "dp.per_record.loss": "Function Loss Model",
+    "tar.TarRows.decode": "Class Function Loss Model",
     "objectives.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.LogisticRegression.preview.groups": "none",
     "estimators.LogisticRegression.preview.epsilons": "none tuple list set",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,3 +160,18 @@ def test_fit_trains_from_a_stream() -> None:
     dp.fit(model, optimizer, ParquetRows(tables, NAMES, "y"), loss, shard=n, progress=False)
     assert optimizer.steps == plan.steps
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("page", ["parquet", "tar"])
+def test_the_blocks_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / f"docs/integrations/{page}.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, scope)
+    if page == "tar":
+        assert len(scope["data"]) == 40
+        assert bool(scope["data"].gather(np.arange(40))[0].isfinite().all())
+    else:
+        assert len(scope["ParquetRows"](scope["tables"](), inputs=["age", "hours"], target="y")) == 8

@@ -123,6 +123,7 @@ UNUSABLE: dict[str, list[Member]] = {
     "beyond float32": record("a", [1e300, 1.0, 1.0], 1),
     "complex numbers": record("a", np.ones(DIM) * 1j, 1),
     "text": record("a", ["secret"] * DIM, 1),
+    "text of numbers": record("a", ["1"] * DIM, 1),
     "a class beyond int64": record("a", GOOD, 2**63),
 }
 
@@ -148,7 +149,9 @@ def test_records_that_cannot_be_used_become_null_records(case: str, tmp_path: Pa
     assert torch.equal(*sums)
 
 
-@pytest.mark.parametrize("bad", [(GOOD, 0.5), (GOOD, np.nan), (GOOD, 2.0**63), (GOOD, np.uint64(2**63)), (GOOD,), None])
+@pytest.mark.parametrize(
+    "bad", [(GOOD, 0.5), (GOOD, np.nan), (GOOD, 2.0**63), (GOOD, np.uint64(2**63)), (["1"] * DIM, 1), (GOOD,), None]
+)
 def test_what_decode_gives_otherwise_becomes_a_null_record(bad: Any, tmp_path: Path) -> None:
     path = written(tmp_path / "a.tar", flat(MEMBERS[:2]))
     given = iter([(GOOD, 1), bad])

@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import torch
 
+from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.sampling.row_file import RowFile, row_dtype
 
@@ -68,7 +69,7 @@ class ParquetRows(RowFile):
         target_dtype: torch.dtype | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not inputs:
+        if not len(inputs):
             raise ValueError(f"inputs must be a list of names of columns (got {inputs!r})")
         names = [*inputs, target]
         if len(set(names)) < len(names):
@@ -86,8 +87,8 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
     if not isinstance(source, pads.Dataset) and all(isinstance(path, (str, os.PathLike)) for path in paths):
         try:
             source = pads.dataset(source, format="parquet")
-        except pa.ArrowInvalid:
-            raise ValueError("source must be Parquet files where it has paths (got others)") from None
+        except (pa.ArrowInvalid, FileNotFoundError):
+            raise ValueError(f"source must be Parquet files where it has paths (got {check.shown(source)})") from None
     if not isinstance(source, pads.Dataset):
         try:
             return iter(source)

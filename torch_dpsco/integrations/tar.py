@@ -77,7 +77,7 @@ class TarRows(RowFile):
     @typed
     def __init__(
         self,
-        paths: Sequence[Any],
+        paths: Sequence[str | os.PathLike[str]],
         decode: _Decode,
         *,
         shape: Sequence[int],

@@ -72,6 +72,8 @@ class RowFile(Gathered):
     ) -> None:
         if get_worker_info() is not None:
             raise UnitError("rows must be read in the main process: a worker may have a part of them only")
+        if folder is not None and not os.path.isdir(folder):
+            raise ValueError(f"folder must be one that is there (got {os.fspath(folder)!r})")
         self._map: mmap.mmap | None = None
         self._rows: npt.NDArray[Any] = np.empty(0, dtype=row)
         with tempfile.TemporaryFile(dir=folder) as file:
