@@ -24,6 +24,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from lzma import LZMAError
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.coupling.rollback import attempt
 from torch_dpsco.errors import UnitError
 from torch_dpsco.sampling.row_file import RowFile, row_dtype
 
@@ -95,7 +97,7 @@ class TarRows(RowFile):
         names = [os.fspath(path) for path in paths]
         if len(set(names)) < len(names):
             raise UnitError("paths must hold each archive once (got one twice)")
-        if example is not None and not _filled(np.zeros(1, dtype=row), decode(dict(example))):
+        if example is not None and not _decoded(np.zeros(1, dtype=row), decode, dict(example)):
             raise ValueError(
                 f"decode must make finite inputs of shape {tuple(shape)} and a target of shape {tuple(target_shape)} "
                 f"of example"
@@ -108,15 +110,15 @@ def _rows(paths: Sequence[Any], decode: _Decode, row: np.dtype[Any]) -> Iterator
     for path in paths:
         for files in _records(path):
             block = np.zeros(1, dtype=row)
-            try:
-                known = _filled(block, decode(files))
-            except Exception:
-                # PRIVACY: which record it was, or that there was one, would be told
-                # (test_records_that_cannot_be_used_become_null_records)
-                known = False
-            if not known:
+            # PRIVACY: an error would end the run because of one record, and quote it
+            # (test_records_that_cannot_be_used_become_null_records)
+            if attempt("decode", partial(_decoded, block, decode, files)) is not True:
                 block["inputs"], block["target"] = np.nan, 0
             yield block
+
+
+def _decoded(block: npt.NDArray[Any], decode: _Decode, files: dict[str, bytes]) -> bool:
+    return _filled(block, decode(files))
 
 
 def _filled(block: npt.NDArray[Any], record: Any) -> bool:
