@@ -97,7 +97,7 @@ class TarRows(RowFile):
         names = [os.fspath(path) for path in paths]
         if len(set(names)) < len(names):
             raise UnitError("paths must hold each archive once (got one twice)")
-        if example is not None and not _decoded(np.zeros(1, dtype=row), decode, dict(example)):
+        if example is not None and not _filled(np.zeros(1, dtype=row), decode, dict(example)):
             raise ValueError(
                 f"decode must make finite inputs of shape {tuple(shape)} and a target of shape {tuple(target_shape)} "
                 f"of example"
@@ -112,18 +112,14 @@ def _rows(paths: Sequence[Any], decode: _Decode, row: np.dtype[Any]) -> Iterator
             block = np.zeros(1, dtype=row)
             # PRIVACY: an error would end the run because of one record, and quote it
             # (test_records_that_cannot_be_used_become_null_records)
-            if attempt("decode", partial(_decoded, block, decode, files)) is not True:
+            if attempt("decode", partial(_filled, block, decode, files)) is not True:
                 block["inputs"], block["target"] = np.nan, 0
             yield block
 
 
-def _decoded(block: npt.NDArray[Any], decode: _Decode, files: dict[str, bytes]) -> bool:
-    return _filled(block, decode(files))
-
-
-def _filled(block: npt.NDArray[Any], record: Any) -> bool:
-    """Puts a record into a block of one row, and returns whether it is one, finite and of these shapes."""
-    for name, value in zip(("inputs", "target"), record, strict=True):
+def _filled(block: npt.NDArray[Any], decode: _Decode, files: dict[str, bytes]) -> bool:
+    """Decodes a record into a block of one row, and returns whether it is one, finite and of these shapes."""
+    for name, value in zip(("inputs", "target"), decode(files), strict=True):
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().double() if value.is_floating_point() else value.cpu()
         found = np.asarray(value)
