@@ -135,10 +135,21 @@ def with_ids(rank: int, data: TensorDataset) -> dict[str, Any]:
     model = layer()
     optimizer = built("poisson", model)
     wrong = message(UnitError, lambda: optimizer.loader(data, ids=twice, shard=N))
+    pairs = TensorDataset(*data.tensors[:2])
+    fitted = message(
+        UnitError, lambda: dp.fit(model, optimizer, pairs, nn.MSELoss(), ids=twice, shard=N, steps=1, progress=False)
+    )
     alone = message(UnknownSamplerError, lambda: optimizer.loader(data, ids=names))
     other = message(SequenceError, lambda: optimizer.loader(data, ids=names if rank else None, shard=N))
     run = train(model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, padding=False))
-    return {"wrong": wrong, "alone": alone, "other": other, "answer": numbers(model), "drawn": run["drawn"]}
+    return {
+        "wrong": wrong,
+        "fit": fitted,
+        "alone": alone,
+        "other": other,
+        "answer": numbers(model),
+        "drawn": run["drawn"],
+    }
 
 
 def failures(rank: int) -> dict[str, Any]:
@@ -392,6 +403,7 @@ def test_a_record_that_two_shards_hold_is_refused_by_its_id(together: list[dict[
     """On all ranks, in a Poisson design; so are ids on some ranks only, and ids without shards."""
     for found in (rank["by ids"] for rank in together):
         assert "ids must be unique" in found["wrong"]
+        assert "ids must be unique" in found["fit"]
         assert "give shard= where each rank has records of its own" in found["alone"]
         assert "data must be equal on all ranks" in found["other"]
         assert torch.equal(found["answer"], together[0]["by ids"]["answer"])

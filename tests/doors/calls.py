@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +20,8 @@ from torch_dpsco import clip_selection, estimators
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.integrations import opacus
+from torch_dpsco.integrations.parquet import ParquetRows
+from torch_dpsco.integrations.tar import TarRows
 from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.rows import GradBatch
@@ -590,6 +593,17 @@ def _make_private() -> Good:
         "epochs": 1,
         "loss": LOSS,
     }
+
+
+@call("parquet.ParquetRows")
+def _parquet() -> Good:
+    table = pa.table({"a": [1.0], "y": [1]})
+    return ParquetRows, {"source": table, "inputs": ["a"], "target": "y"}
+
+
+@call("tar.TarRows")
+def _tar() -> Good:
+    return TarRows, {"paths": [], "decode": lambda files: (0.0, 0), "shape": [2]}
 
 
 @call("opacus.PrivacyEngine")

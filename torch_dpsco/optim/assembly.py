@@ -198,7 +198,7 @@ class Assembly(CommonOptimizer):
         if (users is not None) != (self.oracle.unit == "user"):
             raise UnitError(
                 f"users must {'' if users is None else 'not '}be given for {type(self).__name__}, which protects "
-                f"{self.oracle.unit}s (got {check.shown(users)})"
+                f"{self.oracle.unit}s (got {check.shown(users if users is None else type(users))})"
             )
         if ids is not None and users is not None:
             raise UnitError(f"ids must not be given with users, who are drawn (got a {type(ids).__name__})")
