@@ -41,7 +41,15 @@ from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
+from torch_dpsco.linear import (
+    LinearFit,
+    LinearTask,
+    Partitions,
+    Preparation,
+    PrivatePreparation,
+    fit_linear,
+    plan_linear,
+)
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
@@ -161,7 +169,8 @@ class LinearModel(BaseEstimator):
             X: rows (n, d): numpy array, torch tensor on any device, data frame, lists, or sparse rows of scipy. A row
                 with a non-finite value counts as a record without influence. Or, for a table that no memory holds, a
                 callable that returns a fresh iterator over blocks (X, y) or (X, y, sample_weight) at each call, the
-                same records in the same order, of one dtype; a fit calls it tens of times.
+                same records in the same order, of one dtype; a fit calls it tens of times. Or `linear.Partitions`, of
+                a table on an engine, where each partition is read so.
             y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise. None beside blocks.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
@@ -175,19 +184,21 @@ class LinearModel(BaseEstimator):
         Raises:
             BudgetExceeded: nothing was drawn; the model is what it was.
             CalibrationError: the settings do not go together; nothing was charged.
-            ConditionError: likewise; blocks or sparse rows, for what is not made of sums over records.
-            NotCertifiedError: blocks were other records at a later reading, outside of any guarantee.
+            ConditionError: likewise; blocks, partitions or sparse rows, for what is not made of sums over records.
+            NotCertifiedError: blocks or partitions were other records at a later reading, outside of any guarantee.
             ValueError: a setting, a shape or a dtype; never a value of a record.
             UnitError: X has not n rows, where n is public.
         """
-        blocks = as_blocks(X, y, sample_weight, self._read)
+        # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
+        read = self._unspent()._read if isinstance(X, Partitions) else self._read
+        blocks = as_blocks(X, y, sample_weight, read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
         plan = self.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
-        columns = read_columns(features if callable(X) else X, width)
+        columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
@@ -251,15 +262,17 @@ class LinearModel(BaseEstimator):
         unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
         features = None if X_like is None else as_features(X_like)
         width = check.positive_count(dim=dim) if features is None else features.shape[1]
-        settings = {**self.get_params(deep=False), "accountant": None}
-        models = [type(self)(**{**settings, "epsilon": epsilon}) for epsilon in chosen]
-        plans = [model.plan(width, unit) for model in models]
+        plans = [self._unspent(epsilon=epsilon).plan(width, unit) for epsilon in chosen]
         if features is None:
             return of_plans(type(self).__name__, plans)
         require_finite(features)
         targets, factors = self._read(y_like, len(features), features.device)
         ids = None if groups is None else user_ids(groups, len(features))
         return simulated(type(self).__name__, plans, Sample(features, targets, factors, ids), runs)
+
+    def _unspent(self: _Model, **changes: Any) -> _Model:
+        """A copy of these settings, without the ledger."""
+        return type(self)(**{**self.get_params(deep=False), "accountant": None, **changes})
 
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
