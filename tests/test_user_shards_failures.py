@@ -36,7 +36,8 @@ def failures(rank: int) -> dict[str, Any]:
         "refused": refusals(rank),
         "told": [told(rank, more) for more in (0, 3)],
         "missing": missing_rows(rank),
-        "charge": failed_charge(rank),
+        "charge": failed_charge(rank, "authorize"),
+        "clip": failed_charge(rank, "clip_users"),
         "moved on": moved_on(rank),
         "center": other_center(rank),
         "noise": [noise_alone(rank, mutated) for mutated in (False, True)],
@@ -203,8 +204,8 @@ def missing_rows(rank: int) -> dict[str, Any]:
     return {"said": said, "charged": [charged, len(optimizer.accountant)], "answer": numbers(model)}
 
 
-def failed_charge(rank: int) -> dict[str, Any]:
-    """Rank 1 cannot charge: no sum is released."""
+def failed_charge(rank: int, what: str) -> dict[str, Any]:
+    """Rank 1 cannot charge, or cannot clip after the charge: no sum is released."""
     model = summed_layer()
     optimizer = built("full", model)
     before = numbers(model)
@@ -213,7 +214,7 @@ def failed_charge(rank: int) -> dict[str, Any]:
         def refuse(*args: Any, **options: Any) -> None:
             raise PrivacyError("no disk")
 
-        optimizer.accountant.authorize = refuse
+        setattr(optimizer.accountant if what == "authorize" else optimizer.oracle, what, refuse)
     x, y, _, ids = next(iter(optimizer.loader(*shard_of(rank), shard=USERS, padding=False)))
     backward(model, optimizer, x, y)
     said = message(PrivacyError, lambda: optimizer.step(users=ids))
@@ -342,8 +343,9 @@ def test_a_rank_that_fails_before_the_charge_fails_for_all_and_the_draw_comes_ag
     assert torch.equal(first["answer"], second["answer"])
 
 
-def test_a_rank_that_cannot_charge_releases_no_sum_of_users(failed: list[dict[str, Any]]) -> None:
-    first, second = (rank["charge"] for rank in failed)
+@pytest.mark.parametrize("what", ["charge", "clip"])
+def test_a_rank_that_cannot_charge_or_clip_releases_no_sum_of_users(what: str, failed: list[dict[str, Any]]) -> None:
+    first, second = (rank[what] for rank in failed)
     assert "a rank could not charge or release this step" in first["said"]
     assert "no disk" in second["said"]
     for rank in (first, second):
