@@ -78,7 +78,7 @@ def fit(
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor.
         users: for optimizers that protect users: the id of the user of each record.
-        shard: see `PrivateOptimizer.loader`: where each of several processes has records, or users, of its own.
+        shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
         delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
         loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
