@@ -24,6 +24,7 @@ from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.rows.supported import require_whole
 from torch_dpsco.sampling import Streamed
 from torch_dpsco.schedule import Schedule
 
@@ -43,9 +44,9 @@ def listed(params: Any) -> list[Any]:
                 raise ValueError(f"params must hold tensors, as model.parameters() does (got {shown(p)})")
             if compat.is_sharded(tensor):
                 raise ValueError(
-                    f"params must be whole (got a shard, {type(tensor).__name__}): the norm of a record's gradient is "
-                    f"that of all its parts; leave fully_shard, FSDP or parallelize_module out and give every process "
-                    f"the whole model, see docs/distributed.md"
+                    f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped and "
+                    f"noised for whole parameters; leave fully_shard, FSDP or parallelize_module out and give every "
+                    f"process the whole model, see docs/distributed.md"
                 )
     if not items:
         raise ValueError("params must hold a parameter that requires a gradient (got none)")
@@ -299,10 +300,11 @@ def rates(groups: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises SequenceError unless the optimizer trains exactly the model's trainable parameters."""
+    """Raises an error unless the optimizer trains exactly the model's trainable parameters, and whole ones."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if trained != owned:
+    if trained != owned or any(map(compat.is_sharded, model.parameters())):  # FSDP 1 may keep them, as shards
+        require_whole(model)
         raise SequenceError(
             f"the optimizer must train exactly the model's trainable parameters (model {len(trained)}, optimizer "
             f"{len(owned)}, in common {len(trained & owned)}); freeze the others with requires_grad_(False)"
