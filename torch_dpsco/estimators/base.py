@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
@@ -141,6 +142,11 @@ class LinearModel(BaseEstimator):
 
     _boundless: ClassVar[str] = ""  # how to do without bounds
     _in_parts: ClassVar[bool] = True  # whether the objective is a sum over records, which may come in parts
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Answers keywords of other libraries with ours."""
+        require_ours(cls.__name__, settings, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
@@ -276,8 +282,7 @@ class LinearModel(BaseEstimator):
 
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
-        if self.n is None:
-            raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
+        self._require_given()
         budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)
         given = Preparation(
             self._bound_on_rows(),
@@ -306,9 +311,21 @@ class LinearModel(BaseEstimator):
             **self._options(prepare, signal, unit),
         )
 
+    def _required(self) -> dict[str, str]:
+        """Settings that must be given, and how to choose them."""
+        return {"n": _HOW_TO_COUNT, "bound_x": f"{_HOW_TO_BOUND}{self._boundless}"}
+
+    def _require_given(self) -> None:
+        """Raises ValueError for all settings together that must be given and are not."""
+        missing = {name: how for name, how in self._required().items() if getattr(self, name) is None}
+        if len(missing) == 1:
+            raise ValueError("".join(f"{name} must be given: {how} (got None)" for name, how in missing.items()))
+        if missing:
+            *others, last = missing
+            how_to = "; ".join(f"{name}: {how}" for name, how in missing.items())
+            raise ValueError(f"{', '.join(others)} and {last} must be given (got None). {how_to}")
+
     def _bound_on_rows(self) -> float:
-        if self.bound_x is None:
-            raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND}{self._boundless} (got None)")
         return check.positive(bound_x=self.bound_x)
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:

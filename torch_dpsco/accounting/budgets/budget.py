@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco._words import in_our_words
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS
@@ -38,6 +39,7 @@ _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve
 _LARGEST_ORDER = 2.0**20  # of the grid on which curves are kept
 
 
+@in_our_words
 @dataclass(frozen=True, repr=False)
 class Budget:
     """A privacy target (epsilon, delta) with its neighboring relation and the unit that it protects.
