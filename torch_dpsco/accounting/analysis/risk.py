@@ -20,11 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scipy.optimize import minimize_scalar
+from scipy.special import ndtri
 
 from torch_dpsco import _validate as check
 
 _RELATIVE, _ABSOLUTE = 1e-12, 1e-15  # what a delta that is not an upper bound by itself may be short of
 _FINE = 1e-4  # of epsilon, in a search: the maximum is flat, so that its value is found to about 1e-8
+_NEAR = 0.05  # epsilon, as a share of an advantage, that stands for 0: costs noise of less than 1e-3 of its scale
 _MOST = 700.0  # e^epsilon fits
 
 
@@ -170,3 +172,53 @@ def _maximum(line: Callable[[float], float], top: float) -> float:
     if top > 0:
         minimize_scalar(seen, bounds=(0.0, top), method="bounded", options={"xatol": _FINE})
     return best
+
+
+def line_of_advantage(advantage: float) -> tuple[float, float]:
+    """Returns (epsilon, delta) that bounds the advantage of every test by this, by `attack_advantage`.
+
+    (0, advantage) is the same promise; an epsilon above 0, where the curve of Gaussian noise has the same slope as the
+    line of this advantage, is what budgets and calibrations can work with.
+
+    Args:
+        advantage: in (0, 1).
+
+    Example:
+        >>> epsilon, delta = line_of_advantage(0.1)
+        >>> round(epsilon, 6), round(delta, 6), round(Risk.of_point(epsilon, delta).advantage, 9)
+        (0.005, 0.097744, 0.1)
+    """
+    a = check.open_interval(0.0, 1.0, advantage=advantage)
+    rise = math.expm1(_NEAR * a)
+    return _NEAR * a, _rounded_down(a * (1.0 + rise / 2.0) - rise / 2.0)
+
+
+def line_of_rates(tpr: float, fpr: float) -> tuple[float, float]:
+    """Returns (epsilon, delta) that bounds the true positive rate of every test with this false positive rate.
+
+    The line that touches, at these rates, the curve of the Gaussian noise that just allows them: for Gaussian noise
+    nothing is lost, and any other mechanism within (epsilon, delta) keeps the bound too.
+
+    Args:
+        tpr: the bound, in (fpr, 1).
+        fpr: in (0, 1).
+
+    Example:
+        >>> epsilon, delta = line_of_rates(tpr=0.2, fpr=0.01)
+        >>> Risk.of_point(epsilon, delta).true_positive(0.01) <= 0.2 + 1e-12
+        True
+    """
+    f, t = check.open_interval(0.0, 1.0, fpr=fpr), check.open_interval(0.0, 1.0, tpr=tpr)
+    if t <= f:
+        raise ValueError(f"tpr must be > fpr={f:g}, which a blind guess attains (got {t:g})")
+    if t + f > 1.0:  # of the test whose alarms are the silence of the other
+        f, t = 1.0 - t, 1.0 - f
+    mu = float(ndtri(t) - ndtri(f))
+    epsilon = mu * (-float(ndtri(f)) - mu / 2.0)
+    if epsilon < _NEAR * (t - f):
+        return line_of_advantage(t - f)
+    return epsilon, _rounded_down(t - math.exp(epsilon) * f)
+
+
+def _rounded_down(delta: float) -> float:
+    return delta * (1.0 - _RELATIVE) - _ABSOLUTE

@@ -85,7 +85,8 @@ def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         return  # no more to see than in the headline
     names, alone = _kinds(report)
     level = f"epsilon at delta {rounded_up(report.delta)}"
-    budget = None if report.budget is None else (f"budget: {report.budget.epsilon:g}", report.budget.epsilon)
+    target = None if report.budget is None or report.budget.risk else report.budget.epsilon
+    budget = None if target is None else (f"budget: {target:g}", target)
     x_label = "charges" if len(names) == 1 else "charges, one kind after the other"
     yield plots.lines("What was spent", x_label, level, [plots.Line("so far", *_spending(report))], limit=budget)
     if len(names) > 1:

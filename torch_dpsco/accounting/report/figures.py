@@ -40,7 +40,6 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
-NO_BUDGET_DELTA = 1e-6  # of figures that are printed or drawn where there is no budget
 _CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
@@ -278,7 +277,7 @@ class PrivacyReport:
             f"{_MEANING[self.adjacency].format(unit=self.unit)} ({self.method})"
         ]
         if self.budget is not None:
-            lines.append(f"  budget: epsilon {self.budget.epsilon:g} at delta {self.budget.delta:g}")
+            lines.append(f"  budget: {self.budget.target}")
         lines += [f"  {name}: epsilon {rounded_up(e)}" for name, e in self.epsilons.items() if name != self.adjacency]
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
