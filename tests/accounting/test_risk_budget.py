@@ -84,7 +84,7 @@ def test_the_filter_stops_where_the_risk_is_spent():
     accountant.authorize(step, most)
     risk = accountant.report().risk()
     assert risk.advantage <= 0.1
-    with pytest.raises(BudgetExceeded, match="advantage 0.1"):
+    with pytest.raises(BudgetExceeded, match=r"advantage 0\.1"):
         accountant.authorize(step)
 
 
@@ -150,7 +150,7 @@ def test_a_risk_and_another_epsilon_are_refused():
     ("wrong", "message"),
     [
         ({}, "epsilon and delta must be given"),
-        ({"epsilon": 1.0}, "epsilon and delta must be given"),
+        ({"epsilon": 1.0}, "delta must be >= 0"),
         ({"advantage": 0.0}, "advantage must be in"),
         ({"advantage": 1.0}, "advantage must be in"),
         ({"advantage": math.nan}, "advantage must be"),

@@ -8,7 +8,8 @@ A test decides which of two neighboring data sets was used: "was this patient in
 Every point of the curve delta(epsilon) gives two such lines, and each is a bound by itself: a search over epsilon can
 only find a better one. With t = e^epsilon, delta is convex in t, so that the first line at f is concave in t, and the
 second a concave function over t: both rise to one maximum and then fall, and the search finds it. The lines of all
-epsilon together say as much as the curve: they are the trade-off function (Dong, Roth and Su 2022, proposition 6).
+epsilon together say as much as the curve: they are the trade-off function (Dong, Roth and Su 2022, proposition 6). It is
+symmetric, and crosses f = m at (1 - delta(0))/2: the first lines decide below, the second above.
 
 Source: docs/proofs/accounting.md#risk-of-one-record.
 """
@@ -90,6 +91,11 @@ class Risk:
         return self._known[epsilon]
 
     @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """The (epsilon, delta) that were computed so far, to draw the curve."""
+        return tuple(sorted(self._known.items()))
+
+    @property
     def advantage(self) -> float:
         """Largest (true - false positive rate) of any test; delta at epsilon = 0, the total variation distance."""
         return self.delta_at(0.0)
@@ -107,10 +113,11 @@ class Risk:
             return math.exp(-epsilon) * (1.0 - self.delta_at(epsilon) - f - _ABSOLUTE)
 
         found = max([0.0, *(line(knot) for knot in self.knots for line in (alarm, silence))])
-        found = max(found, alarm(top) if f == 0 else _maximum(alarm, min(top, -math.log(f))))
-        # a line of an epsilon above this one is below what was found already
-        top = min(top, math.log((1.0 - f) / found)) if found > 0 else top
-        found = max(found, _maximum(silence, top))
+        if f <= 0.5 - 0.5 * self.advantage:  # where the curve, which is symmetric, has slopes of -1 and less
+            found = max(found, alarm(top) if f == 0 else _maximum(alarm, min(top, -math.log(f))))
+        else:
+            found = max(found, silence(0.0))
+            found = max(found, _maximum(silence, min(top, math.log((1.0 - f) / found)) if found > 0 else top))
         # PRIVACY: rounded down (test_a_gaussian_curve_is_matched_from_below)
         return max(0.0, found * (1.0 - _ABSOLUTE) - _ABSOLUTE)
 
@@ -143,19 +150,20 @@ class Risk:
         """Returns the figures as sentences about one unit; figures are rounded against the promise."""
         lines = [
             f"Somebody who knows all but one {unit}, and tests whether this {unit}'s data was used:",
-            f"- guesses right at most {_percent(0.5 + 0.5 * self.advantage)} of the time where a coin flip is right "
+            f"- guesses right at most {percent(0.5 + 0.5 * self.advantage)} of the time where a coin flip is right "
             f"50 %;",
         ]
         for f in (0.01, 0.001):
             lines.append(
                 f"- with false alarms for {100 * f:g} % of those not used, finds at most "
-                f"{_percent(self.true_positive(f))} of those used; who thought {100 * prior:g} % likely may, after "
-                f"such an alarm, think {_percent(self.posterior(prior, f))}."
+                f"{percent(self.true_positive(f))} of those used; who thought {100 * prior:g} % likely may, after "
+                f"such an alarm, think {percent(self.posterior(prior, f))}."
             )
         return "\n".join(lines)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Returns the share in percent, rounded up to two digits after the point."""
     return f"{min(100.0, math.ceil(share * 1e4) / 100):g} %"
 
 

@@ -12,7 +12,8 @@ Parameters are either fixed in advance or chosen during the run, and the two nee
   released before, and so may the stop; the target holds all the same, because the budget was fixed in advance. See
   `filter_modes`.
 
-Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
+Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters,
+docs/proofs/accounting.md#budgets-for-a-risk.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ _LARGEST_ORDER = 2.0**20  # of the grid on which curves are kept
 class Budget:
     """A privacy target (epsilon, delta) with its neighboring relation and the unit that it protects.
 
-    A target may be a risk instead: `advantage`, or `tpr` at `fpr`. Then epsilon and delta are a point that implies it, for
-    every mechanism, and with no loss for Gaussian noise; everything is decided by them. Such a delta is no probability
-    of failure, but it is what failures may take: an advantage of 0.1 also allows to publish a record with probability
-    0.1, and does not limit the true positive rate at a small false positive rate; `tpr` at a small `fpr` does.
+    A target may be a risk instead: `advantage`, or `tpr` at `fpr`. Then epsilon and delta are a point that implies it,
+    for every mechanism, and with no loss for Gaussian noise; everything is decided by them. Such a delta is no
+    probability of failure of the noise, but it is what failures may take: an advantage of 0.1 also allows to publish a
+    record with probability 0.1, and hardly limits the true positive rate at a small false positive rate; `tpr` does.
 
     Everything that an adaptive mode compares with is fixed here, before the run: a budget must not be chosen or changed
     after the first release.
 
     Args:
         epsilon: > 0; chosen for a risk.
-        delta: in [0, 1); chosen for a risk. 0 is pure differential privacy: modes "planned" and "pure", and events with a pure epsilon.
+        delta: in [0, 1); chosen for a risk. 0 is pure differential privacy: modes "planned" and "pure", and events with
+            a pure epsilon.
         adjacency: "replace_one" (default), "add_remove" or "zero_out". Budgets of different adjacencies are different
             promises and are never compared.
         unit: what one record is; "example" or "user".
@@ -129,10 +131,8 @@ class Budget:
             )
         given = (self.epsilon, self.delta)
         if self.risk is None:
-            if math.isnan(self.epsilon) or math.isnan(self.delta):
-                raise ValueError(
-                    f"epsilon and delta must be given, or advantage, or tpr and fpr (got {self.epsilon} and {self.delta})"
-                )
+            if all(map(math.isnan, given)):
+                raise ValueError("epsilon and delta must be given, or advantage, or tpr and fpr (got none)")
             return
         if self.mode == "pure":
             raise ValueError("advantage, tpr and fpr must not be given in mode 'pure': give epsilon, and delta=0")
