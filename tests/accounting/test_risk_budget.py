@@ -121,6 +121,12 @@ def test_clipped_and_user_plans_take_a_risk():
         assert 0.15 < Ledger([event]).risk(REPLACE_ONE).advantage <= 0.2002
 
 
+def test_half_a_target_is_none():
+    for target, missing in (({}, "epsilon and delta"), ({"epsilon": 1.0}, "delta"), ({"delta": 0.1}, "epsilon")):
+        with pytest.raises(TypeError, match=f"^{missing} must be given, or advantage"):
+            Budget(**target)
+
+
 def test_an_adaptive_mode_keeps_the_risk():
     accountant = Accountant(Budget(advantage=0.1, adjacency=ADD_REMOVE, mode="gdp"))
     assert 24 <= accountant.max_steps(clipped_gaussian(20.0)) <= 25
@@ -149,9 +155,7 @@ def test_a_risk_and_another_epsilon_are_refused():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "epsilon and delta must be given"),
-        ({"epsilon": 1.0}, "delta must be >= 0"),
-        ({"advantage": 0.0}, "advantage must be in"),
+        ({"advantage": 0.0}, "advantage must be > 0"),
         ({"advantage": 1.0}, "advantage must be in"),
         ({"advantage": math.nan}, "advantage must be"),
         ({"advantage": "0.1"}, "advantage must be"),
@@ -159,7 +163,7 @@ def test_a_risk_and_another_epsilon_are_refused():
         ({"fpr": 0.2}, "advantage must be given alone"),
         ({"tpr": 0.2, "fpr": 0.1, "advantage": 0.1}, "advantage must be given alone"),
         ({"tpr": 0.1, "fpr": 0.2}, "tpr must be > fpr"),
-        ({"tpr": 0.2, "fpr": 0.0}, "fpr must be in"),
+        ({"tpr": 0.2, "fpr": 0.0}, "fpr must be > 0"),
         ({"tpr": 1.0, "fpr": 0.1}, "tpr must be in"),
         ({"advantage": 0.1, "mode": "pure"}, "must not be given in mode 'pure'"),
     ],

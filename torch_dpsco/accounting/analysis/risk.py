@@ -8,8 +8,8 @@ A test decides which of two neighboring data sets was used: "was this patient in
 Every point of the curve delta(epsilon) gives two such lines, and each is a bound by itself: a search over epsilon can
 only find a better one. With t = e^epsilon, delta is convex in t, so that the first line at f is concave in t, and the
 second a concave function over t: both rise to one maximum and then fall, and the search finds it. The lines of all
-epsilon together say as much as the curve: they are the trade-off function (Dong, Roth and Su 2022, proposition 6). It is
-symmetric, and crosses f = m at (1 - delta(0))/2: the first lines decide below, the second above.
+epsilon together say as much as the curve: they are the trade-off function (Dong, Roth and Su 2022, proposition 6).
+It is symmetric, and crosses f = m at (1 - delta(0))/2: the first lines decide below, the second above.
 
 Source: docs/proofs/accounting.md#risk-of-one-record.
 """

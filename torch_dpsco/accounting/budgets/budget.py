@@ -34,6 +34,7 @@ _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have 
 ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
 MODES = ("planned", *ADAPTIVE_MODES)
 
+_MISSING = float("nan")  # told from a nan that was given by identity
 NO_BUDGET_DELTA = 1e-6  # of figures where no delta is part of a target
 
 _ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding
@@ -91,8 +92,8 @@ class Budget:
         'true positive rate 0.2 at false positive rate 0.01'
     """
 
-    epsilon: float = math.nan
-    delta: float = math.nan
+    epsilon: float = _MISSING
+    delta: float = _MISSING
     adjacency: Adjacency = REPLACE_ONE
     unit: str = "example"
     mode: str = "planned"
@@ -105,8 +106,11 @@ class Budget:
     fpr: float | None = None
 
     def __post_init__(self) -> None:
+        missing = [name for name in ("epsilon", "delta") if getattr(self, name) is _MISSING]
+        if missing and (self.advantage, self.tpr, self.fpr) == (None, None, None):
+            raise TypeError(f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr")
         check_fields(self)
-        self._set_line()
+        self._set_line(len(missing) == 2)
         check.fields(self, epsilon=check.positive, delta=below_one)
         check.choice(("example", "user"), unit=self.unit)
         check.choice(MODES, mode=self.mode)
@@ -122,18 +126,17 @@ class Budget:
         if self.weights is not None:
             check.fields(self, weights=self._checked_weights)
 
-    def _set_line(self) -> None:
+    def _set_line(self, free: bool) -> None:
         """Sets epsilon and delta to those that imply the risk, if a risk is the target."""
         if (self.tpr is None) != (self.fpr is None) or (self.tpr is not None and self.advantage is not None):
             raise ValueError(
                 f"advantage must be given alone, or tpr and fpr together (got advantage={self.advantage}, "
                 f"tpr={self.tpr}, fpr={self.fpr})"
             )
-        given = (self.epsilon, self.delta)
         if self.risk is None:
-            if all(map(math.isnan, given)):
-                raise ValueError("epsilon and delta must be given, or advantage, or tpr and fpr (got none)")
             return
+        given = [name for name in ("advantage", "tpr", "fpr") if getattr(self, name) is not None]
+        check.fields(self, **dict.fromkeys(given, check.positive))
         if self.mode == "pure":
             raise ValueError("advantage, tpr and fpr must not be given in mode 'pure': give epsilon, and delta=0")
         if self.advantage is not None:
@@ -143,8 +146,8 @@ class Budget:
             assert self.fpr is not None
             line = line_of_rates(self.tpr, self.fpr)
         # PRIVACY: a budget that says one thing and keeps another (test_a_risk_and_another_epsilon_are_refused)
-        if given != line and not all(map(math.isnan, given)):
-            raise ValueError(f"epsilon and delta must be left out beside a risk (got {given[0]} and {given[1]})")
+        if not free and (self.epsilon, self.delta) != line:
+            raise ValueError(f"epsilon and delta must be left out beside a risk (got {self.epsilon} and {self.delta})")
         object.__setattr__(self, "epsilon", line[0])
         object.__setattr__(self, "delta", line[1])
 
