@@ -147,7 +147,7 @@ def fit(
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
     if delta is None and optimizer.accountant.budget is not None:
-        delta = optimizer.accountant.budget.delta
+        delta = optimizer.accountant.budget.quoted_delta
     left = goal - optimizer.steps
     optimizer.discard()  # what a run before left in progress comes again
     loader = optimizer.loader(
