@@ -35,6 +35,7 @@ ORDER = (
     "optim linear",
     "doctor audit",
     "loggers train checkpoint make_private preview estimators",
+    "study",
     "cli __main__ integrations",
 )
 
