@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.events import Gaussian, Pure
+from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
 from torch_dpsco.study import scores
@@ -246,7 +249,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bound": ({"bound": 1.0}, ValueError, "bound must not be given for accuracy"),
     "no bound": ({"metric": "log_loss"}, ValueError, "bound must be given for log_loss"),
     "bins": ({"metric": "auc", "bins": 1}, ValueError, "bins must be in 2..1024"),
-    "classes": ({"classes": "ab"}, ValueError, "classes must be a list"),
+    "classes": ({"classes": "ab"}, ValueError, "classes must be the public labels"),
+    "equal": ({"classes": (1, 1)}, ValueError, "two or more different labels"),
+    "regression": ({"metric": "squared_error", "bound": 1.0, "classes": (0, 1)}, ValueError, "must not be given"),
     "three": ({"metric": "auc", "classes": (0, 1, 2)}, ValueError, "classes must be two"),
     "model": ({"model": object(), "classes": (0, 1)}, ValueError, "model must have a method predict"),
     "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),
@@ -266,3 +271,11 @@ def test_what_makes_no_sense_is_refused_by_name(name: str) -> None:
     with pytest.raises(error, match=words):
         dp.score(X=X, y=y, **given)
     assert not len(ledger)
+
+
+def test_the_page_on_tuning_runs() -> None:
+    text, names = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8"), dict[str, Any]()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "docs/tuning.md", "exec"), names)

@@ -15,7 +15,7 @@ Source: docs/proofs/scores.md
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -31,8 +31,9 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian, Pure
+from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.report.figures import PrivacyReport
+from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, UnitError
 from torch_dpsco.estimators.data import as_codes, as_column, as_features
 from torch_dpsco.mechanisms.discrete import draw_laplace
@@ -217,7 +218,7 @@ class _Noise:
     def release(self, total: NDArray[np.int64], source: Source) -> NDArray[np.float64]:
         """Returns noisy counts, in records."""
         if isinstance(self.event, Gaussian):
-            return exact_release(torch.from_numpy(total / _UNIT), self.event, source).numpy()
+            return np.asarray(exact_release(torch.from_numpy(total / _UNIT), self.event, source).numpy())
         step = Fraction(1, _UNIT)
         return np.array([float(Fraction(int(one), _UNIT) + draw_laplace(self._scale, step, source)) for one in total])
 
@@ -225,13 +226,17 @@ class _Noise:
 def _classes(model: Any, metric: str, classes: Any) -> list[Any]:
     """Returns public labels; none for regression."""
     if metric in ("absolute_error", "squared_error"):
+        if classes is not None:
+            raise ValueError(f"classes must not be given for {metric} (got {check.shown(classes)})")
         return []
     given = getattr(model, "classes_", None) if classes is None else classes
     if given is None or isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
-        raise ValueError(f"classes must be a list of labels: the model has no classes_ (got {check.shown(given)})")
-    labels = list(given)
-    if len(labels) < 2 or (metric == "auc" and len(labels) != 2):
-        raise ValueError(f"classes must be {'two' if metric == 'auc' else 'at least two'} (got {len(labels)})")
+        raise ValueError(f"classes must be the public labels, as (0, 1), or the model's (got {check.shown(given)})")
+    labels = list(given.tolist() if hasattr(given, "tolist") else given)
+    if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(2, len(labels)):
+        raise ValueError(f"classes must be two or more different labels (got {check.shown(given)})")
+    if metric == "auc" and len(labels) != 2:
+        raise ValueError(f"classes must be two for auc (got {len(labels)})")
     return labels
 
 
@@ -271,7 +276,7 @@ def _probability(model: Any, rows: NDArray[Any]) -> NDArray[np.float64]:
     """Returns a number in [0, 1] per row that grows with the score of the second class."""
     if hasattr(model, "predict_proba"):
         chances = _apply(model.predict_proba, rows, lambda out: _floats(out, (_ROWS, 2))[:, 1])
-        return np.clip(chances, 0.0, 1.0)
+        return np.asarray(np.clip(chances, 0.0, 1.0))
     scores = _apply(_method(model, "decision_function"), rows, lambda out: _floats(out, (_ROWS,)))
     return np.asarray(0.5 + 0.5 * np.tanh(scores / 2.0))
 
