@@ -222,7 +222,7 @@ def test_noise_has_the_charged_law() -> None:
 
 
 def test_noise_at_a_fifth_of_its_scale_is_refuted() -> None:
-    """Simulated counts of one record replaced: the audit stays below the claim, and contradicts a fifth of the noise."""
+    """Simulated counts of one record replaced: it stays below the claim, and contradicts a fifth of the noise."""
 
     def outputs(scale: float) -> list[Any]:
         event, rng = scores._Noise(dp.Budget(1.0, 1e-6), 2).event, np.random.default_rng(11)
