@@ -87,11 +87,18 @@ __all__ = [
     "prox",
     "rules",
     "sampling",
+    "score",
 ]
 
-if not TYPE_CHECKING:  # or type checkers would take every name for one that exists
+if TYPE_CHECKING:
+    from torch_dpsco.study.scores import score
+else:  # or type checkers would take every name for one that exists
 
-    def __getattr__(name: str) -> None:
+    def __getattr__(name: str) -> object:
+        if name == "score":  # on first use: it reads tables by the estimators' rules, which import scikit-learn
+            from torch_dpsco.study.scores import score
+
+            return score
         for place in (errors, sampling):
             if hasattr(place, name):
                 raise AttributeError(f"dp.{name} is now dp.{place.__name__.rpartition('.')[2]}.{name}")

@@ -161,6 +161,7 @@ FINE = {
     "estimators.QuantileRegressor.width": NONNEGATIVE,
     "intercept_scaling": POSITIVE,
     "classes": "tuple Array",
+    "dp.score.classes": "none tuple Array",
     "feature_center": "none",
     "feature_scale": "none",
     "dp.prox.Box.high": "zero part huge inf minus negative",

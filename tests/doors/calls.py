@@ -670,6 +670,31 @@ def _ghost() -> Good:
 simple(
     "dp.CompiledRows", dp.CompiledRows, model=lambda: model(), loss_fn=lambda: nn.functional.mse_loss, backend="eager"
 )
+
+
+class Signs:
+    """A model of two classes."""
+
+    classes_ = (0, 1)
+
+    def predict(self, X: Any) -> Any:
+        return (X[:, 0] > 0).astype(int)
+
+    def predict_proba(self, X: Any) -> Any:
+        return torch.stack([1 - (p := torch.sigmoid(torch.from_numpy(X[:, 0]))), p], dim=1)
+
+
+simple(
+    "dp.score",
+    dp.score,
+    model=lambda: Signs(),
+    X=lambda: records().tensors[0].numpy(),
+    y=lambda: torch.ones(N, dtype=torch.int64),
+    metric="log_loss",
+    bound=2.0,
+    budget=lambda: budget(),
+    accountant=lambda: accountant(),
+)
 simple("dp.audit", dp.audit, mechanism=lambda: lambda x: x + torch.randn(()), pair=(0.0, 1.0), delta=1e-2, trials=200)
 simple(
     "dp.audit_outputs",
