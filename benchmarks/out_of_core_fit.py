@@ -1,7 +1,7 @@
 """Logistic regression on a Parquet table that is not held in memory, beside one plain pass of numpy over the same file.
 
     python benchmarks/out_of_core_fit.py                        # 10^7 rows x 20 float32: 0.8 GB on disk, some minutes
-    python benchmarks/out_of_core_fit.py --rows 1e8 --folder /data   # 8 GB on disk, about half an hour
+    python benchmarks/out_of_core_fit.py --rows 1e8 --folder /data   # 8 GB on disk, some 40 minutes
     python benchmarks/out_of_core_fit.py --smoke
 
 Rows are made up, written by a process of its own, and removed afterwards. The pass sums the columns, as numpy reads

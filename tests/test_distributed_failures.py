@@ -230,9 +230,8 @@ def refusals(rank: int) -> dict[str, str]:
         "adaptive": own(dp.Poisson(6, N), adaptive),
         "smoothing": own(dp.Poisson(6, N), Clipped(1.0, 1.0, 6), smooth),
         "sampler": lambda: poisson.bind(all_positions),
-        "users": lambda: dp.UserClippedSGD(
-            layer().parameters(),
-            dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n_users=N),
+        "users": lambda: dp.UserClippedSGD(  # who vote on the clip
+            layer().parameters(), dp.UserClippedSGD.plan(n_users=500, budget=dp.Budget(8.0, 1e-3, unit="user"))
         ),
         "replicated": lambda: dp.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))),
         "row free": lambda: dp.BoltOnPSGD(

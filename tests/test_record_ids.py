@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torch_dpsco as dp
+from tests.doors.calls import CALLS
 from tests.optim.test_allocated import DATA, PASS, N, T, built, charged, one_step, refused, stored, sums, train
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.parts import Assigned
@@ -455,3 +457,65 @@ def test_a_stream_that_cannot_be_read_again_is_refused() -> None:
 def test_a_stream_is_read_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_dpsco.optim.checks.world_size", lambda: 2)
     refused(lambda: built()[1].loader(Streamed(Stream(IDS), name_of)), "must be map-style", UnitError)
+
+
+# -- ids given to fit and make_private --------------------------------------------------------------------------------
+
+
+def private(**options: Any) -> tuple[nn.Module, dp.PrivateOptimizer, Any]:
+    model = nn.Linear(2, 1, bias=False)
+    return dp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(DATA, batch_size=6),
+        problem=dp.losses.Logistic().problem(bound_x=2.0),
+        budget=dp.Budget(2.0, 1e-3),
+        n=N,
+        epochs=1,
+        **{"sampling": "assigned"} | options,
+    )
+
+
+LOSS = nn.BCEWithLogitsLoss(reduction="sum")
+
+
+def test_fit_and_make_private_draw_by_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    picks = RecordIds.picks
+    monkeypatch.setattr(RecordIds, "picks", lambda self, *args: asked.append(len(self)) or picks(self, *args))
+    model, optimizer = built()
+    dp.fit(model, optimizer, DATA, LOSS, ids=IDS, progress=False)
+    assert (optimizer.steps, charged(optimizer)) == (2 * T, [(PASS, 2)])
+    assert asked == [N, N]
+    _, optimizer, loader = private(ids=torch.arange(N))
+    next(iter(loader))
+    assert asked == [N] * 3
+    assert charged(optimizer) == []
+
+
+def test_fit_and_make_private_refuse_ids_before_anything_is_charged() -> None:
+    model, optimizer = built()
+    for ids in ([5] * N, IDS[1:]):
+        with pytest.raises(UnitError, match="ids must"):
+            dp.fit(model, optimizer, DATA, LOSS, ids=ids, progress=False)
+        with pytest.raises(UnitError, match="ids must"):
+            private(ids=ids)
+    assert (optimizer.steps, charged(optimizer)) == (0, [])
+    with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
+        private(ids=IDS, sampling="poisson")
+    with pytest.raises(UnitError, match="ids must not be given for a stream"):
+        dp.fit(model, optimizer, Streamed([(i, 0) for i in range(N)], lambda r: r[0]), print, ids=IDS, progress=False)
+
+
+def test_no_refusal_quotes_an_id() -> None:
+    free, arguments = CALLS["dp.fit[row-free]"]()
+    _, optimizer = built()
+    for call in (
+        lambda names: free(**arguments | {"ids": names}),
+        lambda names: free(**arguments | {"users": names}),
+        lambda names: optimizer.loader(DATA, users=names),
+        lambda names: optimizer.loader(DATA, ids=[*names, 1.5]),
+    ):
+        with pytest.raises((ValueError, UnitError), match=r"(ids|users) must") as caught:
+            call(["Ann", "Bob"])
+        assert "Ann" not in str(caught.value)

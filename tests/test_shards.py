@@ -135,10 +135,21 @@ def with_ids(rank: int, data: TensorDataset) -> dict[str, Any]:
     model = layer()
     optimizer = built("poisson", model)
     wrong = message(UnitError, lambda: optimizer.loader(data, ids=twice, shard=N))
+    pairs = TensorDataset(*data.tensors[:2])
+    fitted = message(
+        UnitError, lambda: dp.fit(model, optimizer, pairs, nn.MSELoss(), ids=twice, shard=N, steps=1, progress=False)
+    )
     alone = message(UnknownSamplerError, lambda: optimizer.loader(data, ids=names))
     other = message(SequenceError, lambda: optimizer.loader(data, ids=names if rank else None, shard=N))
     run = train(model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, padding=False))
-    return {"wrong": wrong, "alone": alone, "other": other, "answer": numbers(model), "drawn": run["drawn"]}
+    return {
+        "wrong": wrong,
+        "fit": fitted,
+        "alone": alone,
+        "other": other,
+        "answer": numbers(model),
+        "drawn": run["drawn"],
+    }
 
 
 def failures(rank: int) -> dict[str, Any]:
@@ -164,10 +175,6 @@ def refusals(rank: int) -> dict[str, str]:
         "mixed": lambda: built("poisson", layer()).loader(data if rank else everyone, shard=N if rank else None),
         "total": lambda: built("poisson", layer()).loader(everyone, shard=N),
         "bound": lambda: built("poisson", layer()).loader(data, shard=N - 1),
-        "users": lambda: dp.UserClippedSGD(
-            layer().parameters(),
-            dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n_users=N),
-        ),
     }
     return {name: message((PrivacyError, ValueError), call) for name, call in refused.items()}
 
@@ -392,6 +399,7 @@ def test_a_record_that_two_shards_hold_is_refused_by_its_id(together: list[dict[
     """On all ranks, in a Poisson design; so are ids on some ranks only, and ids without shards."""
     for found in (rank["by ids"] for rank in together):
         assert "ids must be unique" in found["wrong"]
+        assert "ids must be unique" in found["fit"]
         assert "give shard= where each rank has records of its own" in found["alone"]
         assert "data must be equal on all ranks" in found["other"]
         assert torch.equal(found["answer"], together[0]["by ids"]["answer"])
@@ -412,7 +420,6 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("sampler", "UnknownSamplerError: loader must draw this rank's positions"),
         ("mixed", "SequenceError: data must be equal on all ranks"),
         ("total", f"UnitError: n must be the number of records under replace_one (declared {N}"),
-        ("users", "whose rows are joined, filtered or counted where all of them are"),
     ],
 )
 def test_what_shards_cannot_share_is_refused_on_all_ranks(name: str, words: str, failed: list[dict[str, Any]]) -> None:
@@ -503,13 +510,6 @@ def test_one_process_takes_its_shard_for_all_there_is() -> None:
         optimizer.loader(records(), shard=N - 1)
     with pytest.raises(UnitError, match="n must be the number of records"):
         built("full", layer()).loader(TensorDataset(*(t[:9] for t in records().tensors)), shard=N)
-
-
-def test_users_are_not_sharded() -> None:
-    plan = dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n_users=N)
-    optimizer = dp.UserClippedSGD(layer().parameters(), plan)
-    with pytest.raises(UnitError, match="shard must not be given for users"):
-        optimizer.loader(records(), range(N), shard=N)
 
 
 @pytest.mark.parametrize("design", [dp.Poisson(64, 1000), dp.Full(1000), dp.Assigned(100, 1000)])

@@ -35,6 +35,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.rows import ghost_backward
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.schema import Schema
 from torch_dpsco.train import fit
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ __all__ = [
     "Problem",
     "ProximalSGD",
     "Schedule",
+    "Schema",
     "Shuffled",
     "UserClippedSGD",
     "UserFilteredSGD",
@@ -87,11 +89,18 @@ __all__ = [
     "prox",
     "rules",
     "sampling",
+    "score",
 ]
 
-if not TYPE_CHECKING:  # or type checkers would take every name for one that exists
+if TYPE_CHECKING:
+    from torch_dpsco.study.scores import score
+else:  # or type checkers would take every name for one that exists
 
-    def __getattr__(name: str) -> None:
+    def __getattr__(name: str) -> object:
+        if name == "score":  # on first use: it reads tables by the estimators' rules, which import scikit-learn
+            from torch_dpsco.study.scores import score
+
+            return score
         for place in (errors, sampling):
             if hasattr(place, name):
                 raise AttributeError(f"dp.{name} is now dp.{place.__name__.rpartition('.')[2]}.{name}")

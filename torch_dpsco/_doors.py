@@ -2,7 +2,8 @@
 
 `typed` is for functions and for classes that are no dataclasses, `type_members` for the subclasses of a base,
 `check_fields` for dataclasses. Ranges are checked where the values are used, by `_validate`; so are arguments annotated
-`Any`. Whatever Python says about missing and unknown arguments, it says itself, and names all of them together.
+`Any`. Whatever Python says about missing and unknown arguments, it says itself, and names all of them together; but
+keywords of other libraries are answered with ours (`_words`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from torch_dpsco._validate import article, shown
+from torch_dpsco._words import require_ours
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
@@ -52,10 +54,14 @@ def typed(target: _Target, largest: float = math.inf) -> _Target:
     if isinstance(target, type):
         type_members(target, "__init__")
         return target
-    names = list(inspect.signature(target).parameters)
+    parameters = inspect.signature(target).parameters
+    names = list(parameters)
+    closed = not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     @functools.wraps(target)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if closed and not parameters.keys() >= kwargs.keys():
+            require_ours(target.__qualname__.removesuffix(".__init__"), kwargs, names)
         kinds = _kinds(target)
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             _check(kinds.get(name), name, value, largest)

@@ -76,17 +76,20 @@ def in_backward() -> bool:
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Returns whether a forward of DistributedDataParallel is running on a model around this one."""
+    """Returns whether a forward of DistributedDataParallel is running on parameters of a model."""
     active = DistributedDataParallel._active_ddp_module
-    return active is not None and any(module is model for module in active.modules())
+    # by parameters: torch's composable `replicate` gives it no model
+    return active is not None and not {*map(id, active.parameters())}.isdisjoint(map(id, model.parameters()))
 
 
 def is_sharded(thing: Tensor | nn.Module) -> bool:
     """Returns whether a parameter is a part of a sharded one, or a module has such parts: FSDP 1 and 2, DTensor."""
     if isinstance(thing, Tensor):
         return hasattr(thing, "placements") or hasattr(thing, "_fsdp_flattened")
-    # by name: nothing of torch.distributed need be there, nor be imported
-    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(thing).__mro__)
+    # by the mark that FSDP leaves on modules inside, and by name: nothing of torch.distributed need be there
+    return "_is_fsdp_managed_module" in thing.__dict__ or any(
+        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(thing).__mro__
+    )
 
 
 def some_global_hook() -> bool:

@@ -22,7 +22,8 @@ the sum over ranks is that of one process up to roundings that the declared erro
 noise is that of one process. The ranks trust each other: partial sums without noise and the key of the batches pass
 between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the same
 order; for data in memory that is compared. Each may have a shard instead, records of its own: then each record is on
-one rank, which does not depend on its values; where records have ids, that none is on two is compared.
+one rank, which does not depend on its values; where records have ids, that none is on two is compared. Users are on one
+rank with all their records, which is compared; their clipped means are added as rows are.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
+from torch_dpsco.oracles.users.centered import Centered
 from torch_dpsco.rng import Source, sampling_key
 from torch_dpsco.sampling import (
     DesignSampler,
@@ -54,10 +56,11 @@ from torch_dpsco.sampling import (
     RankAssignedSampler,
     RankSampler,
     RecordIds,
+    UserLoader,
     make_sampler,
     require_divisible,
 )
-from torch_dpsco.sampling.record_ids import SEVERAL
+from torch_dpsco.sampling.record_ids import SEVERAL, SPREAD
 from torch_dpsco.schedule import Schedule
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
@@ -351,6 +354,11 @@ class World:
             )
 
 
+def _adding(oracle: MeanOracle) -> MeanOracle:
+    """Returns the oracle that adds rows: of users' clipped means their clipping, else the oracle itself."""
+    return oracle.clipping if type(oracle) is Centered else oracle
+
+
 # where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum
 _COLLECTING, _CALLING, _AGREED = "collecting", "calling", "agreed"
 
@@ -382,7 +390,8 @@ class Ranks(World):
             require_divisible(run.design)
         if any(phase.smoothing for phase in run.schedule.phases):
             raise SequenceError("smoothing must be 0 in a run of several processes, whose random points would differ")
-        oracle, kind = run.oracle, type(run.oracle)
+        oracle = _adding(run.oracle)
+        kind = type(oracle)
         own = (kind.observe, kind.release, kind.charge)
         adds = own == (ClippedMean.observe, ClippedMean.release, ClippedMean.charge)
         if not adds or oracle.unit != "example":
@@ -390,9 +399,11 @@ class Ranks(World):
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(
                 f"oracle must be Clipped, HolderClipped or AutoClip in a run of several processes, whose releases are "
-                f"sums of rows with noise of a fixed multiplier (got {kind.__name__}): run it in one process, as users "
-                f"whose rows are joined, filtered or counted where all of them are"
+                f"sums of rows, or of users' means (UserClippedSGD with clip=), with noise of a fixed multiplier (got "
+                f"{kind.__name__}): run it in one process, as users who vote on clips, or are filtered or localized"
             )
+        if oracle is not run.oracle:
+            require_divisible(run.design)
         assert isinstance(oracle, ClippedMean)
         oracle.share(self._group.processes)
 
@@ -430,16 +441,26 @@ class Ranks(World):
             return records
         return sum(row[2] for row in self._group.exchange("loader", ready=True, values=[records]))
 
-    def _require_own_ids(self, ids: RecordIds, key: bytes) -> None:
-        """Raises UnitError, on all ranks, if two records have one id, wherever they are."""
+    def _require_own_ids(self, ids: RecordIds, key: bytes, users: int | None = None) -> None:
+        """Raises UnitError, on all ranks, if two records have one id, wherever they are.
+
+        Args:
+            ids: of the records of this rank.
+            key: 32 secret bytes of all ranks.
+            users: where ids are those of users, who have several records on one rank: how many there are at most.
+        """
         group, mine = self._group, torch.from_numpy(ids.digests(key).copy())
-        counts = [row[2] for row in group.exchange("loader", ready=True, values=[len(ids)])]
+        if users is not None:
+            mine = mine.unique(dim=0)
+        counts = [row[2] for row in group.exchange("loader", ready=True, values=[len(mine)])]
         digests = group.gather(torch.cat([mine, mine.new_zeros(max(counts) - len(mine), 2)]))
         every = torch.cat([table[:count] for table, count in zip(digests, counts, strict=True)])
         if len(every.unique(dim=0)) < len(every):
-            # PRIVACY: a record that two ranks hold moves a sum by two clips
-            # (test_a_record_of_two_ranks_is_refused)
-            raise UnitError(SEVERAL)
+            # PRIVACY: a record, or a user, that two ranks hold moves a sum by two clips
+            # (test_a_record_of_two_ranks_is_refused, test_a_user_of_two_ranks_is_refused)
+            raise UnitError(SEVERAL if users is None else SPREAD)
+        if users is not None and len(every) > users:
+            raise UnitError(f"users of all ranks must be at most n_users={users} (got more)")
 
     def sampler(
         self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None, *, shard: bool = False
@@ -457,7 +478,7 @@ class Ranks(World):
                 f"each rank has records of its own"
             )
         if ids is not None:
-            self._require_own_ids(ids, secret)
+            self._require_own_ids(ids, secret, run.design.n if run.oracle.unit == "user" else None)
         place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
         place |= {"size": size, "steps": steps, "own": shard}
         if isinstance(run.design, Assigned):
@@ -473,7 +494,7 @@ class Ranks(World):
             return
         # PRIVACY: of a shard only ours, since ranks whose own samplers draw from one data set draw its records twice
         # (test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused)
-        ours = isinstance(sampler, RankSampler) and not sampler.own
+        ours = isinstance(sampler, RankSampler) and not sampler.own and not isinstance(loader, UserLoader)
         if ours and (sampler.rank, sampler.processes) == (group.rank, group.processes):
             return
         # PRIVACY: ranks that draw from all positions could draw a record twice
@@ -485,9 +506,10 @@ class Ranks(World):
 
     def agree(self, run: Run, draw: Draw) -> None:
         """Raises SequenceError on all ranks if one has failed, or is at another step or draw, or has other settings."""
-        if getattr(run.oracle, "processes", 1) != self._group.processes:
+        if getattr(_adding(run.oracle), "processes", 1) != self._group.processes:
             raise SequenceError("batches must come from optimizer.loader(dataset), called in this process group")
         self._stage = _CALLING
+        center = getattr(run.oracle, "center", None)  # of users
         # PRIVACY: else sums of different steps, or of rows clipped differently, would be added
         # (test_ranks_at_different_steps_are_refused)
         self._group.compare(
@@ -496,18 +518,22 @@ class Ranks(World):
             steps=run.steps,
             draw=draw.index,
             charges=len(run.accountant),
-            mechanism=digest(run.oracle.event(), run.oracle.metrics(), [group["lr"] for group in run.param_groups]),
+            mechanism=digest(
+                *(run.oracle.event(), run.oracle.metrics(), [group["lr"] for group in run.param_groups]),
+                *(() if center is None else (read_bytes(center),)),
+            ),
         )
         self._stage = _AGREED
 
     def release(self, oracle: MeanOracle, noise: Source) -> Release:
         """Returns the noisy mean; raises SequenceError on all ranks if one could not charge it."""
-        assert isinstance(oracle, ClippedMean)
+        summed = oracle.clip_users() if type(oracle) is Centered else oracle
+        assert isinstance(summed, ClippedMean)
         self._stage = _CALLING
-        answer = self._answer(oracle, noise)
+        answer = Release(self._answer(summed, noise))
         oracle.discard()
         self._stage = _COLLECTING
-        return Release(answer)
+        return oracle.around_center(answer) if type(oracle) is Centered else answer
 
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
@@ -538,8 +564,9 @@ class Ranks(World):
         stage, self._stage = self._stage, _COLLECTING
         with suppress(RuntimeError):  # where the group is broken they fail by themselves; the caller raises its error
             if stage == _AGREED:
-                assert isinstance(run.oracle, ClippedMean)
-                self._answer(run.oracle, None)
+                oracle = _adding(run.oracle)
+                assert isinstance(oracle, ClippedMean)
+                self._answer(oracle, None)
             elif stage == _COLLECTING and in_progress:
                 self._group.exchange("step", ready=False)
 

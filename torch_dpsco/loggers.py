@@ -141,7 +141,7 @@ def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> Nu
     accountant, budget = optimizer.accountant, optimizer.accountant.budget
     run: dict[str, Any] = {}
     if delta is None and budget is not None:
-        delta = budget.delta
+        delta = budget.quoted_delta
     if delta is not None:
         run = {"epsilon": accountant.get_epsilon(delta), "delta": delta}
     if budget is not None and delta == budget.delta:

@@ -46,6 +46,7 @@ def make_private(
     loss_reduction: str = "mean",
     rows: str = "auto",
     sampling: str = "poisson",
+    ids: Any = None,
     average: str = "last",
     prox: Prox | None = None,
     reg: float = 0.0,
@@ -69,6 +70,7 @@ def make_private(
         epochs: passes over the data on average.
         sampling: "poisson"; or "assigned" (in plans "allocated", which is taken too): an iteration of the loader is a
             pass, in which each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
+        ids: see `PrivateOptimizer.loader`: with sampling="assigned", a unique id of each record, in the loader's order.
         loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
             model alone. What the loop computes is looked at in its first step; see `attach`.
         loss_reduction: see `attach`.
@@ -119,6 +121,7 @@ def make_private(
     private = HolderSGD(optimizer.param_groups, plan, rule=rule, prox=prox, reg=reg, accountant=accountant)
     loader = private.loader(
         data_loader.dataset,
+        ids=ids,
         collate_fn=data_loader.collate_fn,
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,

@@ -22,12 +22,12 @@ from torch_dpsco import losses, plots
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.budget import NO_BUDGET_DELTA, Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import Event, event_from_json, event_to_json, scaled_noise
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
-from torch_dpsco.accounting.report.figures import NO_BUDGET_DELTA, rounded_up
+from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
@@ -93,7 +93,7 @@ class Plan(ABC):
         if delta is None:
             if self.budget is None:
                 raise ValueError("delta must be given: the plan has noise and steps of yours, and no budget")
-            delta = self.budget.delta
+            delta = self.budget.quoted_delta
         return Ledger([self.event()]).epsilon(check.between(0.0, 1.0, delta=delta), adjacency or self.adjacency)
 
     def ledger(self) -> Accountant:
@@ -145,7 +145,8 @@ class Plan(ABC):
 
     def _epsilon_panel(self) -> plots.Panel:
         level = f"epsilon at delta {rounded_up(self._shown_delta)}"
-        limit = None if self.budget is None else (f"budget: {self.budget.epsilon:g}", self.budget.epsilon)
+        target = None if self.budget is None or self.budget.risk else self.budget.epsilon
+        limit = None if target is None else (f"budget: {target:g}", target)
         try:
             stages = list(self.stages())
             if not stages:
@@ -179,7 +180,7 @@ class Plan(ABC):
 
     @property
     def _shown_delta(self) -> float:
-        return NO_BUDGET_DELTA if self.budget is None else self.budget.delta
+        return NO_BUDGET_DELTA if self.budget is None else self.budget.quoted_delta
 
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
@@ -197,6 +198,8 @@ class Plan(ABC):
         target, unit = self.budget, self.unit
         changes = {"replace_one": f"replacing one {unit} by any other", "add_remove": f"adding or removing one {unit}"}
         change = changes.get(self.adjacency, f"replacing one {unit} by an empty one")
+        if target.risk:
+            return f"no test for {change} does better than {target.risk} (which holds by {target.line})"
         return (
             f"{change} hardly changes what is released: ({rounded_up(target.epsilon)}, {rounded_up(target.delta)})-"
             f"differential privacy"
@@ -210,7 +213,8 @@ class Plan(ABC):
                 try:
                     epsilon = self.epsilon(delta, adjacency)
                     found.append(f"{adjacency} {rounded_up(epsilon)}")
-                    if self.budget is not None and adjacency == self.adjacency and epsilon > self.budget.epsilon:
+                    own = self.budget if adjacency == self.adjacency else None
+                    if own and (epsilon if own.risk is None else self.epsilon(own.delta)) > own.epsilon:
                         beyond = "; what would exceed the budget is refused"
                 except AdjacencyError:
                     found.append(f"{adjacency} not proved")

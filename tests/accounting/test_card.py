@@ -54,7 +54,7 @@ def test_the_html_needs_no_network_and_escapes_text(tmp_path):
     assert "http:" not in text
     assert "https:" not in text
     assert "default-src 'none'" in text
-    assert text.count("data:image/svg+xml;base64,") == 2
+    assert text.count("data:image/svg+xml;base64,") == 3
 
 
 def test_json_is_that_of_the_statement_and_more(tmp_path):
@@ -90,7 +90,7 @@ def test_the_curve_is_that_of_the_accountant():
 
 def test_the_pictures_end_at_what_was_spent():
     statement = stated()
-    _, spending = statement.plot().axes
+    _, _, spending = statement.plot().axes
     so_far, budget = spending.get_lines()
     assert tuple(so_far.get_xydata()[-1]) == (4.0, statement.epsilon)
     assert budget.get_label() == "budget: 3"
@@ -100,17 +100,34 @@ def test_each_kind_of_charge_has_a_bar():
     accountant = Accountant()
     accountant.record(Gaussian(30.0, {"replace_one": 1.0}))
     statement = stated(accountant=accountant)
-    _, _, kinds = statement.plot().axes
+    _, _, _, kinds = statement.plot().axes
     assert max(bar.get_width() for bar in kinds.patches) < statement.epsilon
     assert sorted(label.get_text()[:12] for label in kinds.get_yticklabels()) == ["1 x Gaussian", "4 x Gaussian"]
 
 
 def test_a_picture_that_shows_no_more_than_the_headline_is_left_out():
-    assert [axes.get_title() for axes in stated().plot().axes][1:] == ["What was spent"]
+    assert [axes.get_title() for axes in stated().plot().axes][2:] == ["What was spent"]
     accountant = Accountant()
     accountant.authorize(STEP, 1)
-    (only,) = make_statement(accountant.report(DELTA), stated().run).plot().axes
-    assert only.get_title() == "What a test can find out about one example"
+    axes = make_statement(accountant.report(DELTA), stated().run).plot().axes
+    titles = ["What a test can find out about one example", "What an alarm proves about one example"]
+    assert [own.get_title() for own in axes] == titles
+
+
+def test_the_marks_lie_on_the_curve_and_say_what_the_risk_is():
+    figures = stated().figures
+    risk, (tests, alarms, *_) = figures.risk(), stated().plot().axes
+    best, _, *marked, advantage = tests.get_lines()
+    curve = dict(zip(*best.get_data(), strict=True))
+    for line, f in zip(marked, (0.01, 0.001), strict=True):
+        ((x, y),) = line.get_xydata()
+        assert (x, y) == (f, 1.0 - risk.true_positive(f))
+        assert y <= curve[x] + 1e-12
+    ((x, y),) = advantage.get_xydata()
+    assert x == y == pytest.approx(curve[x], abs=1e-9)
+    assert 1.0 - 2.0 * x == pytest.approx(figures.advantage)
+    after, p = alarms.get_lines()[0], 0.1
+    assert dict(zip(*after.get_data(), strict=True))[p] == risk.posterior(p, 0.01)
 
 
 def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):

@@ -100,7 +100,9 @@ FINE = {
     **{f"dp.{name}.plan.dim": "Model" for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD", "LocalizedSGD")},
     "dp.LocalizedSGD.plan[phases].dim": "none",
     "dp.HolderSGD.loader.users": "none",
-    **dict.fromkeys(["dp.HolderSGD.loader.ids", "dp.UserClippedSGD.loader.ids"], "none"),
+    **dict.fromkeys(
+        ["dp.HolderSGD.loader.ids", "dp.UserClippedSGD.loader.ids", "dp.fit.ids", "dp.make_private.ids"], "none"
+    ),
     "dp.sampling.RecordIds.ids": "Array",
     "dp.sampling.Streamed.stream": "tuple list set",
     "dp.UserClippedSGD.plan.dim": "none Model",
@@ -133,6 +135,7 @@ FINE = {
     "dp.audit.pair": "tuple list Tensor Array",
     "dp.fit.users": "none",
     "dp.fit[row-free].users": "none",
+    **dict.fromkeys(["dp.fit[row-free].ids", "dp.fit[user].ids"], "none"),
     "dp.audit_training.other": "tuple",
     "dp.losses.EpsilonInsensitive.width": NONNEGATIVE,
     "dp.oracles.AdaptiveClipped.count_noise": "zero part",
@@ -147,6 +150,8 @@ FINE = {
     "normalizer": POSITIVE,
     "tolerance": POSITIVE,
     "dp.per_record.loss": "Function Loss Model",
+    "tar.TarRows.decode": "Class Function Loss Model",
+    **dict.fromkeys(["tar.TarRows.shape", "tar.TarRows.target_shape"], "list"),  # a number
     "objectives.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.LogisticRegression.preview.groups": "none",
     "estimators.LogisticRegression.preview.epsilons": "none tuple list set",
@@ -156,6 +161,7 @@ FINE = {
     "estimators.QuantileRegressor.width": NONNEGATIVE,
     "intercept_scaling": POSITIVE,
     "classes": "tuple Array",
+    "dp.score.classes": "none tuple Array",
     "feature_center": "none",
     "feature_scale": "none",
     "dp.prox.Box.high": "zero part huge inf minus negative",

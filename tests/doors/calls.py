@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +20,8 @@ from torch_dpsco import clip_selection, estimators
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.integrations import opacus
+from torch_dpsco.integrations.parquet import ParquetRows
+from torch_dpsco.integrations.tar import TarRows
 from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.rows import GradBatch
@@ -592,6 +595,17 @@ def _make_private() -> Good:
     }
 
 
+@call("parquet.ParquetRows")
+def _parquet() -> Good:
+    table = pa.table({"a": [1.0], "y": [1]})
+    return ParquetRows, {"source": table, "inputs": ["a"], "target": "y"}
+
+
+@call("tar.TarRows")
+def _tar() -> Good:
+    return TarRows, {"paths": [], "decode": lambda files: (0.0, 0), "shape": [2]}
+
+
 @call("opacus.PrivacyEngine")
 def _engine() -> Good:
     return opacus.PrivacyEngine, {"accountant": "prv", "secure_mode": False}
@@ -655,6 +669,31 @@ def _ghost() -> Good:
 
 simple(
     "dp.CompiledRows", dp.CompiledRows, model=lambda: model(), loss_fn=lambda: nn.functional.mse_loss, backend="eager"
+)
+
+
+class Signs:
+    """A model of two classes."""
+
+    classes_ = (0, 1)
+
+    def predict(self, X: Any) -> Any:
+        return (X[:, 0] > 0).astype(int)
+
+    def predict_proba(self, X: Any) -> Any:
+        return torch.stack([1 - (p := torch.sigmoid(torch.from_numpy(X[:, 0]))), p], dim=1)
+
+
+simple(
+    "dp.score",
+    dp.score,
+    model=lambda: Signs(),
+    X=lambda: records().tensors[0].numpy(),
+    y=lambda: torch.ones(N, dtype=torch.int64),
+    metric="log_loss",
+    bound=2.0,
+    budget=lambda: budget(),
+    accountant=lambda: accountant(),
 )
 simple("dp.audit", dp.audit, mechanism=lambda: lambda x: x + torch.randn(()), pair=(0.0, 1.0), delta=1e-2, trials=200)
 simple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,8 +253,18 @@ def test_blocks_must_have_the_public_number_of_records_where_it_is_public(count)
 
 
 def test_a_cap_on_records_that_float64_does_not_certify_is_named():
-    with pytest.raises(dp.errors.InfeasibleError, match="n_max=2000000000 records are more than"):
-        make("LogisticRegression", n=10**9).plan(20)
+    with pytest.raises(dp.errors.InfeasibleError, match="n_max=2000000000000 records are more than"):
+        make("LogisticRegression", n=10**12).plan(20)
+
+
+@pytest.mark.parametrize("delta", [1e-9, 0.0])
+@pytest.mark.parametrize("n", [10**7, 10**8])
+def test_what_float64_hides_of_many_records_costs_little(n, delta):
+    """On a quadratic model of slope L <= 1, curvature 1/4 and |w| of about 15, in the units of measured rows."""
+    plan = make("LogisticRegression", n=n, delta=delta, mechanism="objective", bound_x=0.5).plan(20)
+    std = plan.output_scale * (1 if delta else math.sqrt(22))
+    assert 0.25 * 21 * std**2 / 2 < 2e-4
+    assert plan.reg * 30.0**2 / (2 * n) < 1e-3
 
 
 def test_no_records_at_all_are_a_fit():

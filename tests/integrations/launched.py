@@ -11,14 +11,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.errors import SequenceError
@@ -71,11 +71,11 @@ def facts_of(model: nn.Module, optimizer: dp.HolderSGD) -> dict[str, Any]:
     }
 
 
-def train(folder: str) -> None:
+def train(folder: str, data: Dataset[Any] | None = None, **options: Any) -> None:
     """In the process group that a launcher has made."""
     drawn = releases()
     model, optimizer = made()
-    dp.fit(model, optimizer, records(), nn.BCEWithLogitsLoss(), progress=False)
+    dp.fit(model, optimizer, records() if data is None else data, nn.BCEWithLogitsLoss(), progress=False, **options)
     leave(folder, facts_of(model, optimizer) | {"drawn": len(drawn)})
 
 
@@ -163,6 +163,70 @@ def ray(folder: str) -> None:
     ).fit()
 
 
+def ray_data(folder: str) -> None:
+    """Ray Data's own shards, made of whole blocks; each record is on one rank, and the run is by ids."""
+    import pyarrow as pa
+    import ray as engine
+    from ray.train import DataConfig, RunConfig, ScalingConfig, get_dataset_shard
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    class Split(DataConfig):
+        def configure(self, datasets: Any, world_size: int, *_: Any, **__: Any) -> Any:
+            return [{"train": part.iterator()} for part in datasets["train"].split(world_size)]
+
+    def work(config: dict[str, Any]) -> None:
+        from torch_dpsco.integrations.parquet import ParquetRows
+
+        shard = get_dataset_shard("train")
+        ids: list[int] = []
+
+        def tables() -> Iterator[Any]:
+            for table in shard.iter_batches(batch_format="pyarrow", batch_size=30):
+                ids.extend(table["id"].to_pylist())
+                yield table
+
+        data = ParquetRows(tables(), [f"x{j}" for j in range(DIM)], "y")
+        assert 0 < len(data) < N
+        train(config["folder"], data, shard=N, ids=ids)
+
+    engine.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+    x, y = records().tensors
+    columns = {f"x{j}": x[:, j].numpy() for j in range(DIM)} | {"y": y[:, 0].numpy(), "id": range(N)}
+    whole = pa.table(columns)
+    TorchTrainer(
+        work,
+        train_loop_config={"folder": folder},
+        datasets={"train": engine.data.from_arrow([whole.slice(start, N // 5) for start in range(0, N, N // 5)])},
+        dataset_config=Split(),
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=f"{folder}/ray"),
+    ).fit()
+
+
+def ray_splits(folder: str) -> None:
+    """Leaves which of 20 records the ways of Ray to split them in three put on each."""
+    import ray as engine
+
+    engine.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+    engine.data.DataContext.get_current().execution_options.preserve_order = True  # else the order of completion
+    data = engine.data.range(20, override_num_blocks=3)
+
+    @engine.remote(num_cpus=0)
+    def read(shard: Any) -> list[int]:
+        return [k for batch in shard.iter_batches() for k in batch["id"].tolist()]
+
+    ways = {
+        "split": data.split(3),
+        "equal": data.split(3, equal=True),
+        "indices": data.split_at_indices([7, 14]),
+        "streaming": data.streaming_split(3),
+        "streaming equal": data.streaming_split(3, equal=True),
+    }
+    found = {name: engine.get([read.remote(shard) for shard in shards]) for name, shards in ways.items()}
+    (Path(folder) / "rank-0").write_text(json.dumps(found), encoding="utf-8")
+
+
 def spark(folder: str) -> None:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
@@ -175,7 +239,7 @@ def spark(folder: str) -> None:
 
 
 KINDS: dict[str, Callable[[str], None]] = {
-    kind.__name__: kind for kind in (torchrun, fabric, accelerate, ray, spark, killed, restarted)
+    kind.__name__: kind for kind in (torchrun, fabric, accelerate, ray, ray_data, ray_splits, spark, killed, restarted)
 }
 
 if __name__ == "__main__":

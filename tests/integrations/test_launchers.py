@@ -25,9 +25,10 @@ LAUNCHERS = {
     "accelerate": TORCHRUN,
     "fabric": (),
     "ray": (),
+    "ray_data": (),
     "spark": (),
 }
-PACKAGES = {"fabric": "lightning", "accelerate": "accelerate", "ray": "ray", "spark": "pyspark"}
+PACKAGES = {"fabric": "lightning", "accelerate": "accelerate", "ray": "ray", "ray_data": "ray", "spark": "pyspark"}
 
 
 def skip_without(kind: str) -> None:
@@ -70,6 +71,18 @@ def test_two_processes_of_a_launcher_make_one_run(kind: str, tmp_path: Path) -> 
     assert 1.9 < first["epsilon"] <= 2.0
     assert (first.pop("drawn"), second.pop("drawn")) == (STEPS, 0)  # noise, once per step
     assert first == second
+
+
+def test_the_ways_of_ray_to_split_are_as_the_page_says(tmp_path: Path) -> None:
+    """docs/integrations/parquet.md: equal shards leave records out, and which is decided by how many there are."""
+    skip_without("ray_data")
+    done = launch("ray_splits", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (ways,) = ranks(tmp_path)
+    flat = {name: [k for shard in shards for k in shard] for name, shards in ways.items()}
+    assert flat["split"] == flat["indices"] == sorted(flat["streaming"]) == list(range(20))
+    for name in ("equal", "streaming equal"):
+        assert [len(shard) for shard in ways[name]] == [6, 6, 6], name
 
 
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path: Path) -> None:

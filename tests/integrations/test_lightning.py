@@ -212,7 +212,7 @@ class Parts(Silent):
         (Manual, "automatic_optimization must be True"),
         (Clipping, "configure_gradient_clipping"),
         (NoLoss, "training_step must return"),
-        (OtherForward, r"must call self\(inputs\)"),
+        (OtherForward, r"attached model itself must be called"),
         (Parts, "must have a forward"),
     ],
 )

@@ -14,7 +14,7 @@ from opacus.accountants import register_accountant
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.budget import NO_BUDGET_DELTA, Budget
 from torch_dpsco.accounting.budgets.filters import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.grouped import replace_one_epsilon
@@ -24,7 +24,6 @@ from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import locked
 from torch_dpsco.accounting.opacus import OpacusFace, epsilon_at_orders
 from torch_dpsco.accounting.report.figures import (
-    NO_BUDGET_DELTA,
     PrivacyReport,
     attack_advantage,
     make_report,
@@ -306,7 +305,7 @@ class Accountant(OpacusFace):
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
 
         Args:
-            delta: in [0, 1); default the budget's.
+            delta: in [0, 1); default the budget's, or 1e-6 where its target is a risk.
             ahead: event of what a run still plans to do; gives the report its `planned_epsilon`. Nothing is charged.
 
         Raises:
@@ -315,7 +314,7 @@ class Accountant(OpacusFace):
         if delta is None:
             if self._budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
-            delta = self._budget.delta
+            delta = self._budget.quoted_delta
         report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._rule, ahead)
         if self.adaptive:
             report = self._adaptive_report(report)

@@ -44,7 +44,8 @@ def attempt(what: str, call: Callable[[], _T]) -> _T | Refused:
     """Returns what the call returns, or how it failed.
 
     The one place of the package that catches every Exception: models, losses, data sets and collate functions of users
-    raise what they like on a synthetic batch, and a diagnosis must say so instead of failing with them.
+    raise what they like on a synthetic batch, and a diagnosis must say so instead of failing with them. What a decoder
+    of users raises on a real record (`integrations.tar`) nobody may see.
     """
     try:
         return call()

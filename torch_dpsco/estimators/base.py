@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
@@ -41,7 +42,15 @@ from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.linear import LinearFit, LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear
+from torch_dpsco.linear import (
+    LinearFit,
+    LinearTask,
+    Partitions,
+    Preparation,
+    PrivatePreparation,
+    fit_linear,
+    plan_linear,
+)
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
@@ -134,6 +143,11 @@ class LinearModel(BaseEstimator):
     _boundless: ClassVar[str] = ""  # how to do without bounds
     _in_parts: ClassVar[bool] = True  # whether the objective is a sum over records, which may come in parts
 
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Answers keywords of other libraries with ours."""
+        require_ours(cls.__name__, settings, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -161,7 +175,8 @@ class LinearModel(BaseEstimator):
             X: rows (n, d): numpy array, torch tensor on any device, data frame, lists, or sparse rows of scipy. A row
                 with a non-finite value counts as a record without influence. Or, for a table that no memory holds, a
                 callable that returns a fresh iterator over blocks (X, y) or (X, y, sample_weight) at each call, the
-                same records in the same order, of one dtype; a fit calls it tens of times.
+                same records in the same order, of one dtype; a fit calls it tens of times. Or `linear.Partitions`, of
+                a table on an engine, where each partition is read so.
             y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise. None beside blocks.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
@@ -175,19 +190,21 @@ class LinearModel(BaseEstimator):
         Raises:
             BudgetExceeded: nothing was drawn; the model is what it was.
             CalibrationError: the settings do not go together; nothing was charged.
-            ConditionError: likewise; blocks or sparse rows, for what is not made of sums over records.
-            NotCertifiedError: blocks were other records at a later reading, outside of any guarantee.
+            ConditionError: likewise; blocks, partitions or sparse rows, for what is not made of sums over records.
+            NotCertifiedError: blocks or partitions were other records at a later reading, outside of any guarantee.
             ValueError: a setting, a shape or a dtype; never a value of a record.
             UnitError: X has not n rows, where n is public.
         """
-        blocks = as_blocks(X, y, sample_weight, self._read)
+        # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
+        read = self._unspent()._read if isinstance(X, Partitions) else self._read
+        blocks = as_blocks(X, y, sample_weight, read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
         plan = self.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
-        columns = read_columns(features if callable(X) else X, width)
+        columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
         self._report_of(ledger)  # raises if the ledger will have no answer at this delta
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
@@ -251,9 +268,7 @@ class LinearModel(BaseEstimator):
         unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
         features = None if X_like is None else as_features(X_like)
         width = check.positive_count(dim=dim) if features is None else features.shape[1]
-        settings = {**self.get_params(deep=False), "accountant": None}
-        models = [type(self)(**{**settings, "epsilon": epsilon}) for epsilon in chosen]
-        plans = [model.plan(width, unit) for model in models]
+        plans = [self._unspent(epsilon=epsilon).plan(width, unit) for epsilon in chosen]
         if features is None:
             return of_plans(type(self).__name__, plans)
         require_finite(features)
@@ -261,10 +276,13 @@ class LinearModel(BaseEstimator):
         ids = None if groups is None else user_ids(groups, len(features))
         return simulated(type(self).__name__, plans, Sample(features, targets, factors, ids), runs)
 
+    def _unspent(self: _Model, **changes: Any) -> _Model:
+        """A copy of these settings, without the ledger."""
+        return type(self)(**{**self.get_params(deep=False), "accountant": None, **changes})
+
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check_fields(self, largest=1e100)
-        if self.n is None:
-            raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
+        self._require_given()
         budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)
         given = Preparation(
             self._bound_on_rows(),
@@ -293,9 +311,21 @@ class LinearModel(BaseEstimator):
             **self._options(prepare, signal, unit),
         )
 
+    def _required(self) -> dict[str, str]:
+        """Settings that must be given, and how to choose them."""
+        return {"n": _HOW_TO_COUNT, "bound_x": f"{_HOW_TO_BOUND}{self._boundless}"}
+
+    def _require_given(self) -> None:
+        """Raises ValueError for all settings together that must be given and are not."""
+        missing = {name: how for name, how in self._required().items() if getattr(self, name) is None}
+        if len(missing) == 1:
+            raise ValueError("".join(f"{name} must be given: {how} (got None)" for name, how in missing.items()))
+        if missing:
+            *others, last = missing
+            how_to = "; ".join(f"{name}: {how}" for name, how in missing.items())
+            raise ValueError(f"{', '.join(others)} and {last} must be given (got None). {how_to}")
+
     def _bound_on_rows(self) -> float:
-        if self.bound_x is None:
-            raise ValueError(f"bound_x must be given: {_HOW_TO_BOUND}{self._boundless} (got None)")
         return check.positive(bound_x=self.bound_x)
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:

@@ -1,9 +1,10 @@
-"""Records that `fit` does not find in memory as rows: blocks that are read again and again, and sparse rows.
+"""Records that `fit` does not find in memory as rows: blocks that are read again and again, partitions, sparse rows.
 
 | given | read as |
 |---|---|
 | a callable | at each call a fresh iterator over blocks (X, y) or (X, y, sample_weight), the same records each time |
 | scipy sparse rows | one such block |
+| `linear.Partitions` | blocks of each partition of a table, read where an engine holds it |
 
 Rows of a sparse block are made dense a few at a time, 2^22 numbers at most.
 """
@@ -11,6 +12,7 @@ Rows of a sparse block are made dense a few at a time, 2^22 numbers at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,33 +20,45 @@ from torch import Tensor
 
 from torch_dpsco._validate import shown
 from torch_dpsco.estimators.data import as_column, as_features
-from torch_dpsco.linear import RawBlocks
+from torch_dpsco.linear import Partitions, RawBlocks, RawPartitions
 from torch_dpsco.linear.objectives.parts import RawPart
 
 _DENSE_ENTRIES = 2**22
+_ADAPTERS = {
+    "pyarrow": "parquet_blocks.parquet_blocks",
+    "dask": "engines.dask_partitions",
+    "ray": "engines.ray_partitions",
+    "pyspark": "engines.spark_partitions",
+}
 _Read = Callable[[Any, int, torch.device], tuple[Tensor, Tensor | None]]
 
 
-def as_blocks(X: Any, y: Any, sample_weight: Any, read: _Read) -> RawBlocks | None:
-    """Returns records in blocks, if that is what `fit` was given; else None.
+def as_blocks(X: Any, y: Any, sample_weight: Any, read: _Read) -> RawBlocks | RawPartitions | None:
+    """Returns records in blocks or partitions, if that is what `fit` was given; else None.
 
     Args:
         X: as `fit` takes it.
-        y: targets, None beside a callable.
-        sample_weight: weights, None beside a callable.
-        read: targets (m,) of a block, and public weights by class or None.
+        y: targets, None beside a callable or partitions.
+        sample_weight: weights, likewise.
+        read: targets (m,) of a block, and public weights by class or None; it travels to partitions.
 
     Raises:
-        ValueError: targets or weights are given beside a callable.
+        ValueError: targets or weights are given beside a callable or partitions; or a table that an adapter is for.
     """
-    if callable(X):
+    adapter = _ADAPTERS.get(type(X).__module__.partition(".")[0])
+    if adapter is not None and y is None:
+        raise ValueError(
+            f"X must be rows, blocks or partitions (got {type(X).__name__}): "
+            f"use torch_dpsco.integrations.{adapter}(X, target)"
+        )
+    if callable(X) or isinstance(X, Partitions):
         if y is not None or sample_weight is not None:
             raise ValueError(
                 f"X must be rows, since y or sample_weight is given: blocks have their own, and y=None beside them "
                 f"(got {shown(X)})"
             )
-        return RawBlocks(lambda: _tensors(X(), read))
-    return RawBlocks(lambda: _tensors([(X, y, sample_weight)], read)) if is_sparse(X) else None
+        return RawBlocks(lambda: _tensors(read, X())) if callable(X) else RawPartitions(X, partial(_tensors, read))
+    return RawBlocks(lambda: _tensors(read, [(X, y, sample_weight)])) if is_sparse(X) else None
 
 
 def is_sparse(X: Any) -> bool:
@@ -71,7 +85,7 @@ def record_weights(given: Any, factors: Tensor | None, count: int, device: torch
     return weights if factors is None else weights * factors
 
 
-def _tensors(blocks: Any, read: _Read) -> Iterator[RawPart]:
+def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
     """Yields the records of blocks as tensors, with weights."""
     if not isinstance(blocks, Iterable):
         raise ValueError(f"X must return an iterator over blocks when it is called (got {shown(blocks)})")

@@ -41,9 +41,11 @@ class Classifier(ClassifierMixin, LinearModel):
     classes: Any = None
     class_weight: dict[Any, float] | None = None
 
+    def _required(self) -> dict[str, str]:
+        return super()._required() | {"classes": "the public labels, as (0, 1); which occur is private"}
+
     def _classes(self) -> list[Any]:
-        if self.classes is None:
-            raise ValueError("classes must be given: the public labels, as (0, 1); which occur is private (got None)")
+        self._require_given()
         if isinstance(self.classes, str) or not hasattr(self.classes, "__iter__"):
             raise ValueError(f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})")
         given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
@@ -99,6 +101,9 @@ def _labels(classes: Sequence[Any]) -> NDArray[Any]:
 @dataclass(eq=False, repr=False, kw_only=True)
 class BinaryClassifier(Classifier):
     """Base: two classes, one score."""
+
+    def _required(self) -> dict[str, str]:
+        return super()._required() | {"classes": "the public labels, as (0, 1); which occur is private"}
 
     def _classes(self) -> list[Any]:
         classes = super()._classes()

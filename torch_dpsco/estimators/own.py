@@ -63,6 +63,14 @@ class ClassifierMixin:
         return float(np.average(right, weights=sample_weight))
 
 
+class TransformerMixin:
+    """`fit` and `transform` in one."""
+
+    def fit_transform(self, X: Any, y: Any = None, **options: Any) -> Any:
+        """Returns transformed rows of the table that is fitted."""
+        return self.fit(X, y, **options).transform(X)  # type: ignore[attr-defined]
+
+
 class RegressorMixin:
     """R^2 as the score."""
 

@@ -15,6 +15,7 @@ from torch_dpsco.estimators.own import (
     DataConversionWarning,
     NotFittedError,
     RegressorMixin,
+    TransformerMixin,
 )
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DataConversionWarning",
     "NotFittedError",
     "RegressorMixin",
+    "TransformerMixin",
     "check_columns",
     "read_columns",
 ]
@@ -32,7 +34,7 @@ if not TYPE_CHECKING:
     with suppress(ImportError):
         # first, since versions before 1.6, which lack it, count as not installed
         from sklearn.utils.validation import validate_data  # isort: skip
-        from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+        from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, TransformerMixin
         from sklearn.exceptions import DataConversionWarning, NotFittedError
 
 

@@ -25,6 +25,11 @@ from torch_dpsco.theory.linear.preparation import NARROW, NARROW_OF_USERS, robus
 
 Array = NDArray[np.float64]
 
+_HOW_TO_BOUND_TARGETS = (
+    "a public bound on targets, which are clipped to [-bound_y, bound_y]; take what a target can be by its meaning, "
+    "never the largest in the data"
+)
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Regressor(RegressorMixin, LinearModel):
@@ -39,12 +44,10 @@ class Regressor(RegressorMixin, LinearModel):
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         return {"bound_y": self._bound() if prepare is None else prepare.most}
 
+    def _required(self) -> dict[str, str]:
+        return super()._required() | {"bound_y": f"{_HOW_TO_BOUND_TARGETS}{self._boundless}"}
+
     def _bound(self) -> float:
-        if self.bound_y is None:
-            raise ValueError(
-                "bound_y must be given: a public bound on targets, which are clipped to [-bound_y, bound_y]; take what "
-                f"a target can be by its meaning, never the largest in the data{self._boundless} (got None)"
-            )
         return check.positive(bound_y=self.bound_y)
 
     def _wanted(self) -> tuple[float | None, bool, float] | None:
@@ -162,6 +165,10 @@ class Ridge(Regressor):
     """
 
     _boundless: ClassVar[str] = ". Without bounds, mechanism='tukey' fits a large table"
+
+    def _required(self) -> dict[str, str]:
+        needed = super()._required()
+        return needed if self.mechanism != "tukey" else {"n": needed["n"]}
 
     def _bound_on_rows(self) -> float:
         return NO_BOUND if self.mechanism == "tukey" and self.bound_x is None else super()._bound_on_rows()

@@ -1,4 +1,4 @@
-"""Parquet files and Arrow data as a data set for `optimizer.loader` and `fit`, in memory that does not grow with them.
+"""Parquet files, Arrow tables and streams of these as a data set for `optimizer.loader` and `fit`, in bounded memory.
 
 Draws want records at random places, and Parquet has them in compressed groups. So the columns that are used are read
 once, from start to end, into an unnamed private file of rows (`sampling.row_file`), from which batches are gathered.
@@ -8,7 +8,9 @@ once, from start to end, into an unnamed private file of rows (`sampling.row_fil
 | integers, floats, decimals, booleans | numbers of `dtype` |
 | a record with null, NaN or infinity (also after rounding to `dtype`) in a used column | a null record |
 | a class that is no integer, with an integer `target_dtype` | a null record |
-| text, categories, dates, lists | ValueError, by the column's name |
+| another type of numbers than in the table before, or none (null) | numbers of `dtype`, null records |
+| text, categories, dates, lists; a column that is missing, in a later table too | ValueError, by the column's name |
+| an iterable without a table | no records |
 
 A null record has inputs of NaN and the target 0. It is a record like any other, and is drawn; its row is not finite and
 contributes exactly 0 (`oracles.clipped`). A loss that raises for outputs of NaN would tell of it: `BCEWithLogitsLoss`
@@ -28,22 +30,19 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import torch
 
+from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.sampling.row_file import RowFile
+from torch_dpsco.sampling.row_file import RowFile, row_dtype
 
 _ROWS = 1 << 16  # that are in memory at a time
-_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.int64: np.dtype(np.int64),
-}
 
 
 class ParquetRows(RowFile):
     """A map-style data set of (inputs, target) pairs from columns of numbers, read once, here.
 
     Args:
-        source: path of a Parquet file or folder, list of paths, `pyarrow.dataset.Dataset`, or Arrow table.
+        source: path of a Parquet file or folder, list of paths, `pyarrow.dataset.Dataset`, Arrow table; or an iterable
+            of tables or record batches, as `ray_dataset.iter_batches(batch_format="pyarrow")`, gone through once.
         inputs: names of the columns of the inputs, in order.
         target: name of the column of the target.
         dtype: of the inputs: torch.float32 or torch.float64.
@@ -70,32 +69,40 @@ class ParquetRows(RowFile):
         target_dtype: torch.dtype | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be torch.float32 or torch.float64 (got {dtype})")
-        if target_dtype not in (None, *_DTYPES):
-            raise ValueError(f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})")
-        if not inputs:
+        if not len(inputs):
             raise ValueError(f"inputs must be a list of names of columns (got {inputs!r})")
         names = [*inputs, target]
         if len(set(names)) < len(names):
             raise ValueError("inputs must hold each column once, and not the target (got one twice)")
-        data = source if isinstance(source, pads.Dataset) else _opened(source)
-        _require_numbers(data.schema, names)
-        of_target: np.dtype[Any] = _DTYPES[target_dtype or dtype]
-        shape = () if of_target.kind == "i" else (1,)
-        row = np.dtype([("inputs", _DTYPES[dtype], (len(inputs),)), ("target", of_target, shape)])
-        super().__init__(_blocks(data, names, row), row, folder)
+        of_target = target_dtype or dtype
+        row = row_dtype(dtype, [len(inputs)], of_target, [1] if of_target.is_floating_point else [])
+        super().__init__(_blocks(_tables(source, names), names, row), row, folder)
 
 
-def _opened(source: Any) -> pads.Dataset:
+def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
+    """Returns an iterator of the tables or record batches of a source, which are read when it comes to them."""
     if isinstance(source, (pa.Table, pa.RecordBatch)):
-        return pads.dataset(source)
-    try:
-        return pads.dataset(source, format="parquet")
-    except (TypeError, pa.ArrowInvalid):
-        raise ValueError(
-            f"source must be Parquet files, a pyarrow.dataset.Dataset or an Arrow table (got a {type(source).__name__})"
-        ) from None
+        return iter([source])
+    paths = source if isinstance(source, (list, tuple)) else [source]
+    if not isinstance(source, pads.Dataset) and all(isinstance(path, (str, os.PathLike)) for path in paths):
+        try:
+            source = pads.dataset(source, format="parquet")
+        except (pa.ArrowInvalid, FileNotFoundError):
+            raise ValueError(f"source must be Parquet files where it has paths (got {check.shown(source)})") from None
+    if not isinstance(source, pads.Dataset):
+        try:
+            return iter(source)
+        except TypeError:
+            raise ValueError(
+                f"source must be Parquet files, a pyarrow.dataset.Dataset, an Arrow table or an iterable of tables, as "
+                f"ray_dataset.iter_batches(batch_format='pyarrow') (got a {type(source).__name__})"
+            ) from None
+    _require_numbers(source.schema, names)
+    options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
+    if isinstance(getattr(source, "format", None), pads.ParquetFileFormat):  # else whole files are buffered
+        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
+    batches: Iterator[Any] = source.to_batches(columns=list(names), **options)
+    return batches
 
 
 def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
@@ -104,35 +111,39 @@ def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
             raise ValueError(f"inputs and target must be columns of the source, each once (got {name!r})")
         kind = schema.field(name).type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-        if not number and not pa.types.is_boolean(kind):
+        # a part without values has no type where types are found out from values, as by Ray and pandas
+        if not number and not pa.types.is_boolean(kind) and not pa.types.is_null(kind):
             raise ValueError(
                 f"column {name!r} must hold numbers (got {kind}): leave it out of inputs, or write a column of 0 and 1 "
                 f"for each category that is publicly known"
             )
 
 
-def _blocks(data: pads.Dataset, names: Sequence[str], row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields the rows of the source in order."""
-    options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
-    if isinstance(getattr(data, "format", None), pads.ParquetFileFormat):  # else whole files are buffered
-        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
-    batches = data.to_batches(columns=list(names), **options)
+def _blocks(tables: Iterator[Any], names: Sequence[str], row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yields the rows of the tables in order."""
     while True:
         try:
-            batch = next(batches, None)
+            table = next(tables)
+        except StopIteration:
+            return
         except (pa.ArrowException, OSError) as error:
             # PRIVACY: its message may quote a value (test_a_source_that_cannot_be_read_is_not_quoted)
             raise ValueError(f"source must be readable to its end (got {type(error).__name__})") from None
-        if batch is None:
-            return
-        yield _block([_numbers(batch.column(name)) for name in names], row)
+        if not isinstance(table, (pa.Table, pa.RecordBatch)):
+            raise ValueError(f"source must give Arrow tables or record batches (got a {type(table).__name__})")
+        _require_numbers(table.schema, names)
+        parts = [table] if isinstance(table, pa.RecordBatch) else table.select(list(names)).to_batches()
+        for part in parts:
+            for start in range(0, len(part), _ROWS):
+                batch = part.slice(start, _ROWS)
+                yield _block([_numbers(batch.column(name)) for name in names], row)
 
 
 def _numbers(column: pa.Array) -> npt.NDArray[Any]:
     """Returns a column as numbers; what is null is NaN."""
     if pa.types.is_boolean(column.type):
         column = pc.cast(column, pa.uint8())
-    elif pa.types.is_decimal(column.type):
+    elif pa.types.is_decimal(column.type) or pa.types.is_null(column.type):
         column = pc.cast(column, pa.float64(), safe=False)
     found: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
     return found

@@ -11,14 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.dataset as ds
-from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-
-Block = tuple[NDArray[Any], ...]
+from torch_dpsco.integrations._columns import Block, Columns
 
 
 def parquet_blocks(
@@ -50,25 +46,12 @@ def parquet_blocks(
         ([[1.0, 3.0], [nan, 4.0]], ['x', 'y'])
     """
     table = source if isinstance(source, ds.Dataset) else ds.dataset(source, format="parquet")
-    others = [target] if sample_weight is None else [target, sample_weight]
-    names = [name for name in table.schema.names if name not in others] if features is None else list(features)
-    size = check.positive_count(rows=rows)
-    for name in (*names, *others):
-        if table.schema.names.count(name) != 1:
-            raise ValueError(f"columns must be in the table, once each (got {name!r}, of {table.schema.names})")
-    kinds = [table.schema.field(name).type for name in names]
-    for name, kind in zip(names, kinds, strict=True):
-        if not _is_number(kind):
-            raise TypeError(f"column {name!r} must be of numbers (got {kind}): encode it by public rules")
-    single = all(kind == pa.float32() for kind in kinds)
+    chosen, size = Columns.of(table.schema, target, features, sample_weight), check.positive_count(rows=rows)
 
     def read() -> Iterator[Block]:
-        yield _empty(len(names), single, len(others))
-        for batch in _batches(table, [*names, *others], size):
-            block = np.empty((len(batch), len(names)), dtype=np.float32 if single else np.float64)
-            for place in range(len(names)):
-                block[:, place] = _numbers(batch.column(place))
-            yield block, *(_column(batch.column(len(names) + place)) for place in range(len(others)))
+        yield chosen.empty()
+        for batch in _batches(table, [*chosen.names, *chosen.others], size):
+            yield chosen.arrow_block(batch)
 
     return read
 
@@ -89,27 +72,3 @@ def _batches(table: Any, columns: list[str], size: int) -> Iterator[Any]:
                 fragment_scan_options=options,
                 use_threads=False,
             ).to_batches()
-
-
-def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
-def _empty(width: int, single: bool, columns: int) -> Block:
-    """Returns a block without rows: a table may have none."""
-    return np.empty((0, width), dtype=np.float32 if single else np.float64), *(np.empty(0) for _ in range(columns))
-
-
-def _numbers(column: Any) -> NDArray[Any]:
-    """Returns numbers, NaN for missing ones."""
-    kind = column.type if pa.types.is_floating(column.type) else pa.float64()
-    return np.asarray(column.cast(kind, safe=False).to_numpy(zero_copy_only=False))
-
-
-def _column(column: Any) -> NDArray[Any]:
-    """Returns numbers, or labels of any other type."""
-    if _is_number(column.type):
-        return _numbers(column).astype(np.float64, copy=False)
-    labels = np.empty(len(column), dtype=object)
-    labels[:] = column.to_pylist()
-    return labels

@@ -25,10 +25,11 @@ from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objective import plan_objective
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.output import plan_output
+from torch_dpsco.linear.partitions import Partitions, RawPartitions
 from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
-from torch_dpsco.linear.task import LinearPlan, LinearTask, make_parted_records, make_records
+from torch_dpsco.linear.task import LinearPlan, LinearTask, make_parted_records, make_partitioned_records, make_records
 from torch_dpsco.linear.tukey import NO_BOUND, plan_tukey
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
@@ -42,9 +43,11 @@ __all__ = [
     "NO_BOUND",
     "LinearFit",
     "LinearTask",
+    "Partitions",
     "Preparation",
     "PrivatePreparation",
     "RawBlocks",
+    "RawPartitions",
     "choose_mechanism",
     "fit_linear",
     "plan_linear",
@@ -212,7 +215,7 @@ def require_sums(plan: LinearPlan) -> None:
 
 def fit_linear(
     plan: LinearPlan,
-    features: Tensor | RawBlocks,
+    features: Tensor | RawBlocks | RawPartitions,
     targets: Tensor | None = None,
     weights: Tensor | None = None,
     *,
@@ -224,7 +227,7 @@ def fit_linear(
 
     Args:
         plan: from `plan_linear`.
-        features: raw, (n, d), floating point; or blocks of records, with all that belongs to them.
+        features: raw, (n, d), floating point; or blocks or partitions of records, with all that belongs to them.
         targets: (n,) real, +-1, or class numbers; None beside blocks.
         weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
             weight <= 1 has the constants of the loss, so that no noise changes.
@@ -241,7 +244,7 @@ def fit_linear(
         under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
     """
     task = plan.task
-    if isinstance(features, RawBlocks):
+    if not isinstance(features, Tensor):
         require_sums(plan)
     ledger = plan.ledger() if accountant is None else accountant
     ledger.require_unit(plan.unit)
@@ -262,6 +265,8 @@ def fit_linear(
     def records_in(measured: Units | None) -> Records:
         if isinstance(features, RawBlocks):
             return make_parted_records(task, features, measured)
+        if isinstance(features, RawPartitions):
+            return make_partitioned_records(task, features, measured)
         assert targets is not None
         return make_records(task, features, targets, weights, measured, users=codes)
 

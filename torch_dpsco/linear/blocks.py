@@ -22,20 +22,23 @@ class RawBlocks:
     Args:
         read: returns a fresh iterator over blocks (features (m, d), targets (m,), weights (m,)) at each call, m >= 0;
             the same records in the same order, in blocks of any sizes.
+        empty: a part without rows, of the dtypes and widths of all blocks; None for those of the first block.
+
+    Attributes:
+        noted: number and digest of the records of the last reading, as private as they are; None before it.
     """
 
-    def __init__(self, read: Callable[[], Iterator[RawPart]]) -> None:
-        self._read = read
-        self._first: tuple[int, bytes] | None = None
-        self._empty: RawPart | None = None
+    def __init__(self, read: Callable[[], Iterator[RawPart]], empty: RawPart | None = None) -> None:
+        self._read, self._empty = read, empty
+        self.noted: tuple[int, bytes] | None = None
 
     def count(self, most: int) -> int:
         """Returns the number of records, of a first reading; one that exceeds `most` where there are more."""
-        if self._first is None:
+        if self.noted is None:
             for _ in self._noted(2**16, most):
                 pass
-        assert self._first is not None
-        return self._first[0]
+        assert self.noted is not None
+        return self.noted[0]
 
     def empty(self) -> RawPart:
         """Returns a part without rows, of the dtypes and widths of the first block."""
@@ -53,12 +56,12 @@ class RawBlocks:
             NotCertifiedError: after the last part, if the records are not those of the first reading. This tells that
                 the promise of the source was broken, and is outside of any guarantee.
         """
-        first = self._first
+        first = self.noted
         yield from self._noted(rows)
         # PRIVACY: the answer of several readings is that of one data set only if all are of it
         # (test_a_source_that_gives_other_records_at_a_later_reading_is_refused)
-        if first is not None and self._first != first:
-            self._first = first
+        if first is not None and self.noted != first:
+            self.noted = first
             raise NotCertifiedError("blocks must be the same records in the same order at each reading: they were not")
 
     def _noted(self, rows: int, most: int | None = None) -> Iterator[RawPart]:
@@ -72,7 +75,7 @@ class RawBlocks:
             yield part
             if most is not None and seen > most:
                 break
-        self._first = seen, b"".join(digest.digest() for digest in columns)
+        self.noted = seen, b"".join(digest.digest() for digest in columns)
 
 
 def _rows_together(blocks: Iterator[RawPart], rows: int, empty: RawPart) -> Iterator[RawPart]:

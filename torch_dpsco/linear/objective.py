@@ -92,10 +92,7 @@ class ObjectivePlan(LinearPlan):
     @property
     def output_scale(self) -> float:
         """Std of the noise on the answer, or scale of the K-norm's."""
-        if not self.task.pure:
-            return amp_noise_std(self.distance, 1.0)
-        # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
-        return 2 * self.distance / (AMP_PURE_SHARE * self.task.target.epsilon) * (1 + 1e-15)
+        return _output_scale(self.task, self.distance)
 
     def event(self) -> ApproxDP | Pure | RDPCurve:
         """Returns what the release charges, with what is measured before it: both are in one law of the loss."""
@@ -172,12 +169,12 @@ def plan_objective(
     if task.reg is None and ranks == 1 and not task.pure:
         reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)))
     scale = size(task, reg, lipschitz, smoothness)
-    while task.reg is None and 4 * _rounding(task, reg, scale) > 9e-5 * lipschitz:  # less than float64 can solve
+    while task.reg is None and not _solvable(task, reg, scale):
         reg *= 2  # b can only be smaller then
         if reg > _LARGEST_REG:
             raise InfeasibleError(
                 f"n_max={task.n_max} records are more than a gradient in float64 can be certified for: n_max must be "
-                f"smaller (below about 1.5e8 in a few dimensions), or take mechanism='noisy_gd'"
+                f"smaller (below about 1e10 in a few dimensions), or take mechanism='noisy_gd'"
             )
     return ObjectivePlan(
         task=replace(task, reg=reg),
@@ -196,6 +193,25 @@ def _rounding(task: LinearTask, reg: float, scale: float) -> float:
     # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
     norm = (linear + math.sqrt(linear * linear + 2 * reg * most * task.problem.loss_at_zero)) / reg
     return task.gradient_rounding(reg, norm, task.lipschitz, dim=task.width, most=most, linear=linear)
+
+
+def _solvable(task: LinearTask, reg: float, scale: float) -> bool:
+    """Whether float64 solves so well that the noise on the answer costs less than reg does, on a quadratic model."""
+    lipschitz, smoothness = _constants(task)
+    try:
+        tolerance = amp_tolerance(lipschitz, _rounding(task, reg, scale))
+    except ConditionError:
+        return False
+    squares = task.parameters * _output_scale(task, tolerance / reg) ** 2 * (task.parameters + 1 if task.pure else 1)
+    return smoothness * squares <= reg * weight_guess(task) ** 2 / task.n
+
+
+def _output_scale(task: LinearTask, distance: float) -> float:
+    """Returns the scale of the noise on an answer within this distance of the minimizer."""
+    if not task.pure:
+        return amp_noise_std(distance, 1.0)
+    # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
+    return 2 * distance / (AMP_PURE_SHARE * task.target.epsilon) * (1 + 1e-15)
 
 
 def _spent(delta: float) -> float:

@@ -37,6 +37,7 @@ from torch_dpsco.linear.blocks import RawBlocks
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.objectives.base import Objective, Records
 from torch_dpsco.linear.objectives.parts import PartedRecords
+from torch_dpsco.linear.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball
 from torch_dpsco.losses.base import TableLoss
@@ -417,6 +418,16 @@ def make_parted_records(task: LinearTask, blocks: RawBlocks, units: Units | None
     return PartedRecords(blocks.parts, lambda raw: _prepared(task, *raw, units), empty, count)
 
 
+def make_partitioned_records(
+    task: LinearTask, partitions: RawPartitions, units: Units | None = None
+) -> PartitionedRecords:
+    """Returns the records of a task that live in partitions on an engine, as `make_records`."""
+    _require_number(task, partitions.count, "record")
+    # PRIVACY: in blocks of half as many rows, since merging partitions takes additions, too
+    # (test_a_term_passes_through_as_many_additions_as_public_numbers_allow_for)
+    return PartitionedRecords(partitions, lambda raw: _prepared(task, *raw, units, PARTITION_ROWS))
+
+
 def _require_number(task: LinearTask, count: int, unit: str) -> None:
     if task.adjacency != ADD_REMOVE and count != task.n:
         # PRIVACY: n is public there, and the data must have it (test_another_number_of_records_is_refused)
@@ -427,7 +438,12 @@ def _require_number(task: LinearTask, count: int, unit: str) -> None:
 
 
 def _prepared(
-    task: LinearTask, features: Tensor, targets: Tensor, weights: Tensor | None, units: Units | None
+    task: LinearTask,
+    features: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    units: Units | None,
+    block_rows: int | None = None,
 ) -> Records:
     if features.dim() != 2 or features.shape[1] != task.dim:
         raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
@@ -453,7 +469,7 @@ def _prepared(
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()
         targets = torch.where(signs.abs() == 1, signs, torch.nan)
-    return Records(features, targets, weights, num_classes=classes, prepare=prepare)
+    return Records(features, targets, weights, num_classes=classes, prepare=prepare, block_rows=block_rows)
 
 
 def build_objective(task: LinearTask, reg: float, records: Records, linear_term: Tensor | None = None) -> Objective:

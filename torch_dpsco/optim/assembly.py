@@ -20,7 +20,7 @@ from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement
-from torch_dpsco.distributed import join
+from torch_dpsco.distributed import join, world_size
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
@@ -175,7 +175,8 @@ class Assembly(CommonOptimizer):
                 processes may have records of its own. With `shard`, in every design: an id on two ranks is refused.
             shard: where each of several processes has records of its own, that no other one has: how many this one has
                 at most, a public number (n, if none is known), by which its batches are filled up. Which process has a
-                record must not depend on its values.
+                record must not depend on its values. Where users are protected, how many users: each process has all
+                records of its own users, and a user (an integer, a string or bytes) on two of them is refused.
             steps: draws per iteration; default one epoch, or all that is left of a partition, or of a plan for users.
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
@@ -198,25 +199,31 @@ class Assembly(CommonOptimizer):
         if (users is not None) != (self.oracle.unit == "user"):
             raise UnitError(
                 f"users must {'' if users is None else 'not '}be given for {type(self).__name__}, which protects "
-                f"{self.oracle.unit}s (got {check.shown(users)})"
+                f"{self.oracle.unit}s (got {check.shown(users if users is None else type(users))})"
             )
         if ids is not None and users is not None:
             raise UnitError(f"ids must not be given with users, who are drawn (got a {type(ids).__name__})")
         named: Any = None if ids is None else RecordIds(ids, records)
         if isinstance(dataset, Streamed):
             named = checks.ids_of_stream(dataset, ids)
+        owners = None if users is None else user_ids(users, records)
+        held = records if owners is None else len(owners.unique())
+        if owners is not None and shard is not None and world_size() > 1:
+            named = RecordIds(users, records)
         size = self._world.compare_data(
             dataset,
             steps,
             own=", ".join(name for name, given in (("shard", shard), ("ids", named)) if given is not None),
-            counted=self.adjacency != ADD_REMOVE,
-            problem=checks.problem_of_shard(shard, records, self.adjacency, self.oracle.unit),
+            counted=self.adjacency != ADD_REMOVE and owners is None,
+            problem=checks.problem_of_shard(shard, held, self.adjacency, self.oracle.unit)
+            or ("" if owners is None else checks.problem_of_users(owners, self.design, self.adjacency)),
         )
-        owners = None if users is None else user_ids(users, records)
+        if owners is not None and world_size() == 1:
+            shard = None  # all users are here
         if owners is not None and steps is None and self.schedule.steps is not None and not self.design.one_pass:
             steps = max(1, self.schedule.steps - self._steps)
         size = size if owners is None else checks.number_of_users(owners, self.design, self.adjacency)
-        sampler = self._new_sampler(size, steps, resume, named, None if shard is None else records)
+        sampler = self._new_sampler(size, steps, resume, named, None if shard is None else held)
         loader = (PrivateLoader if owners is None else partial(UserLoader, users=owners))(
             dataset,
             sampler,

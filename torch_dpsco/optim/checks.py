@@ -24,6 +24,7 @@ from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.rows.supported import require_whole
 from torch_dpsco.sampling import Streamed
 from torch_dpsco.schedule import Schedule
 
@@ -43,9 +44,9 @@ def listed(params: Any) -> list[Any]:
                 raise ValueError(f"params must hold tensors, as model.parameters() does (got {shown(p)})")
             if compat.is_sharded(tensor):
                 raise ValueError(
-                    f"params must be whole (got a shard, {type(tensor).__name__}): the norm of a record's gradient is "
-                    f"that of all its parts; leave fully_shard, FSDP or parallelize_module out and give every process "
-                    f"the whole model, see docs/distributed.md"
+                    f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped and "
+                    f"noised for whole parameters; leave fully_shard, FSDP or parallelize_module out and give every "
+                    f"process the whole model, see docs/distributed.md"
                 )
     if not items:
         raise ValueError("params must hold a parameter that requires a gradient (got none)")
@@ -73,28 +74,47 @@ def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
     return dataset
 
 
-def problem_of_shard(shard: int | None, records: int, adjacency: Adjacency, unit: str) -> str:
-    """Returns why a data set cannot be taken as the shard of one of several processes, "" if it can."""
+def problem_of_shard(shard: int | None, held: int, adjacency: Adjacency, unit: str) -> str:
+    """Returns why a data set cannot be taken as the shard of one of several processes, "" if it can.
+
+    Args:
+        shard: declared by the user.
+        held: records, or users, that the data set has.
+        adjacency: of the guarantee.
+        unit: what is protected.
+    """
+    things = "records" if unit == "example" else f"{unit}s"
     if shard is None:
-        return ""
+        # PRIVACY: users whose records are on several ranks would count once on each
+        # (test_users_without_a_shard_are_refused_on_all_ranks)
+        return _UNSHARED if unit != "example" and world_size() > 1 else ""
     positive_count(shard=shard)
-    if unit != "example":
-        return f"shard must not be given for {unit}s: they are joined and counted where all of them are, in one process"
-    if adjacency != ADD_REMOVE and records > shard:  # else it is private, and shard a reference, as n is
-        return f"shard must be how many records this process has at most (declared {shard}, the data set has more)"
+    if adjacency != ADD_REMOVE and held > shard:  # else it is private, and shard a reference, as n is
+        return f"shard must be how many {things} this process has at most (declared {shard}, the data set has more)"
     return ""
 
 
+_UNSHARED = (
+    "shard must be given with users in a run of several processes, each of which has all records of users of its own: "
+    "how many users it has at most"
+)
+
+
+def problem_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> str:
+    """Returns why users cannot be drawn, "" if they can: there are more than the universe, or the reference."""
+    if not len(ids) or int(ids.max()) < design.n:
+        return ""
+    if adjacency != ADD_REMOVE:
+        return f"users must be < n_users={design.n} (got a larger id, or more users)"
+    return (
+        f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more users): number "
+        f"them without gaps, and give an n_users that is large enough"
+    )
+
+
 def number_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> int:
-    """Returns how many users may be drawn; raises UnitError if they are more than the reference of add_remove."""
-    if adjacency != ADD_REMOVE or not len(ids):
-        return design.n
-    if (size := int(ids.max()) + 1) > design.n:
-        raise UnitError(
-            f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more users): number "
-            f"them without gaps, and give an n_users that is large enough"
-        )
-    return size
+    """Returns how many users may be drawn in one process."""
+    return design.n if adjacency != ADD_REMOVE or not len(ids) else int(ids.max()) + 1
 
 
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:
@@ -280,10 +300,11 @@ def rates(groups: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises SequenceError unless the optimizer trains exactly the model's trainable parameters."""
+    """Raises an error unless the optimizer trains exactly the model's trainable parameters, and whole ones."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if trained != owned:
+    if trained != owned or any(map(compat.is_sharded, model.parameters())):  # FSDP 1 may keep them, as shards
+        require_whole(model)
         raise SequenceError(
             f"the optimizer must train exactly the model's trainable parameters (model {len(trained)}, optimizer "
             f"{len(owned)}, in common {len(trained & owned)}); freeze the others with requires_grad_(False)"

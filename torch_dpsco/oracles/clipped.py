@@ -239,7 +239,8 @@ class ClippedMean(MeanOracle):
         most chain u sum_r m_r C. The sums of the processes are added in float64, by W - 1 roundings more. The planned
         float64 chain, at least 1024 + max_rows, has room for them: that of a process is at most m_r + 4 (tiles of its
         chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by `replace_sum`, and W <= 1020. The last
-        bits of a mean loss depend on the rows of one process, and are bounded by the rows of all, as before.
+        bits of a mean loss depend on the rows of one process, and are bounded by the rows of all, as before. Means of
+        users, each of whom is on one process, are such rows (docs/proofs/rounding.md#sums-over-processes).
         """
         # PRIVACY: else each process could spend the whole room for float32
         # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)

@@ -78,7 +78,6 @@ class _Attachment:
         self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks is GhostHooks)
         self.compared = False
-        self.used = 0  # number of the newest forward when rows were last used or dropped
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
 
@@ -105,7 +104,7 @@ class _Attachment:
 
     def retire(self) -> None:
         """Refuses backwards of all forwards so far: their batch was used, or given up."""
-        self.used = self.passes.number
+        self.passes.used = self.passes.number
 
     def require_fresh(self, number: int | None) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
@@ -119,7 +118,7 @@ class _Attachment:
             if self.dense:
                 self.refuse(NO_FORWARD)
             return
-        if number <= self.used or (self.dense and number != self.passes.number):
+        if number <= self.passes.used or (self.dense and number != self.passes.number):
             self.refuse(
                 "a backward must follow its own forward, before a step, a discard() or (where layers are not factored) "
                 "another forward: compute the loss anew for each batch, without retain_graph"

@@ -202,6 +202,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     )
 
     refuse: Callable[[str], NoReturn]  # drops the rows that wait, and raises; set by `attach`
+    second = False  # whether a second pass of a batch runs (`ghost`), whose forward is over for all others
 
     def __init__(
         self,
@@ -270,6 +271,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
         if self.hooks_enabled and not getattr(module, "activations", None):
             self.refuse(NO_FORWARD)
+        if self.hooks_enabled and not self.second:
+            self._passes.require_one(None)
         if self.hooks_enabled and loss_reduction == "mean":
             # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
             require_full_precision(forward_output[0])

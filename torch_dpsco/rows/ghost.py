@@ -68,7 +68,6 @@ class GhostHooks(DenseHooks):
 
     _take: _Take | None = None
     compared = False  # whether a gradient was compared with the sum of its rows
-    second = False  # whether the second pass of a batch runs, whose forward is over for all others
 
     @contextmanager
     def running(self, take: _Take, *, second: bool) -> Iterator[None]:
@@ -92,7 +91,8 @@ class GhostHooks(DenseHooks):
         """Hands the rows of a layer over once all its uses are in them."""
         if not self.hooks_enabled:
             return
-        self.require_pass()
+        if not self.require_pass():
+            self._passes.require_one(None)
         assert self._take is not None
         params = [p for p in module.parameters() if p.requires_grad]
         if not self._is_factorable(module, params):

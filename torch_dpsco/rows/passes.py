@@ -37,6 +37,7 @@ class PassCounter:
     def __init__(self) -> None:
         self.number = 0
         self.tag: int | None = None  # number of the running pass, None outside of one
+        self.used = 0  # number of the newest pass when rows were last used or dropped
         self._sizes: frozenset[int] | None = None
 
     def open(self, sizes: frozenset[int] | None = None) -> None:
@@ -47,6 +48,16 @@ class PassCounter:
     def close(self) -> None:
         """Ends the pass."""
         self.tag = self._sizes = None
+
+    def require_one(self, tag: int | None) -> None:
+        """Raises SequenceError for rows of a layer that ran outside of a pass, where the batch has had none so far."""
+        # PRIVACY: parts are run past the checks of a forward: buffers, records that reach each other, the batch
+        # (test_parts_of_a_model_make_no_rows_without_the_model); a reentrant checkpoint runs after the model has
+        if tag is None and self.number == self.used:
+            raise SequenceError(
+                "the attached model itself must be called, in training mode (model.train()), not its parts: move what "
+                "combines them into its forward, or attach the module that you call"
+            )
 
     def require_batch(self, layer: nn.Module, shape: torch.Size, dim: int) -> None:
         """Raises SequenceError if the input of a layer cannot have the batch in its dimension `dim`."""

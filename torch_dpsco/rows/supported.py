@@ -45,11 +45,7 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
     kind = type(module).__name__
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"model must not be replicated (got {kind} {name!r}): attach the module inside, on one device")
-    if is_sharded(module):
-        raise ValueError(
-            f"model must not be sharded (got {kind} {name!r}): the norm of a record's gradient is that of all its "
-            f"parts; leave fully_shard or FSDP out and give every process the whole model, see docs/distributed.md"
-        )
+    _require_whole(module, name)
     if isinstance(module, BatchNorm) or getattr(module, "track_running_stats", False):
         raise ValueError(
             f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX} replaces them by "
@@ -61,6 +57,23 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
             f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got {batch_first}); "
             f"make the layer with batch_first=True, or attach with batch_first=False"
         )
+
+
+def _require_whole(module: nn.Module, name: str = "") -> None:
+    # PRIVACY: a layer cut by tensor parallelism sees a part of each row, whose norm is too small
+    # (test_a_wrapped_or_sharded_model_is_refused_by_name)
+    if is_sharded(module) or any(is_sharded(p) for p in module._parameters.values() if p is not None):
+        raise ValueError(
+            f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped and noised for whole "
+            f"parameters; leave fully_shard, FSDP or parallelize_module out and give every process the whole model, "
+            f"see docs/distributed.md"
+        )
+
+
+def require_whole(model: nn.Module) -> None:
+    """Raises ValueError for a model, or a part of one, under `fully_shard`, FSDP 1 or `parallelize_module`."""
+    for name, module in model.named_modules():
+        _require_whole(module, name)
 
 
 def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -110,17 +123,20 @@ def _require_samplable(name: str, module: nn.Module) -> None:
 def require_known(layer: nn.Module, params: Iterable[Tensor]) -> None:
     """Raises SequenceError if a layer runs with trained parameters that `attach` has not seen."""
     if any(p.requires_grad and not hasattr(p, "dpsco_reset") for p in params):
+        _require_whole(layer)
         # PRIVACY: rows at one point would be taken for rows at another
         # (test_weights_that_attach_has_not_seen_are_refused)
         raise SequenceError(
             f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach (functional_call, "
-            f"load_state_dict(assign=True), requires_grad_, fully_shard, a copy of a part): attach the model after "
+            f"load_state_dict(assign=True), requires_grad_, a copy of a part): attach the model after "
             f"such changes, or use a copy of it that is detached"
         )
 
 
 def require_alone(model: nn.Module) -> None:
-    """Raises SequenceError in a forward that DistributedDataParallel makes of an attached model."""
+    """Raises an error in a forward of an attached model that FSDP has taken, or that DistributedDataParallel makes."""
+    if is_sharded(model):  # FSDP 1 takes the parameters away, so that no layer would look at them
+        _require_whole(model)
     if is_replicated(model):
         raise SequenceError(
             "model must not be replicated (got a forward of DistributedDataParallel): its backward waits for all "

@@ -103,6 +103,7 @@ SEVERAL = (
     "ids must be unique (got one of several records): who has several records is protected as a user, by "
     "UserClippedSGD and optimizer.loader(dataset, users=...)"
 )
+SPREAD = "users must be on one rank each, with all of their records (got one who is on several)"
 
 
 def id_bytes(thing: Any) -> bytes:

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,6 +25,22 @@ from torch_dpsco.errors import PrivacyError, UnitError
 
 _AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
 _GIVE_BACK = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None  # elsewhere it means more
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.int64: np.dtype(np.int64),
+}
+
+
+def row_dtype(
+    dtype: torch.dtype, shape: Sequence[int], target_dtype: torch.dtype, target_shape: Sequence[int]
+) -> np.dtype[Any]:
+    """Returns the dtype of a row with inputs and a target; raises ValueError for others than a file can hold."""
+    if dtype not in (torch.float32, torch.float64):  # null records have inputs of NaN
+        raise ValueError(f"dtype must be torch.float32 or torch.float64 (got {dtype})")
+    if target_dtype not in _NUMPY:
+        raise ValueError(f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})")
+    return np.dtype([("inputs", _NUMPY[dtype], tuple(shape)), ("target", _NUMPY[target_dtype], tuple(target_shape))])
 
 
 class Gathered(Dataset[Any], ABC):
@@ -56,6 +72,8 @@ class RowFile(Gathered):
     ) -> None:
         if get_worker_info() is not None:
             raise UnitError("rows must be read in the main process: a worker may have a part of them only")
+        if folder is not None and not os.path.isdir(folder):
+            raise ValueError(f"folder must be one that is there (got {os.fspath(folder)!r})")
         self._map: mmap.mmap | None = None
         self._rows: npt.NDArray[Any] = np.empty(0, dtype=row)
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -78,8 +78,8 @@ class UserLoader(PrivateLoader):
 
     Args:
         dataset: map-style data set of records.
-        sampler: draws positions of users.
-        users: (n_records,) int64 ids in [0, sampler.size); users need not have records.
+        sampler: draws positions of users; or, of a shard, of the users that have records there, in order of their ids.
+        users: (n_records,) int64 ids in [0, sampler.size), or any of a shard; users need not have records.
         options: the keywords of `PrivateLoader`.
 
     Raises:
@@ -91,6 +91,8 @@ class UserLoader(PrivateLoader):
         if getattr(sampler, "ids", None) is not None:
             raise UnitError("users must be drawn by their numbers (got a sampler of ids of records)")
         ids = users.numpy()
+        if getattr(sampler, "own", False):
+            ids = np.unique(ids, return_inverse=True)[1]
         if len(ids) and int(ids.max()) >= sampler.size:
             # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)
             raise UnitError(f"users must be < n_users={sampler.size} (got a larger id, or more users)")

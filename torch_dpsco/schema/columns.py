@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
 
@@ -82,9 +82,10 @@ class Category:
     """
 
     levels: Sequence[Any]
+    _places: ClassVar[dict[float | str | None, int]]  # of each level
 
     def __post_init__(self) -> None:
-        index_of("levels", self.levels)
+        object.__setattr__(self, "_places", index_of("levels", self.levels))
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
@@ -92,7 +93,7 @@ class Category:
 
     def code(self, value: Any) -> list[float]:
         """Returns the features of one value."""
-        place = index_of("levels", self.levels).get(key(value))
+        place = self._places.get(key(value))
         return [float(place == level) for level in range(len(self.levels))]
 
 
@@ -107,10 +108,11 @@ class Ordered:
 
     levels: Sequence[Any]
     missing: bool = False
+    _places: ClassVar[dict[float | str | None, int]]
 
     def __post_init__(self) -> None:
         check.fields(self, missing=check.flag)
-        index_of("levels", self.levels)
+        object.__setattr__(self, "_places", index_of("levels", self.levels))
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
@@ -118,5 +120,5 @@ class Ordered:
 
     def code(self, value: Any) -> list[float]:
         """Returns the features of one value."""
-        place = index_of("levels", self.levels).get(key(value), math.nan)
+        place = self._places.get(key(value), math.nan)
         return Number(0, len(self.levels) - 1, self.missing).code(place)

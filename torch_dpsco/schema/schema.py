@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ class Table:
     y: NDArray[Any]
     groups: NDArray[Any] | None
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns all of it, for `model.fit(**table.arguments())`."""
+        return {"X": self.X, "y": self.y, **({} if self.groups is None else {"groups": self.groups})}
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -34,7 +39,7 @@ class Schema:
         target_range: (low, high) of a real target, which is clipped to it; give this or labels.
         ids: name of the column of ids of units, integers or text. None: each row is a unit, which is your promise.
         rows_per_unit: with ids, how many rows of a unit are kept, the first ones: 1 makes rows units; None keeps all.
-            Unless it is 1, pass `table.groups` to `fit`, which then protects units.
+            Unless it is 1, `fit` must be given the groups too, and then protects units: `Table.arguments`.
     """
 
     columns: Mapping[str, Number | Category | Ordered]
@@ -50,9 +55,9 @@ class Schema:
         for name, kind in self.columns.items():
             if not isinstance(kind, (Number, Category, Ordered)):
                 raise ValueError(f"column {name!r} must be a Number, Category or Ordered (got {check.shown(kind)})")
-        for field, name in (("target", self.target), ("ids", self.ids)):
-            if name in self.columns:
-                raise ValueError(f"{field} must not be among the features (got {name!r}): remove it from columns")
+        for field, other in (("target", self.target), ("ids", self.ids)):
+            if other in self.columns:
+                raise ValueError(f"{field} must not be among the features (got {other!r}): remove it from columns")
         if self.target == self.ids:
             raise ValueError(f"ids must be another column than the target (got {self.ids!r})")
         if (self.labels is None) == (self.target_range is None):
@@ -92,7 +97,7 @@ class Schema:
             frame: pandas data frame, Arrow table, or dict of columns.
 
         Raises:
-            ValueError: a column is missing or doubled, of another length, of dates, or ids are not integers or text.
+            ValueError: a column is missing or doubled, of another length, or of dates; ids are truth values.
         """
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         values = {name: _column(frame, name) for name in wanted}
@@ -102,24 +107,30 @@ class Schema:
         kept, groups = list(range(lengths[self.target])), None
         if self.ids is not None:
             kind = str(getattr(frame[self.ids], "dtype", getattr(frame[self.ids], "type", "")))
-            if kind.lower().startswith(("float", "double", "halffloat", "bool")):
-                raise ValueError(f"ids {self.ids!r} must be integers or text, which floats may merge (got {kind})")
-            kept, groups = self._units(values[self.ids])
+            if kind.startswith("bool"):
+                raise ValueError(f"ids {self.ids!r} must be integers or text (got {kind})")
+            units = [_unit(value) for value in values[self.ids]]
+            kept, groups = self._units(units)
+            # PRIVACY: whose row it is nobody knows (test_a_row_without_an_id_is_a_null_record)
+            lost = [units[row] is None for row in kept]
+        else:
+            lost = [False] * len(kept)
         rows = [[x for name, kind in self.columns.items() for x in kind.code(values[name][i])] for i in kept]
         targets = self._targets([values[self.target][i] for i in kept])
         features = np.array(rows, dtype=np.float64).reshape(len(kept), len(self.names))
+        features[np.array(lost, dtype=bool)] = math.nan
         return Table(features, targets, None if self.rows_per_unit == 1 else groups)
 
-    def _units(self, ids: list[Any]) -> tuple[list[int], NDArray[Any]]:
-        """Returns the rows that are kept, and their ids; rows without an id are dropped."""
-        kept, seen = [], dict[str, int]()
-        for row, value in enumerate(ids):
-            if (isinstance(value, int) and abs(value) < 2**64) or (isinstance(value, str) and value):
-                # PRIVACY: what is kept of a unit is decided by its own rows (test_rows_of_other_units_do_not_matter)
-                seen[str(value)] = seen.get(str(value), 0) + 1
-                if self.rows_per_unit is None or seen[str(value)] <= self.rows_per_unit:
-                    kept.append(row)
-        return kept, np.array([str(ids[row]) for row in kept], dtype=np.str_)
+    def _units(self, units: list[str | None]) -> tuple[list[int], NDArray[Any]]:
+        """Returns the rows that are kept, and their groups; a row without an id is a unit of its own."""
+        kept, seen = [], Counter[str]()
+        for row, unit in enumerate(units):
+            # PRIVACY: what is kept of a unit is decided by its own rows (test_rows_of_other_units_do_not_matter)
+            group = f"?{row}" if unit is None else unit
+            seen[group] += 1
+            if self.rows_per_unit is None or seen[group] <= self.rows_per_unit:
+                kept.append(row)
+        return kept, np.array([units[row] or f"?{row}" for row in kept], dtype=np.str_)
 
     def _targets(self, values: list[Any]) -> NDArray[Any]:
         if self.target_range is not None:
@@ -129,6 +140,15 @@ class Schema:
         unknown = "" if isinstance(self.labels[0], str) else math.nan
         known = np.array([*self.labels, unknown])
         return known[[places.get(key(value), len(places)) for value in values]] if values else known[:0]
+
+
+def _unit(value: Any) -> str | None:
+    """Returns an id as text, 7 for 7.0, as an integer column with missing values is read; None for what is none."""
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() and abs(value) < 2**53 else None
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+        return None
+    return f"={value}" if isinstance(value, str) or abs(value) < 2**64 else None
 
 
 def _column(frame: Any, name: str) -> list[Any]:

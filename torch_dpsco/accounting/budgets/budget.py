@@ -12,7 +12,8 @@ Parameters are either fixed in advance or chosen during the run, and the two nee
   released before, and so may the stop; the target holds all the same, because the budget was fixed in advance. See
   `filter_modes`.
 
-Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
+Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters,
+docs/proofs/accounting.md#budgets-for-a-risk.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from dataclasses import dataclass, fields, replace
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco._words import in_our_words
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import ODOMETER_ORDERS
+from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
 from torch_dpsco.accounting.events import Event
 
 _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
 ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
 MODES = ("planned", *ADAPTIVE_MODES)
+
+_MISSING = float("nan")  # told from a nan that was given by identity
+NO_BUDGET_DELTA = 1e-6  # of figures where no delta is part of a target
 
 _ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding
 _SLACK = 1.0 + 1e-12  # rounding of a sum of spends
@@ -38,16 +44,23 @@ _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve
 _LARGEST_ORDER = 2.0**20  # of the grid on which curves are kept
 
 
+@in_our_words
 @dataclass(frozen=True, repr=False)
 class Budget:
     """A privacy target (epsilon, delta) with its neighboring relation and the unit that it protects.
+
+    A target may be a risk instead: `advantage`, or `tpr` at `fpr`. Then epsilon and delta are a point that implies it,
+    for every mechanism, and with no loss for Gaussian noise; everything is decided by them. Such a delta is no
+    probability of failure of the noise, but it is what failures may take: an advantage of 0.1 also allows to publish a
+    record with probability 0.1, and hardly limits the true positive rate at a small false positive rate; `tpr` does.
 
     Everything that an adaptive mode compares with is fixed here, before the run: a budget must not be chosen or changed
     after the first release.
 
     Args:
-        epsilon: > 0.
-        delta: in [0, 1). 0 is pure differential privacy: modes "planned" and "pure", and events with a pure epsilon.
+        epsilon: > 0; chosen for a risk.
+        delta: in [0, 1); chosen for a risk. 0 is pure differential privacy: modes "planned" and "pure", and events with
+            a pure epsilon.
         adjacency: "replace_one" (default), "add_remove" or "zero_out". Budgets of different adjacencies are different
             promises and are never compared.
         unit: what one record is; "example" or "user".
@@ -64,6 +77,10 @@ class Budget:
             otherwise only declared events are admitted, in any order, each at most as often as declared (() admits
             nothing until something is declared, see `declaring`). "rdp": the plan for which the order is chosen; no
             restriction.
+        advantage: largest (true - false positive rate) of any test which of two neighboring data sets was used, in
+            (0, 1), in place of epsilon and delta. Not in mode "pure".
+        tpr: largest true positive rate of such a test, in (fpr, 1), in place of epsilon and delta, with `fpr`.
+        fpr: its false positive rate, in (0, 1).
 
     Raises:
         ValueError: a field is out of range, not used by the mode, or leaves no budget.
@@ -73,10 +90,12 @@ class Budget:
         Budget(epsilon=1.0, delta=1e-05, adjacency='add_remove', unit='example', mode='planned')
         >>> Budget(1.0, 1e-5, mode="rdp", orders=20).adaptive
         True
+        >>> Budget(tpr=0.2, fpr=0.01).risk
+        'true positive rate 0.2 at false positive rate 0.01'
     """
 
-    epsilon: float
-    delta: float
+    epsilon: float = _MISSING
+    delta: float = _MISSING
     adjacency: Adjacency = REPLACE_ONE
     unit: str = "example"
     mode: str = "planned"
@@ -84,9 +103,16 @@ class Budget:
     weights: Iterable[float] | None = None
     failure: float = 0.0
     schedule: Iterable[tuple[Event, int]] | None = None
+    advantage: float | None = None
+    tpr: float | None = None
+    fpr: float | None = None
 
     def __post_init__(self) -> None:
+        missing = [name for name in ("epsilon", "delta") if getattr(self, name) is _MISSING]
+        if missing and (self.advantage, self.tpr, self.fpr) == (None, None, None):
+            raise TypeError(f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr")
         check_fields(self)
+        self._set_line(len(missing) == 2)
         check.fields(self, epsilon=check.positive, delta=below_one)
         check.choice(("example", "user"), unit=self.unit)
         check.choice(MODES, mode=self.mode)
@@ -101,6 +127,31 @@ class Budget:
             check.fields(self, orders=self._checked_orders)
         if self.weights is not None:
             check.fields(self, weights=self._checked_weights)
+
+    def _set_line(self, free: bool) -> None:
+        """Sets epsilon and delta to those that imply the risk, if a risk is the target."""
+        if (self.tpr is None) != (self.fpr is None) or (self.tpr is not None and self.advantage is not None):
+            raise ValueError(
+                f"advantage must be given alone, or tpr and fpr together (got advantage={self.advantage}, "
+                f"tpr={self.tpr}, fpr={self.fpr})"
+            )
+        if self.risk is None:
+            return
+        given = [name for name in ("advantage", "tpr", "fpr") if getattr(self, name) is not None]
+        check.fields(self, **dict.fromkeys(given, check.positive))
+        if self.mode == "pure":
+            raise ValueError("advantage, tpr and fpr must not be given in mode 'pure': give epsilon, and delta=0")
+        if self.advantage is not None:
+            line = line_of_advantage(self.advantage)
+        else:
+            assert self.tpr is not None
+            assert self.fpr is not None
+            line = line_of_rates(self.tpr, self.fpr)
+        # PRIVACY: a budget that says one thing and keeps another (test_a_risk_and_another_epsilon_are_refused)
+        if not free and (self.epsilon, self.delta) != line:
+            raise ValueError(f"epsilon and delta must be left out beside a risk (got {self.epsilon} and {self.delta})")
+        object.__setattr__(self, "epsilon", line[0])
+        object.__setattr__(self, "delta", line[1])
 
     def _check_delta(self) -> None:
         """Raises ValueError if the mode does not take this delta."""
@@ -153,6 +204,28 @@ class Budget:
         return self.mode in ADAPTIVE_MODES
 
     @property
+    def risk(self) -> str | None:
+        """The risk that is the target, in words; None where epsilon and delta are."""
+        if self.advantage is not None:
+            return f"advantage {self.advantage:g}"
+        return None if self.tpr is None else f"true positive rate {self.tpr:g} at false positive rate {self.fpr:g}"
+
+    @property
+    def target(self) -> str:
+        """What is promised, in words."""
+        return self.line if self.risk is None else f"{self.risk} (by {self.line})"
+
+    @property
+    def line(self) -> str:
+        """Epsilon and delta in words."""
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
+
+    @property
+    def quoted_delta(self) -> float:
+        """The delta at which epsilon is quoted: of the target, or 1e-6 where the target is a risk."""
+        return self.delta if self.risk is None else NO_BUDGET_DELTA
+
+    @property
     def noise_delta(self) -> float:
         """The part of delta left for the noise: delta - failure, rounded down by more than sums of failures round."""
         return self.delta - self.failure * (1.0 + 2.0 * (_SLACK - 1.0))
@@ -176,7 +249,7 @@ class Budget:
 
     def __repr__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        extra = ("orders", "weights", "schedule")
+        extra = ("orders", "weights", "schedule", "advantage", "tpr", "fpr")
         hidden = {name for name in extra if shown[name] is None} | ({"failure"} if self.failure == 0 else set())
         return f"Budget({', '.join(f'{name}={value!r}' for name, value in shown.items() if name not in hidden)})"
 

@@ -158,6 +158,7 @@ class PlannedFilter(Filter):
             f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(ledger)} events, "
             f"remaining {max(0.0, budget.epsilon - spent):.6g}, room for {most} more of this event. "
             f"Smallest epsilon that would admit it: {asked}"
+            + ("" if budget.risk is None else f". The budget is {budget.target}")
         )
 
     def max_steps(self, ledger: Ledger, event: Event) -> int:

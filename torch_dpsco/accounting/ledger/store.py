@@ -36,6 +36,7 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, below_one
+from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.curves import Cost, Evaluation, cost_of, delta_of, epsilon_of
 from torch_dpsco.accounting.events import (
     Event,
@@ -470,6 +471,12 @@ class Ledger:
     def delta(self, epsilon: float, adjacency: Adjacency) -> float:
         """Returns delta at epsilon under an adjacency."""
         return delta_of(lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency))
+
+    def risk(self, adjacency: Adjacency) -> Risk:
+        """Returns what a test can find out about one record from the events recorded so far."""
+        events = Ledger(Repeat(event, count) for event, count in self.events())  # as they are now
+        pure = math.nextafter(events.pure(adjacency), math.inf)  # that sum was rounded to the nearest float
+        return Risk(lambda epsilon: events.delta(epsilon, adjacency), pure)
 
     @locked
     def mu(self, adjacency: Adjacency, delta_min: float) -> float | None:

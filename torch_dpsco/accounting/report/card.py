@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dpsco import plots
+from torch_dpsco.accounting.analysis.risk import percent
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".pdf", ".md", ".json")
 _POINTS, _SHOWN = 12, 8
+_ALARMS = (0.01, 0.001)  # false positive rates that are marked
 _STYLE = (
     "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;color:#222;background:#fff;"
     "overflow-wrap:break-word}"
@@ -73,19 +75,40 @@ def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
     if math.isinf(report.epsilon):
         yield plots.words("No guarantee", "epsilon is infinite")
         return
-    curve, shares = report.privacy_curve(), [k / 100 for k in range(101)]
-    missed = [trade_off(curve, share) for share in shares]
+    risk, shares = report.risk(), [k / 100 for k in range(101)]
+    found = {f: risk.true_positive(f) for f in _ALARMS}
+    even = 0.5 - 0.5 * risk.advantage  # where the curve, which is symmetric, is nearest to no error at all
+    curve, places = (*report.privacy_curve(), *risk.points), sorted({*shares, *_ALARMS, even})
+    missed = [trade_off(curve, place) for place in places]
     yield plots.lines(
         f"What a test can find out about one {report.unit}",
         "share of false alarms",
         "share of misses, at least",
-        [plots.Line("best possible test", shares, missed), plots.Line("blind guess", shares, shares[::-1])],
+        [
+            plots.Line("best possible test", places, missed),
+            plots.Line("blind guess", shares, shares[::-1]),
+            *(plots.Line(f"{100 * f:g} % false alarms: {percent(t)} found", [f], [1.0 - t]) for f, t in found.items()),
+        ],
+        mark=(f"guesses right: {percent(1.0 - even)}", even, even),
+    )
+    yield plots.lines(
+        f"What an alarm proves about one {report.unit}",
+        "thought likely before (share)",
+        "likely after an alarm, at most",
+        [
+            *(
+                plots.Line(f"{100 * f:g} % false alarms", shares, [risk.posterior(p, f) for p in shares])
+                for f in _ALARMS
+            ),
+            plots.Line("without a test", shares, shares),
+        ],
     )
     if sum(count for _, count in report.spent) < 2:
         return  # no more to see than in the headline
     names, alone = _kinds(report)
     level = f"epsilon at delta {rounded_up(report.delta)}"
-    budget = None if report.budget is None else (f"budget: {report.budget.epsilon:g}", report.budget.epsilon)
+    target = None if report.budget is None or report.budget.risk else report.budget.epsilon
+    budget = None if target is None else (f"budget: {target:g}", target)
     x_label = "charges" if len(names) == 1 else "charges, one kind after the other"
     yield plots.lines("What was spent", x_label, level, [plots.Line("so far", *_spending(report))], limit=budget)
     if len(names) > 1:

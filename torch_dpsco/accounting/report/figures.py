@@ -15,6 +15,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
+from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import (
@@ -39,7 +40,6 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
-NO_BUDGET_DELTA = 1e-6  # of figures that are printed or drawn where there is no budget
 _CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
@@ -260,6 +260,12 @@ class PrivacyReport:
         levels = [self.epsilon * k / _CURVE for k in range(_CURVE)]
         return (quoted, *((epsilon, ledger.delta(epsilon, self.adjacency)) for epsilon in levels))
 
+    def risk(self) -> Risk:
+        """Returns what a test can find out about one unit; in adaptive modes from epsilon and delta alone."""
+        if not self.spent:
+            return Risk.of_point(self.epsilon, self.delta)
+        return Ledger(Repeat(event, count) for event, count in self.spent).risk(self.adjacency)
+
     @property
     def events(self) -> tuple[str, ...]:
         """One line per kind of event."""
@@ -271,7 +277,7 @@ class PrivacyReport:
             f"{_MEANING[self.adjacency].format(unit=self.unit)} ({self.method})"
         ]
         if self.budget is not None:
-            lines.append(f"  budget: epsilon {self.budget.epsilon:g} at delta {self.budget.delta:g}")
+            lines.append(f"  budget: {self.budget.target}")
         lines += [f"  {name}: epsilon {rounded_up(e)}" for name, e in self.epsilons.items() if name != self.adjacency]
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
@@ -341,13 +347,6 @@ def _advice(ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float) 
     )
 
 
-def _total_variation(ledger: Ledger, adjacency: Adjacency) -> float:
-    # delta at epsilon 0, computed to 1e-12 relative and 1e-15 absolute where it is not an upper bound by itself
-    # (test_the_reported_advantage_is_exact_for_unsampled_gaussians)
-    delta = ledger.delta(0.0, adjacency)
-    return min(1.0, delta * (1.0 + 1e-12) + 1e-15) if delta else 0.0
-
-
 def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
     return epsilon if budget is None else budget.quoted(epsilon, delta)
 
@@ -387,7 +386,9 @@ def make_report(
         charges=_charges(ledger),
         assumptions=_assumptions(ledger, unit),
         budget=budget,
-        advantage=min(attack_advantage(evaluation.epsilon, delta), _total_variation(ledger, adjacency)),
+        advantage=min(
+            attack_advantage(evaluation.epsilon, delta), Risk(lambda e: ledger.delta(e, adjacency)).advantage
+        ),
         planned_epsilon=None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon,
         advice=_advice(ledger, delta, adjacency, evaluation.epsilon),
         spent=tuple(ledger.events()),

@@ -192,7 +192,8 @@ def _facts(statement: Statement) -> dict[str, Any]:
         },
         "budget": None
         if report.budget is None
-        else {"epsilon": report.budget.epsilon, "delta": report.budget.delta, "adjacency": report.budget.adjacency},
+        else {"epsilon": report.budget.epsilon, "delta": report.budget.delta, "adjacency": report.budget.adjacency}
+        | ({} if report.budget.risk is None else {"risk": report.budget.risk}),
         "run": {
             "optimizer": run.name,
             "steps": run.steps,

@@ -425,6 +425,8 @@ def _computed(report: PrivacyReport, run: Run, version: str) -> Iterator[str]:
 
 def _target(report: PrivacyReport) -> str:
     assert report.budget is not None
+    if report.budget.risk is not None:
+        return report.budget.target
     return f"epsilon {report.budget.epsilon:.15g} at delta {report.budget.delta:.15g}"
 
 

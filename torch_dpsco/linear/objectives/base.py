@@ -111,6 +111,7 @@ class Records:
         num_classes: K if the targets are class numbers; others than 0..K-1 make null records.
         prepare: public map of float64 rows (B, d) to rows (B, d'), each a function of its own row alone; applied to a
             block whenever it is read. None leaves rows as they are.
+        block_rows: rows of a block, at most; None for 1024.
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit; never because of a value.
@@ -129,6 +130,7 @@ class Records:
         *,
         num_classes: int | None = None,
         prepare: Callable[[Tensor], Tensor] | None = None,
+        block_rows: int | None = None,
     ) -> None:
         if features.dim() != 2 or not features.is_floating_point():
             raise ValueError(f"features must be floating point, (n, d) (got {features.dtype}, {tuple(features.shape)})")
@@ -138,7 +140,7 @@ class Records:
         integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
         if num_classes is not None and not integer:
             raise ValueError(f"targets must be class numbers of an integer dtype (got {targets.dtype})")
-        self._rows = max(1, min(_BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
+        self._rows = max(1, min(block_rows or _BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
         targets = self._column("targets", targets)
         weights = self._column("weights", torch.ones(self.count, device=self.device) if weights is None else weights)
         norms = self._measure()

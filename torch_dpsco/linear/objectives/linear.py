@@ -186,14 +186,16 @@ class LinearObjective(SumObjective):
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass over the data."""
-        losses, slopes = self.records.sum(lambda part: part.fold(point, partial(self._terms, part)))
+        loss = self.loss  # not self: what is summed may travel to where the records are, and noise must not
+        losses, slopes = self.records.sum(lambda part: part.fold(point, partial(_terms, loss, part)))
         return self.completed(losses, slopes, point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c phi'')X/N + reg I, by blocks; O(n d^2)."""
+        loss = self.loss
 
         def of_part(part: Records) -> tuple[Tensor]:
-            second = self._loss_of(part, slice(None)).second_derivative(part.scores(point), part.targets)
+            second = _loss_of(loss, part, slice(None)).second_derivative(part.scores(point), part.targets)
             return (part.gram(part.weights * second),)
 
         total = self.records.sum(of_part)[0] / self.normalizer
@@ -227,14 +229,16 @@ class LinearObjective(SumObjective):
 
     def slopes(self, scores: Tensor, rows: slice) -> Tensor:
         """c_i phi'_i of some records, for their scores."""
-        return self._terms(self.records, scores, rows)[1]
+        return _terms(self.loss, self.records, scores, rows)[1]
 
-    def _terms(self, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        loss, targets, weights = self._loss_of(part, rows), part.targets[rows], part.weights[rows]
-        return weights * loss.value(scores, targets), weights * loss.derivative(scores, targets)
 
-    def _loss_of(self, part: Records, rows: slice) -> TableLoss | ClippedRows:
-        return self.loss.of_norms(part.norms[rows]) if isinstance(self.loss, ResidualClipped) else self.loss
+def _terms(loss: TableLoss | ResidualClipped, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    of_rows, targets, weights = _loss_of(loss, part, rows), part.targets[rows], part.weights[rows]
+    return weights * of_rows.value(scores, targets), weights * of_rows.derivative(scores, targets)
+
+
+def _loss_of(loss: TableLoss | ResidualClipped, part: Records, rows: slice) -> TableLoss | ClippedRows:
+    return loss.of_norms(part.norms[rows]) if isinstance(loss, ResidualClipped) else loss
 
 
 def norm_up(point: Tensor) -> float:
@@ -289,17 +293,17 @@ class SoftmaxObjective(SumObjective):
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(W) and its gradient, flattened, in one pass over the data."""
-        weight = point.view(self.shape)
-        losses, slopes = self.records.sum(lambda part: part.fold(weight, partial(self._terms, part)))
+        loss, weight = self.loss, point.view(self.shape)
+        losses, slopes = self.records.sum(lambda part: part.fold(weight, partial(_class_terms, loss, part)))
         return self.completed(losses, slopes.flatten(), point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c p_k (1[k = l] - p_l)) X/N in block (k, l), plus reg I; O(n K^2 d^2) and K^2 d^2 memory."""
-        classes, dim = self.shape
+        (classes, dim), weight = self.shape, point.view(self.shape)
         pairs = [(k, other) for k in range(classes) for other in range(k + 1)]
 
         def of_part(part: Records) -> tuple[Tensor, ...]:
-            p = self._chances(part, point)
+            p = _chances(part, weight)
             return tuple(part.gram(part.weights * (p[:, k] * (float(k == other) - p[:, other]))) for k, other in pairs)
 
         total = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=self.device)
@@ -315,15 +319,15 @@ class SoftmaxObjective(SumObjective):
         scores = gamma(self.shape[1] + 4) * self._curvature * size
         return self._rounding(scores, EVALUATION + 2 * self.shape[0], self._slope_mass, size)
 
-    def _terms(self, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        targets, weights = part.targets[rows], part.weights[rows]
-        slopes = weights.unsqueeze(1) * self.loss.derivative(scores, targets)
-        return weights * self.loss.value(scores, targets), slopes
 
-    def _chances(self, part: Records, point: Tensor) -> Tensor:
-        weight = point.view(self.shape)
-        chances = [(block @ weight.T).softmax(1) for _, block in part.blocks()]
-        return torch.cat(chances) if chances else torch.zeros(0, self.shape[0], dtype=torch.float64, device=self.device)
+def _class_terms(loss: SoftmaxCrossEntropy, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    targets, weights = part.targets[rows], part.weights[rows]
+    return weights * loss.value(scores, targets), weights.unsqueeze(1) * loss.derivative(scores, targets)
+
+
+def _chances(part: Records, weight: Tensor) -> Tensor:
+    chances = [(block @ weight.T).softmax(1) for _, block in part.blocks()]
+    return torch.cat(chances) if chances else weight.new_zeros(0, len(weight))
 
 
 def _norm_sums(part: Records) -> tuple[Tensor, Tensor]:

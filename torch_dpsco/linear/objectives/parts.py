@@ -42,7 +42,7 @@ class PartedRecords(Records):
     ) -> None:
         like = prepared(empty)
         self.count, self.dim, self.device, self.num_classes = count, like.dim, like.device, like.num_classes
-        self._raw, self._prepared, self._rows = read, prepared, like._rows
+        self._raw, self._prepared, self._empty, self._rows = read, prepared, empty, like._rows
         # as many blocks as memory is for: a power of two
         blocks = max(1, _PART_ENTRIES // (self._rows * self.dim))
         self.part_rows = self._rows * 2 ** int(math.log2(blocks))
@@ -66,11 +66,14 @@ class PartedRecords(Records):
         return step * math.ceil(self.count * self.dim / (step * _SAMPLE_ENTRIES))
 
     def thinned(self, step: int) -> Records:
-        """Every step-th record, in memory."""
-        seen, kept = 0, []
+        """Every step-th record, in memory, in one piece: many, made between parts, would keep the memory of parts."""
+        rows = len(range(0, self.count, step))
+        kept = tuple(column.new_empty((rows, *column.shape[1:])) for column in self._empty)
+        seen = found = 0
         for raw in self._raw(self.part_rows):
-            first = -seen % step
-            kept.append(tuple(column[first::step].clone() for column in raw))
-            seen += len(raw[0])
-        features, targets, weights = (torch.cat(columns) for columns in zip(*kept, strict=True))
-        return self._prepared((features, targets, weights))
+            chosen = slice(-seen % step, None, step)
+            fits = min(len(raw[0][chosen]), rows - found)  # of a source that changes, which is refused after this
+            for whole, column in zip(kept, raw, strict=True):
+                whole[found : found + fits] = column[chosen][:fits]
+            seen, found = seen + len(raw[0]), found + fits
+        return self._prepared(kept)

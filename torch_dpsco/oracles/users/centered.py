@@ -94,6 +94,19 @@ class Centered(UserMean):
         """The center of the next release: (D,) float64, public; None for 0."""
         return None if self._center is None else self._center.clone()
 
+    @property
+    def clipping(self) -> ClippedMean:
+        """How users' means are clipped."""
+        return self._clipping
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What several processes assume."""
+        if self._clipping.processes == 1:
+            return ()
+        have = "have a shard each: all records of a user on one, whatever their values"
+        return (f"{self._clipping.processes} processes that trust each other {have}",)
+
     def use_exact_noise(self) -> None:
         """Draws the noise of the clipped mean in integers."""
         self._clipping.use_exact_noise()
@@ -118,13 +131,20 @@ class Centered(UserMean):
 
     def release(self, generator: Source) -> Release:
         """Clips the users' means, adds noise and the center."""
+        return self.around_center(self.clip_users().release(generator))
+
+    def clip_users(self) -> ClippedMean:
+        """Returns the oracle of the clipped mean, which has added the users of this process."""
         means, items = self._users.take()
         if self._center is not None:
             means.sub_(self._center)
         # PRIVACY: before the clip, which then bounds every user (test_no_user_moves_the_mean_past_the_sensitivity)
         kept = GradBatch([DenseBlock(part) for part in self._by_parameter(means[items >= self.min_items])])
         self._clipping.observe(kept)
-        answer = self._clipping.release(generator)
+        return self._clipping
+
+    def around_center(self, answer: Release) -> Release:
+        """Adds the center to a release of the clipped mean, which it follows."""
         if self._center is not None:
             for part, shift in zip(answer.mean, split_like(self._center, self._users.shapes), strict=True):
                 part.add_(shift)

@@ -246,6 +246,7 @@ class Tape:
                 "apart; call the attached model itself, or attach the module that you call"
             )
         layer = use.layer
+        layer.passes.require_one(tag)
         self.weight, self.bias = (_trained(layer, name) for name in ("weight", "bias"))
         if self.scale_by_batch:
             require_full_precision(use.grad)

@@ -1,0 +1,163 @@
+"""Tables on dask, Ray Data or Spark as partitions that estimators are fitted to, each where its engine holds it.
+
+    model.fit(dask_partitions(frame, target="label"))
+
+What a column is read as follows from the schema, as for `parquet_blocks`. Needs pyarrow, the engine, and this package
+on every worker. See docs/integrations/engines.md for what reaches whom.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from torch_dpsco.integrations._columns import Block, Columns, pandas_is_number
+
+_Result = TypeVar("_Result")
+
+
+def dask_partitions(
+    frame: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
+) -> _Dask:
+    """Returns the partitions of a dask data frame, for `fit`; each is one pandas frame in the memory of a worker.
+
+    Args:
+        frame: `dask.dataframe.DataFrame`; persist it where it is not cheap to make, or not the same each time.
+        target: name of the column of targets.
+        features: names of the columns of features; None for all others.
+        sample_weight: name of the column of weights; None for none.
+
+    Raises:
+        TypeError: a column of features is not of numbers.
+        ValueError: a column is not there.
+    """
+    kinds = [(name, _arrow_kind(dtype)) for name, dtype in frame.dtypes.items()]
+    return _Dask(frame.to_delayed(), Columns.of(pa.schema(kinds), target, features, sample_weight))
+
+
+def ray_partitions(
+    dataset: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
+) -> _Ray:
+    """Returns the blocks of a Ray data set, for `fit`; it is materialized, once, in the object store.
+
+    Args:
+        dataset: `ray.data.Dataset`.
+        target: as in `dask_partitions`.
+        features: likewise.
+        sample_weight: likewise.
+
+    Raises:
+        TypeError: a column of features is not of numbers.
+        ValueError: a column is not there.
+    """
+    import ray
+
+    tables = dataset.materialize().to_arrow_refs()
+    schemas = ray.get([ray.remote(_schema).remote(table) for table in tables])
+    first = next((schema for schema in schemas if schema.names), pa.schema([]))
+    return _Ray(tables, Columns.of(first, target, features, sample_weight))
+
+
+def spark_partitions(
+    frame: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
+) -> _Spark:
+    """Returns the partitions of a Spark data frame, for `fit`; they are read in Arrow batches, a few in memory each.
+
+    Args:
+        frame: `pyspark.sql.DataFrame`; persist it, or write it to files, if it was shuffled: a shuffle that Spark makes
+            again gives another order of rows, which is refused.
+        target: as in `dask_partitions`.
+        features: likewise.
+        sample_weight: likewise.
+
+    Raises:
+        TypeError: a column of features is not of numbers.
+        ValueError: a column is not there.
+    """
+    columns = Columns.of(frame.limit(0).toArrow().schema, target, features, sample_weight)
+    return _Spark(frame.select(*(f"`{name}`" for name in (*columns.names, *columns.others))), columns)
+
+
+@dataclass(frozen=True)
+class _Dask:
+    """`linear.Partitions` of delayed pandas frames."""
+
+    frames: list[Any]
+    columns: Columns
+
+    def run(self, function: Callable[[Iterator[Block]], _Result]) -> list[_Result]:
+        """As in `Partitions`."""
+        import dask
+
+        task = dask.delayed(_of_pandas, pure=False)
+        return list(dask.compute(*(task(function, self.columns, frame) for frame in self.frames)))
+
+
+@dataclass(frozen=True)
+class _Ray:
+    """`linear.Partitions` of Arrow tables in the object store."""
+
+    tables: list[Any]
+    columns: Columns
+
+    def run(self, function: Callable[[Iterator[Block]], _Result]) -> list[_Result]:
+        """As in `Partitions`."""
+        import ray
+
+        task, shared = ray.remote(_of_table), ray.put(function)
+        return list(ray.get([task.remote(shared, self.columns, table) for table in self.tables]))
+
+
+@dataclass(frozen=True)
+class _Spark:
+    """`linear.Partitions` of a data frame."""
+
+    frame: Any
+    columns: Columns
+
+    def run(self, function: Callable[[Iterator[Block]], _Result]) -> list[_Result]:
+        """As in `Partitions`."""
+        columns = self.columns  # not self: a data frame does not travel
+
+        def partition(batches: Iterator[Any]) -> Iterator[Any]:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            assert context is not None
+            result = pickle.dumps(function(_arrow_blocks(columns, batches)))
+            yield pa.RecordBatch.from_pydict(
+                {"place": pa.array([context.partitionId()], pa.int32()), "result": [result]}
+            )
+
+        rows = self.frame.mapInArrow(partition, "place int, result binary").collect()
+        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.place)]
+
+
+def _of_pandas(function: Callable[[Iterator[Block]], _Result], columns: Columns, frame: Any) -> _Result:
+    return function(iter([columns.pandas_block(frame)]))
+
+
+def _of_table(function: Callable[[Iterator[Block]], _Result], columns: Columns, table: Any) -> _Result:
+    return function(_arrow_blocks(columns, [table] if len(table) else []))
+
+
+def _arrow_blocks(columns: Columns, tables: Iterable[Any]) -> Iterator[Block]:
+    yield columns.empty()
+    for table in tables:
+        yield columns.arrow_block(table)
+
+
+def _schema(table: Any) -> Any:
+    return table.schema
+
+
+def _arrow_kind(dtype: Any) -> Any:
+    """Returns the type of numbers in Arrow that a dtype of pandas is read as; a string for others."""
+    if not pandas_is_number(dtype):
+        return pa.string()
+    return pa.float32() if dtype == np.float32 else pa.float64()

@@ -1,0 +1,307 @@
+"""A score of a released model on private records, by one release of noisy counts.
+
+Each record has a vector v of integers over 2^20, v >= 0 and |v|_1 <= 1, that depends on it alone:
+
+    accuracy, losses    v = (f, 1 - f), f in [0, 1]    the loss over its public bound, or whether the label is right
+    auc                 v = e_(class, bin)             of the probability of the second class, in public bins
+
+Released is sum v with noise, in integers; the score is post-processing of it. A record moves the sum by at most 1 (one
+more or less, or made null), or sqrt(2) (replaced: vectors >= 0 have no obtuse angles). Of a user, v is the mean over
+the rows, rounded down.
+
+Source: docs/proofs/scores.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.report.figures import PrivacyReport
+from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.errors import AdjacencyError, UnitError
+from torch_dpsco.estimators.data import as_codes, as_column, as_features
+from torch_dpsco.mechanisms.discrete import draw_laplace
+from torch_dpsco.mechanisms.vector_noise import exact_release
+from torch_dpsco.rng import Source, noise_generator
+from torch_dpsco.sampling.users import user_ids
+from torch_dpsco.theory.rounding import exact_grid, with_grid
+
+LOSSES = ("log_loss", "absolute_error", "squared_error")
+METRICS = ("accuracy", "auc", *LOSSES)
+_UNIT = 2**20  # of a contribution, in integers
+_ROWS = 1024  # that the model sees at a time, filled up with zeros
+_CPU = torch.device("cpu")
+# L2, L1 sensitivity of the counts
+_L2 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: math.nextafter(math.sqrt(2.0), 2.0)}
+_L1 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+
+
+@dataclass(frozen=True)
+class PrivateScore:
+    """A released score.
+
+    Args:
+        metric: its name.
+        value: in [0, 1], or in [0, bound] of a loss.
+        greater_is_better: whether it is no loss.
+        privacy: `PrivacyReport` of the ledger after the release.
+    """
+
+    metric: str
+    value: float
+    greater_is_better: bool
+    privacy: PrivacyReport
+
+    def __float__(self) -> float:
+        return self.value
+
+
+@typed
+def score(
+    model: Any,
+    X: Any,
+    y: Any,
+    metric: str = "accuracy",
+    *,
+    budget: Budget,
+    bound: float | None = None,
+    classes: Any = None,
+    bins: int = 32,
+    groups: Any = None,
+    accountant: Accountant | None = None,
+    generator: torch.Generator | None = None,
+) -> PrivateScore:
+    """Releases how good a model is on private records that it was not fitted to.
+
+    Args:
+        model: public, or released already; with `predict`, or `predict_proba` for log_loss and auc (or
+            `decision_function` for auc). What it says of a row must depend on that row alone.
+        X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
+        y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
+        metric: one of "accuracy", "auc" (two classes; ties within a bin count a half), "log_loss", "absolute_error",
+            "squared_error".
+        budget: of this release: its noise follows from epsilon, delta, adjacency and unit.
+        bound: public bound > 0 that the loss of a record is clipped to; for losses, and only then.
+        classes: public labels; None for the model's `classes_`.
+        bins: 2 to 1024, of auc.
+        groups: (n,) ids of users, with a budget of unit "user": the score is the mean over users of the means of their
+            rows.
+        accountant: ledger that is charged; None for a new one with this budget.
+        generator: for tests only (warns).
+
+    Returns:
+        The score. Where noise hides all records, 1/2 of its range.
+
+    Raises:
+        AdjacencyError: the accountant is of another adjacency.
+        BudgetExceeded: the release would pass the accountant's budget; nothing was drawn.
+        ConditionError: the budget's noise cannot be drawn in integers; nothing was charged.
+        UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
+        ValueError: a setting, a shape or a dtype.
+
+    Guarantee:
+        (epsilon, delta)-DP under the budget's adjacency, for one record, or all rows of a user; the number of records
+        is private under add_remove. The model has its own guarantee, which composes with this one if it was fitted to
+        any of these records. Running time, and errors that the model raises, are not covered.
+
+    Source: docs/proofs/scores.md
+
+    Example:
+        >>> class Model:
+        ...     classes_ = ("no", "yes")
+        ...     def predict(self, X):
+        ...         return ["yes" if x > 0 else "no" for x in X[:, 0]]
+        >>> X = np.linspace(-1, 1, 20_000).reshape(-1, 1)
+        >>> found = score(Model(), X, np.where(X[:, 0] > 0.2, "yes", "no"), budget=Budget(1.0, 1e-6))
+        >>> found.metric, 0.88 < found.value < 0.92
+        ('accuracy', True)
+    """
+    kind = check.choice(METRICS, metric=metric)
+    if kind not in LOSSES and bound is not None:
+        raise ValueError(f"bound must not be given for {kind}, which has one (got {bound})")
+    if kind in LOSSES and bound is None:
+        raise ValueError(f"bound must be given for {kind}: a public bound on the loss of a record (got None)")
+    limit = 1.0 if bound is None else check.positive(bound=bound)
+    if not 2 <= check.positive_count(bins=bins) <= 1024:
+        raise ValueError(f"bins must be in 2..1024 (got {bins})")
+    if (budget.unit == "user") != (groups is not None):
+        raise UnitError(f"groups must be given with a budget of unit 'user', and only then (got unit {budget.unit!r})")
+    ledger = Accountant(budget) if accountant is None else accountant
+    ledger.require_unit(budget.unit)
+    if ledger.adjacency != budget.adjacency:
+        raise AdjacencyError(
+            f"budget must have the adjacency of the accountant, {ledger.adjacency} (got {budget.adjacency})"
+        )
+    delta = budget.delta if ledger.budget is None else None
+    ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
+    labels = _classes(model, kind, classes)
+    features = as_features(X)
+    count = len(features)
+    users = None if groups is None else user_ids(groups, count, "groups")
+    targets = (
+        as_codes(y, labels, count, _CPU).double() if labels else as_column(y, "y", count, _CPU).to(_CPU, torch.float64)
+    )
+    rows, valid = features.cpu().numpy(), (features.isfinite().all(1).cpu() & targets.isfinite()).numpy()
+    valid &= (targets >= 0).numpy() if labels else True
+    # PRIVACY: a record that the model would refuse counts for nothing (test_a_null_record_counts_for_nothing)
+    rows, truth = np.where(valid[:, None], rows, 0.0).astype(rows.dtype), np.where(valid, targets.numpy(), 0.0)
+    noise = _Noise(budget, 2 * bins if kind == "auc" else 2)
+    vectors = _contributions(model, kind, limit, labels, bins, rows, truth)
+    total = counts(vectors * valid[:, None], users)
+    source = noise_generator("cpu", generator)
+    # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
+    ledger.authorize(noise.event)
+    noisy = np.maximum(noise.release(total, source), 0.0)
+    value = area(*noisy.reshape(2, bins)) if kind == "auc" else limit * _share(noisy[0], noisy[1])
+    return PrivateScore(kind, value, kind not in LOSSES, ledger.report(delta))
+
+
+def counts(vectors: NDArray[np.int64], users: Tensor | None = None) -> NDArray[np.int64]:
+    """Returns the sum of contributions (n, cells), in integers over 2^20; of users, of the means of their rows."""
+    if users is None:
+        return np.asarray(vectors.sum(0))
+    _, places, rows = np.unique(users.numpy(), return_inverse=True, return_counts=True)
+    sums = np.zeros((len(rows), vectors.shape[1]), dtype=np.int64)
+    np.add.at(sums, places, vectors)
+    # PRIVACY: a user counts for one record however many rows there are (test_a_user_moves_the_counts_by_at_most_one)
+    return np.asarray((sums // rows[:, None]).sum(0))
+
+
+def area(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> float:
+    """Returns the area under the ROC curve of two histograms >= 0 over the same bins; 1/2 if one is empty.
+
+    Example:
+        >>> area(np.array([3.0, 1.0]), np.array([0.0, 4.0]))
+        0.875
+    """
+    below = np.cumsum(negatives) - negatives / 2.0
+    pairs = float(negatives.sum()) * float(positives.sum())
+    return float(positives @ below) / pairs if pairs > 0 else 0.5
+
+
+def _share(first: float, second: float) -> float:
+    return float(first / (first + second)) if first + second > 0 else 0.5
+
+
+class _Noise:
+    """Noise of a budget on counts of so many cells, and the event that charges it; raises ConditionError for none."""
+
+    def __init__(self, budget: Budget, cells: int) -> None:
+        self.event: Gaussian | Pure
+        if budget.delta == 0:
+            moved = _L1[budget.adjacency]
+            self._scale = Fraction(moved) / Fraction(budget.epsilon)
+            # PRIVACY: under others a record may move more (test_pure_noise_is_charged_where_it_was_proved)
+            self.event = Pure(budget.epsilon, tuple(a for a in ADJACENCIES if _L1[a] <= moved))
+            return
+        sens = {adjacency: with_grid(moved) for adjacency, moved in _L2.items()}
+        sigma = gaussian_sigma(budget.epsilon, budget.delta, sens[budget.adjacency])
+        self.event = Gaussian(sigma, sens, exact=True)
+        exact_grid(sigma, min(sens.values()), cells)
+
+    def release(self, total: NDArray[np.int64], source: Source) -> NDArray[np.float64]:
+        """Returns noisy counts, in records."""
+        if isinstance(self.event, Gaussian):
+            return np.asarray(exact_release(torch.from_numpy(total / _UNIT), self.event, source).numpy())
+        step = Fraction(1, _UNIT)
+        return np.array([float(Fraction(int(one), _UNIT) + draw_laplace(self._scale, step, source)) for one in total])
+
+
+def _classes(model: Any, metric: str, classes: Any) -> list[Any]:
+    """Returns public labels; none for regression."""
+    if metric in ("absolute_error", "squared_error"):
+        if classes is not None:
+            raise ValueError(f"classes must not be given for {metric} (got {check.shown(classes)})")
+        return []
+    given = getattr(model, "classes_", None) if classes is None else classes
+    if given is None or isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+        raise ValueError(f"classes must be the public labels, as (0, 1), or the model's (got {check.shown(given)})")
+    labels = list(given.tolist() if hasattr(given, "tolist") else given)
+    if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(2, len(labels)):
+        raise ValueError(f"classes must be two or more different labels (got {check.shown(given)})")
+    if metric == "auc" and len(labels) != 2:
+        raise ValueError(f"classes must be two for auc (got {len(labels)})")
+    return labels
+
+
+def _contributions(
+    model: Any,
+    metric: str,
+    limit: float,
+    labels: list[Any],
+    bins: int,
+    rows: NDArray[Any],
+    truth: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Returns the vectors of records (n, cells) of finite rows and places of labels, or targets, in integers."""
+    if metric == "auc":
+        places = np.minimum(np.nan_to_num(_probability(model, rows), nan=0.0) * bins, bins - 1).astype(np.int64)
+        vectors = np.zeros((len(rows), 2 * bins), dtype=np.int64)
+        vectors[np.arange(len(rows)), truth.astype(np.int64) * bins + np.maximum(places, 0)] = _UNIT
+        return vectors
+    if metric == "accuracy":
+        parts = _apply(_method(model, "predict"), rows, lambda out: as_codes(out, labels, _ROWS, _CPU).numpy())
+        share = (parts == truth).astype(np.float64)
+    elif metric == "log_loss":
+        chances = _apply(_method(model, "predict_proba"), rows, lambda out: _floats(out, (_ROWS, len(labels))))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = -np.log(chances.reshape(len(rows), len(labels))[np.arange(len(rows)), truth.astype(int)]) / limit
+    else:
+        predicted = _apply(_method(model, "predict"), rows, lambda out: _floats(out, (_ROWS,)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = np.abs(predicted - truth)
+            share = (error if metric == "absolute_error" else error**2) / limit
+    # PRIVACY: no record counts for more than 1, NaN as the worst (test_a_record_moves_the_counts_by_at_most_one)
+    first = np.rint(np.clip(np.nan_to_num(share, nan=1.0), 0.0, 1.0) * _UNIT).astype(np.int64)
+    return np.stack([first, _UNIT - first], axis=1)
+
+
+def _probability(model: Any, rows: NDArray[Any]) -> NDArray[np.float64]:
+    """Returns a number in [0, 1] per row that grows with the score of the second class."""
+    if hasattr(model, "predict_proba"):
+        chances = _apply(model.predict_proba, rows, lambda out: _floats(out, (_ROWS, 2))[:, 1])
+        return np.asarray(np.clip(chances, 0.0, 1.0))
+    scores = _apply(_method(model, "decision_function"), rows, lambda out: _floats(out, (_ROWS,)))
+    return np.asarray(0.5 + 0.5 * np.tanh(scores / 2.0))
+
+
+def _method(model: Any, name: str) -> Callable[[Any], Any]:
+    found = getattr(model, name, None)
+    if not callable(found):
+        raise ValueError(f"model must have a method {name} for this metric (got {check.shown(model)})")
+    return found  # type: ignore[no-any-return]
+
+
+def _floats(values: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+    if array.shape != shape:
+        raise ValueError(f"model must give numbers of shape {shape} for {shape[0]} rows (got shape {array.shape})")
+    return array
+
+
+def _apply(method: Callable[[Any], Any], rows: NDArray[Any], read: Callable[[Any], NDArray[Any]]) -> NDArray[Any]:
+    """Returns what a method says of rows, in blocks of one public size, so that products round alike in all of them."""
+    found = []
+    # PRIVACY: a product of another size rounds all rows in another way (test_the_model_sees_blocks_of_one_size)
+    for start in range(0, max(len(rows), 1), _ROWS):
+        block = rows[start : start + _ROWS]
+        padded = np.zeros((_ROWS, rows.shape[1]), dtype=rows.dtype)
+        padded[: len(block)] = block
+        found.append(read(method(padded))[: len(block)])
+    return np.concatenate(found)
