@@ -55,7 +55,7 @@ def test_true_epsilon_is_refuted_no_more_often_than_stated(epsilon: float) -> No
 
 def run(scale: float) -> float:
     """Noisy sum of canaries that are unit vectors: what is released is the scores."""
-    audit = OneRunAudit(list(torch.eye(CANARIES)), guess_in=20, guess_out=20)
+    audit = OneRunAudit(list(torch.eye(CANARIES)), guess_in=60, guess_out=60)
     data = audit.dataset(TensorDataset(torch.zeros(1, CANARIES)))
     total = sum((row if isinstance(row, torch.Tensor) else row[0] for row in data), torch.zeros(CANARIES))
     noisy = total + scale * torch.randn(CANARIES)
