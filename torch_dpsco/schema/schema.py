@@ -13,19 +13,7 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.schema.columns import Category, Number, Ordered, index_of, key, number
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that was read: X (n, d) float64, y (n,), and groups (n,), the ids for `fit`, or None."""
-
-    X: NDArray[np.float64]
-    y: NDArray[Any]
-    groups: NDArray[Any] | None
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns all of it, for `model.fit(**table.arguments())`."""
-        return {"X": self.X, "y": self.y, **({} if self.groups is None else {"groups": self.groups})}
+from torch_dpsco.schema.table import Table
 
 
 @dataclass(frozen=True)
