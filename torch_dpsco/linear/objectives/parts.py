@@ -68,7 +68,8 @@ class PartedRecords(Records):
     def thinned(self, step: int) -> Records:
         """Every step-th record, in memory, in one piece: many, made between parts, would keep the memory of parts."""
         rows = len(range(0, self.count, step))
-        kept = tuple(column.new_empty((rows, *column.shape[1:])) for column in self._empty)
+        features, targets, weights = (column.new_empty((rows, *column.shape[1:])) for column in self._empty)
+        kept = features, targets, weights
         seen = found = 0
         for raw in self._raw(self.part_rows):
             chosen = slice(-seen % step, None, step)
