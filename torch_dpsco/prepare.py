@@ -295,11 +295,9 @@ class PrivateQuantiles(PrivateTransformer):
         return math.sqrt(check.positive_count(dim=dim)) * (1 + 2.0**-50)
 
     def _size(self, dim: int) -> int:
-        if not 2 <= check.positive_count(bins=self.bins) <= 1024:
-            raise ValueError(f"bins must be 2 to 1024 (got {self.bins})")
         for level in self.levels:
             check.between(0.0, 1.0, levels=level)
-        return self.bins * dim
+        return _of_bins(self.bins) * dim
 
     def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
         return _histogram(values, present, self.bins)
@@ -318,6 +316,12 @@ class PrivateQuantiles(PrivateTransformer):
         inside = (np.clip(rows, self._low, self._high) - self._low) / (self._high - self._low)
         found = [np.interp(inside[:, j], edges, places) for j, places in enumerate(self._places.T)]
         return np.where(np.isfinite(rows), 2 * np.stack(found, axis=1) - 1, math.nan)
+
+
+def _of_bins(bins: int) -> int:
+    if not 2 <= check.positive_count(bins=bins) <= 1024:
+        raise ValueError(f"bins must be 2 to 1024 (got {bins})")
+    return bins
 
 
 def _histogram(values: Array, present: NDArray[np.bool_], bins: int) -> NDArray[np.int64]:
@@ -363,9 +367,7 @@ class PrivateImputer(PrivateTransformer):
 
     def _size(self, dim: int) -> int:
         if check.choice(("mean", "median"), strategy=self.strategy) == "median":
-            if not 2 <= check.positive_count(bins=self.bins) <= 1024:
-                raise ValueError(f"bins must be 2 to 1024 (got {self.bins})")
-            return self.bins * dim
+            return _of_bins(self.bins) * dim
         return 3 * dim
 
     def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
