@@ -191,7 +191,7 @@ def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(name
     given = (scipy.sparse.csr_matrix(X), y) if sparse else (in_blocks([9], X, y),)
     with pytest.raises(ConditionError, match=words):
         make(name, accountant=ledger, **settings).fit(*given)
-    assert len(ledger.history) == 0
+    assert len(ledger) == 0
 
 
 def test_groups_of_blocks_are_refused():
