@@ -26,6 +26,7 @@ from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
+from torch_dpsco.schema import Category, Number
 from torch_dpsco.theory.correlated import square_root
 from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
@@ -694,6 +695,15 @@ simple(
     bound=2.0,
     budget=lambda: budget(),
     accountant=lambda: accountant(),
+)
+simple(
+    "dp.Schema",
+    dp.Schema,
+    columns=lambda: {"age": Number(17, 90), "sex": Category(["f", "m"])},
+    target="died",
+    labels=lambda: ["no", "yes"],
+    ids="patient",
+    rows_per_unit=1,
 )
 simple("dp.audit", dp.audit, mechanism=lambda: lambda x: x + torch.randn(()), pair=(0.0, 1.0), delta=1e-2, trials=200)
 simple(

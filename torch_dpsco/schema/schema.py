@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 from torch_dpsco.schema.columns import Category, Number, Ordered, index_of, key, number
 from torch_dpsco.schema.table import Table
 
@@ -38,6 +39,7 @@ class Schema:
     rows_per_unit: int | None = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.columns:
             raise ValueError("columns must name at least one column (got none)")
         for name, kind in self.columns.items():
