@@ -138,13 +138,14 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
             present = np.isfinite(block)
             scaled = np.where(present, np.clip(block, low, high) * 2 - (low + high), 0.0) / (high - low)
             total += self._numbers(np.clip(scaled, -1.0, 1.0), present)
-        source = noise_generator("cpu", None)
+        delta, source = self.delta if ledger.budget is None else None, noise_generator("cpu", None)
+        ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
         # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged_by_a_transformer)
         ledger.authorize(event)
         released = exact_release(torch.from_numpy(total / _UNIT), event, source).numpy()
         self._low, self._high = low, high
         self._install(released.reshape(-1, rows.shape[1]), event.sigma)
-        self.privacy_ = ledger.report(self.delta if ledger.budget is None else None)
+        self.privacy_ = ledger.report(delta)
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
         return self

@@ -134,6 +134,20 @@ def test_an_adaptive_mode_keeps_the_risk():
     assert 0 < by_renyi.max_steps(clipped_gaussian(20.0)) <= 25
 
 
+@pytest.mark.parametrize("mode", ["gdp", "zcdp"])
+@pytest.mark.parametrize("target", [{"advantage": 0.1}, {"tpr": 0.03, "fpr": 0.01}])
+def test_an_adaptive_report_says_no_more_than_the_target(target, mode):
+    """The odometer's epsilon at 1e-6 would allow an advantage of 0.28."""
+    accountant = Accountant(Budget(**target, mode=mode))
+    accountant.authorize(clipped_gaussian(40.0), 1)
+    report = accountant.report()
+    assert (report.epsilon, report.delta) == (accountant.budget.epsilon, accountant.budget.delta)
+    if "tpr" in target:
+        assert report.risk().true_positive(0.01) <= 0.03 * (1 + 1e-9)
+    else:
+        assert max(report.advantage, report.risk().advantage) <= 0.1 * (1 + 1e-9)
+
+
 def test_changed_budgets_keep_their_risk():
     budget = Budget(tpr=0.2, fpr=0.01)
     assert replace(budget, unit="user").risk == budget.risk

@@ -76,7 +76,8 @@ def test_a_row_without_an_id_is_a_null_record():
         assert table.X.tolist()[1] == [1.0]
         assert math.isnan(table.X[0, 0])
         assert table.groups.tolist() == ["?0", "=7"]
-    assert schema.read({"v": [0], "y": [1], "id": [7.0]}).groups.tolist() == ["=7"]
+    for same in (7, 7.0, np.int64(7), np.float32(7.0)):
+        assert schema.read({"v": [0], "y": [1], "id": [same]}).groups.tolist() == ["=7"]
     with pytest.raises(ValueError, match="ids 'id' must be integers or text"):
         schema.read({"v": [0], "y": [1], "id": np.array([True])})
 

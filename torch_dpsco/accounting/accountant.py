@@ -305,7 +305,7 @@ class Accountant(OpacusFace):
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
 
         Args:
-            delta: in [0, 1); default the budget's, or 1e-6 where its target is a risk.
+            delta: in [0, 1); default `Budget.quoted_delta`: the budget's, or 1e-6 beside a planned risk.
             ahead: event of what a run still plans to do; gives the report its `planned_epsilon`. Nothing is charged.
 
         Raises:

@@ -134,6 +134,8 @@ class Schema:
 
 def _unit(value: Any) -> str | None:
     """Returns an id as text, 7 for 7.0, as an integer column with missing values is read; None for what is none."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float):
         value = int(value) if value.is_integer() and abs(value) < 2**53 else None
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":

@@ -222,8 +222,9 @@ class Budget:
 
     @property
     def quoted_delta(self) -> float:
-        """The delta at which epsilon is quoted: of the target, or 1e-6 where the target is a risk."""
-        return self.delta if self.risk is None else NO_BUDGET_DELTA
+        """The delta at which epsilon is quoted: of the target, or 1e-6 where that is a risk, planned in advance."""
+        # adaptive modes promise the target alone: at another delta the odometer's epsilon would say more than the risk
+        return self.delta if self.risk is None or self.adaptive else NO_BUDGET_DELTA
 
     @property
     def noise_delta(self) -> float:
