@@ -8,6 +8,7 @@ optimizer = dp.HolderSGD(model.parameters(), plan)
 for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torch_dpsco import errors, loggers, losses, oracles, prox, rules, sampling
@@ -90,17 +91,17 @@ __all__ = [
     "rules",
     "sampling",
     "score",
+    "study",
 ]
 
 if TYPE_CHECKING:
-    from torch_dpsco.study.scores import score
+    from torch_dpsco.studies.scores import score
+    from torch_dpsco.studies.study import study
 else:  # or type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> object:
-        if name == "score":  # on first use: it reads tables by the estimators' rules, which import scikit-learn
-            from torch_dpsco.study.scores import score
-
-            return score
+        if name in ("score", "study"):  # on first use: they import scikit-learn, as estimators do
+            return getattr(import_module(f"torch_dpsco.studies.{'scores' if name == 'score' else name}"), name)
         for place in (errors, sampling):
             if hasattr(place, name):
                 raise AttributeError(f"dp.{name} is now dp.{place.__name__.rpartition('.')[2]}.{name}")

@@ -242,6 +242,22 @@ def test_the_worst_combination_of_parts_counts():
         assert both.epsilon(delta, ZERO_OUT, "pld") == pytest.approx(max(alone), rel=1e-9)
 
 
+def test_a_failure_of_one_part_is_not_added_to_the_losses_of_another():
+    fails, leaks, both = ApproxDP(1.0, 1e-6), Gaussian(5.0, {ZERO_OUT: 1.0}), GDP(0.1)
+    ledger = Ledger([Parallel({"a": [fails], "b": [leaks, leaks]}, "p"), both])
+    alone = [Ledger([fails, both]), Ledger([leaks, leaks, both])]
+    for delta in (1.5e-6, 1e-5, 1e-3):
+        assert ledger.epsilon(delta, ZERO_OUT) == max(one.epsilon(delta, ZERO_OUT) for one in alone)
+    for epsilon in (0.0, 0.5, 2.0):
+        assert ledger.delta(epsilon, ZERO_OUT) == max(one.delta(epsilon, ZERO_OUT) for one in alone)
+    # a record is in one part of each partition, and in both partitions
+    twice = Ledger([Parallel({"a": [fails], "b": [leaks]}, "p"), Parallel({"a": [fails], "b": [leaks]}, "q")])
+    assert twice.epsilon(1e-5, ZERO_OUT) == max(
+        Ledger(pair).epsilon(1e-5, ZERO_OUT) for pair in ([fails, fails], [fails, leaks], [leaks, leaks])
+    )
+    assert twice.epsilon(1e-6, ZERO_OUT) == math.inf
+
+
 def test_too_many_combinations_fall_back():
     blocks = [
         Parallel({str(i): [PoissonGaussian(1.0 + i / 10, 0.01)] for i in range(4)}, f"p{k}", partition_kind="keyed")

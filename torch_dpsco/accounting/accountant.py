@@ -305,7 +305,8 @@ class Accountant(OpacusFace):
         """Returns what was spent under every adjacency that all events support, with the assumptions behind it.
 
         Args:
-            delta: in [0, 1); default `Budget.quoted_delta`: the budget's, or 1e-6 beside a planned risk.
+            delta: in [0, 1); default `Budget.quoted_delta`: the budget's, or 1e-6 beside a planned risk where epsilon
+                is finite there.
             ahead: event of what a run still plans to do; gives the report its `planned_epsilon`. Nothing is charged.
 
         Raises:
@@ -315,6 +316,8 @@ class Accountant(OpacusFace):
             if self._budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
             delta = self._budget.quoted_delta
+            if self._budget.risk is not None and math.isinf(self.get_epsilon(delta)):
+                delta = self._budget.delta  # events that are one point of a curve say nothing at another delta
         report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._rule, ahead)
         if self.adaptive:
             report = self._adaptive_report(report)

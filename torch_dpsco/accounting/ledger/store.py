@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import wraps
+from itertools import product
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -193,6 +194,7 @@ def locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 _BASE = ("", "")  # partition and part of events that touch all records
 _POSITIONAL = ("positional", False)
+_MOST_CHOICES = 16  # of parts, that are composed one by one
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
 _Kinds = dict[str, tuple[str, bool]]  # per partition: how it was cut, and whether its key is public
@@ -422,6 +424,9 @@ class Ledger:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
         if below_one(delta=delta) > 0:
+            if method == "best" and (choices := self._choices(adjacency, extra, count)):
+                found = [one.evaluate(delta, adjacency, enough=enough) for one in choices]
+                return max(found, key=lambda evaluation: evaluation.epsilon)
             laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
             return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
         if method not in ("best", "pure"):
@@ -430,6 +435,24 @@ class Ledger:
         if culprit is not None:
             raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
         return Evaluation(epsilon, "pure")
+
+    def _choices(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> list[Ledger]:
+        """Returns what a record may meet, one ledger per choice of a part of each partition; none if sums say as much.
+
+        They do not where something fails: the failure of one part is not to be added to the losses of another.
+        """
+        parts: dict[str, list[_Counts]] = {}
+        for (partition, _), counts in self.counts(extra, count).items():
+            known = parts.setdefault(partition, [])
+            known += [counts] if counts not in known else []
+        if not 1 < math.prod(map(len, parts.values())) <= _MOST_CHOICES:
+            return []
+        if not self.cost(adjacency, 0, extra, count).fails:
+            return []
+        return [
+            Ledger(Repeat(event, times) for counts in chosen for event, times in counts.items())
+            for chosen in product(*parts.values())
+        ]
 
     @locked
     def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
@@ -470,6 +493,8 @@ class Ledger:
     @locked
     def delta(self, epsilon: float, adjacency: Adjacency) -> float:
         """Returns delta at epsilon under an adjacency."""
+        if choices := self._choices(adjacency):
+            return max(one.delta(epsilon, adjacency) for one in choices)
         return delta_of(lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency))
 
     def risk(self, adjacency: Adjacency) -> Risk:

@@ -40,6 +40,7 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
+HELD = "held/"  # how partitions of a study are named
 _CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
@@ -306,7 +307,9 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
         lines.append(
             "records assigned to batches by the optimizer's own loader, independently of the data, kept secret"
         )
-    if any(not partition.startswith("assigned/") for partition in partitions):
+    if any(partition.startswith(HELD) for partition in partitions):
+        lines.append(f"each {unit} fitted or held out by a fresh draw that looked at no value")
+    if any(not partition.startswith(("assigned/", HELD)) for partition in partitions):
         lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
     if True in exact:
         lines.append("exact discrete Gaussian noise on a public grid, from uniform random bytes")

@@ -31,7 +31,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.events import Event, Gaussian
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, UnitError
@@ -197,6 +197,11 @@ def area(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> floa
 
 def _share(first: float, second: float) -> float:
     return float(first / (first + second)) if first + second > 0 else 0.5
+
+
+def score_event(budget: Budget, metric: str, bins: int = 32) -> Event:
+    """Returns what a score charges, before anything is scored; see `score`."""
+    return _Noise(budget, 2 * bins if metric == "auc" else 2).event
 
 
 class _Noise:

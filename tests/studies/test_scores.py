@@ -20,8 +20,8 @@ from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
-from torch_dpsco.study import scores
-from torch_dpsco.study.scores import METRICS, PrivateScore, area
+from torch_dpsco.studies import scores
+from torch_dpsco.studies.scores import METRICS, PrivateScore, area
 
 UNIT = 2**20
 HUGE = dp.Budget(1e5, 1e-6)  # next to no noise

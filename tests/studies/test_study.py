@@ -1,0 +1,220 @@
+"""A study: who is in which part, what is charged and when, and what is refused before anything is spent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.report.figures import HELD
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
+from torch_dpsco.estimators import LinearSVC, LogisticRegression
+from torch_dpsco.rng import Repeatable
+from torch_dpsco.schema import Category, Number, Schema
+from torch_dpsco.studies import study as module
+from torch_dpsco.studies.study import Study, StudyPlan, plan_study, split, study
+
+N = 4000
+COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"])}
+LABELS: dict[str, Any] = {"target": "died", "labels": ["no", "yes"]}
+COST: dict[str, Any] = {"target": "cost", "target_range": (0, 1500)}
+USERS: dict[str, Any] = {"ids": "id", "rows_per_unit": None}
+SCHEMA = Schema(COLUMNS, **LABELS)
+
+
+def frame(n: int = N) -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    age = rng.integers(17, 91, n)
+    return {
+        "age": age,
+        "sex": rng.choice(["f", "m"], n),
+        "died": np.where(rng.random(n) < 1 / (1 + np.exp(-(age - 60) / 8)), "yes", "no"),
+        "cost": 10.0 * age + rng.normal(size=n) * 30,
+        "id": np.arange(n) // 2,
+    }
+
+
+def made(schema: Schema = SCHEMA, budget: dp.Budget | None = None, **more: Any) -> Study:
+    return study(frame(), schema, budget or dp.Budget(2.0, 1e-6), show=None, **more)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def source(seed: int) -> Repeatable:
+    return Repeatable(np.random.default_rng(seed))
+
+
+def test_where_the_number_of_units_is_public_so_is_that_of_each_part():
+    for adjacency in (REPLACE_ONE, ZERO_OUT):
+        assert split(1001, 0.2, adjacency).sum() == 200
+    first, second = split(1000, 0.5, REPLACE_ONE), split(1000, 0.5, REPLACE_ONE)
+    assert (first != second).any()  # drawn anew
+
+
+def test_under_add_remove_each_unit_has_a_coin_of_its_own():
+    """One unit more leaves the parts of all others as they are; the number of each part is binomial."""
+    for seed in range(20):
+        assert (split(500, 0.2, ADD_REMOVE, source(seed)) == split(501, 0.2, ADD_REMOVE, source(seed))[:500]).all()
+    numbers = [split(1000, 0.2, ADD_REMOVE, source(seed)).sum() for seed in range(200)]
+    assert len(set(numbers)) > 20
+    low, high = stats.binom.ppf([5e-7, 1 - 5e-7], 200_000, 0.2)
+    assert low <= sum(numbers) <= high
+
+
+def test_every_unit_is_held_out_as_often(monkeypatch):
+    often = sum(split(60, 0.25, REPLACE_ONE, source(seed)).astype(int) for seed in range(2000))
+    low, high = stats.binom.ppf([1e-9, 1 - 1e-9], 2000, 0.25)  # of 60: false alarm below 1e-6
+    assert (low <= often).all()
+    assert (often <= high).all()
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_where_a_unit_is_does_not_depend_on_others(monkeypatch, users):
+    """The model is fitted to the one part and scored on the other; a user's rows stay together."""
+    seen: dict[str, Any] = {}
+    fit, scoring = LogisticRegression.fit, module.score
+
+    def fitted(self, X, y, groups=None):
+        seen["fit"] = X, groups
+        return fit(self, X, y, groups=groups)
+
+    def scored(model, X, y, groups=None, **more):
+        seen["held"] = X, groups
+        return scoring(model, X, y, groups=groups, **more)
+
+    monkeypatch.setattr(LogisticRegression, "fit", fitted)
+    monkeypatch.setattr(module, "score", scored)
+    schema = Schema(COLUMNS, **LABELS, **(USERS if users else {}))
+    made(schema, dp.Budget(2.0, 1e-6, unit="user" if users else "example"))
+    (fit_rows, fit_ids), (held_rows, held_ids) = seen["fit"], seen["held"]
+    assert len(fit_rows) + len(held_rows) == N
+    whole = schema.read(frame()).X
+    together = np.concatenate([fit_rows, held_rows])
+    assert (together[np.lexsort(together.T)] == whole[np.lexsort(whole.T)]).all()
+    if users:
+        assert not set(fit_ids) & set(held_ids)
+        assert len(set(held_ids)) == N // 2 // 5
+
+
+# -- charges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        dp.Budget(1.0, 1e-6),
+        dp.Budget(1.0, 1e-6, ADD_REMOVE),
+        dp.Budget(1.0, 1e-6, ZERO_OUT),
+        dp.Budget(2.0, 0.0),
+        dp.Budget(advantage=0.2),
+        dp.Budget(tpr=0.2, fpr=0.01),
+    ],
+)
+def test_both_parts_have_the_whole_budget_and_together_keep_it(budget):
+    found = made(budget=budget, n=N)
+    report = found.report().figures
+    assert report.epsilon <= (budget.epsilon if budget.risk is None or report.delta == budget.delta else 100)
+    assert {charge.passes for charge in report.charges} == {1}
+    ledger = found.model.accountant.ledger
+    assert {place.startswith(HELD) for place, _, _, _ in ledger.entries()} == {True}
+    assert {part for _, part, _, _ in ledger.entries()} == {"fit", "held"}
+    if budget.delta > 0:  # each spends all of it alone
+        for part in ("fit", "held"):
+            alone = dp.accounting.ledger.store.Ledger(e for _, p, e, _ in ledger.entries() if p == part)
+            assert alone.epsilon(budget.delta, budget.adjacency) == pytest.approx(budget.epsilon, rel=1e-3)
+
+
+def test_nothing_more_is_charged_to_the_ledger_of_a_study():
+    found = made()
+    X, y = SCHEMA.read(frame()).X, SCHEMA.read(frame()).y
+    with pytest.raises((BudgetExceeded, PrivacyError)):
+        found.model.fit(X[: N - N // 5], y[: N - N // 5])
+    with pytest.raises((BudgetExceeded, PrivacyError)):
+        dp.score(found.model, X, y, budget=dp.Budget(2.0, 1e-6), accountant=found.model.accountant)
+
+
+def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
+    path = str(tmp_path / "ledger")
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(module, "score", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        made(ledger_path=path)
+    assert len(dp.accounting.ledger.file.LedgerCopy(path).book.ledger) == 1
+
+
+def test_the_plan_is_shown_before_anything_is_spent():
+    def stop(text):
+        assert "3200 of 4000 examples, the whole budget: LogisticRegression" in text
+        assert "800 others, the whole budget: auc" in text
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study(frame(), SCHEMA, dp.Budget(1.0, 1e-6), show=stop)
+
+
+# -- models and scores ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "unit", "more", "name", "least"),
+    [
+        (SCHEMA, "example", {}, "LogisticRegression", 0.8),
+        (SCHEMA, "example", {"model": LinearSVC, "metric": "accuracy"}, "LinearSVC", 0.6),
+        (Schema(COLUMNS, **LABELS, **USERS), "user", {}, "LogisticRegression", 0.7),
+        (Schema(COLUMNS, target="died", labels=["no", "yes", "?"]), "example", {}, "SoftmaxRegression", 0.6),
+        (Schema(COLUMNS, **COST), "example", {}, "Ridge", None),
+        (Schema(COLUMNS, **COST), "example", {"metric": "squared_error"}, "Ridge", None),
+        (Schema(COLUMNS, **COST, **USERS), "user", {}, "HuberRegressor", None),
+    ],
+)
+def test_the_model_follows_from_the_schema(schema, unit, more, name, least):
+    found = made(schema, dp.Budget(4.0, 1e-6, unit=unit), **more)
+    assert type(found.model).__name__ == name
+    if least is not None:
+        assert found.score.value > least
+    else:
+        assert found.score.value < (100 if found.score.metric == "absolute_error" else 200**2)
+
+
+def test_a_preview_of_a_plan_spends_nothing():
+    plan = plan_study(SCHEMA, dp.Budget(1.0, 1e-6), n=N)
+    assert plan.preview(epsilons=[1.0]).noise[0] < 1
+    public = frame(300)
+    public["age"] = np.where(np.arange(300) == 7, math.nan, public["age"])
+    assert "AUC" in plan.preview(public, epsilons=[1.0], runs=3).scores
+    assert plan.model.accountant is None
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "more"),
+    [
+        (UnitError, "budget must be of unit 'user'", {"budget": dp.Budget(1.0, 1e-6, unit="user")}),
+        (UnitError, "budget must be of unit 'user'", {"schema": Schema(COLUMNS, **LABELS, **USERS)}),
+        (ValueError, "budget must be of mode 'planned'", {"budget": dp.Budget(1.0, 1e-6, mode="gdp")}),
+        (ValueError, "metric must be one of", {"metric": "log_loss"}),
+        (ValueError, "n must leave 50 units", {"holdout": 0.001}),
+        (ValueError, "holdout must be", {"holdout": 1.0}),
+        (ValueError, "bound_x must be left to the schema", {"bound_x": 3.0}),
+        (ValueError, "epsilon must be left to the schema and the budget", {"epsilon": 3.0}),
+        (ValueError, "n must be given under add_remove", {"budget": dp.Budget(1.0, 1e-6, ADD_REMOVE)}),
+        (UnitError, "n must be the number of examples under replace_one", {"n": N - 1}),
+        (TypeError, "speed", {"speed": 1}),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, more, monkeypatch):
+    monkeypatch.setattr(dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged"))
+    with pytest.raises(error, match=words):
+        made(more.pop("schema", SCHEMA), more.pop("budget", dp.Budget(1.0, 1e-6)), **more)

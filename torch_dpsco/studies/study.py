@@ -1,0 +1,285 @@
+"""A study: from a table to a model, its score and a report, with one budget on one ledger.
+
+Each unit (row, or user) is put into one of two parts by a fresh draw that looks at no value:
+
+    fit     the model is fitted to
+    held    the model is scored on
+
+A unit is in one part only, so that each part may spend the whole budget, and what is done with the second may depend on
+what the first released.
+
+Source: docs/proofs/accounting.md#parts-of-a-partition
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.events import Event, Parallel
+from torch_dpsco.accounting.report.figures import HELD
+from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.errors import UnitError
+from torch_dpsco.estimators.base import LinearModel
+from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
+from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
+from torch_dpsco.preview import Preview
+from torch_dpsco.rng import Keystream, Stream
+from torch_dpsco.schema import Schema, Table
+from torch_dpsco.studies.scores import PrivateScore, score, score_event
+
+_LEAST = 50  # units in each part
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """What a study will do, before anything is spent: `print(plan)`, from `plan_study`.
+
+    Args:
+        schema: what is public about the table.
+        budget: of all of it together.
+        n: public number of units, see `LinearModel`.
+        model: unfitted, with all its settings.
+        metric: that the model is scored by, of `score`.
+        held: expected number of units in the second part.
+    """
+
+    schema: Schema
+    budget: Budget
+    n: int
+    model: LinearModel
+    metric: str
+    held: int
+
+    def __str__(self) -> str:
+        name, fitted = type(self.model).__name__, self.n - self.held
+        about = "about " if self.budget.adjacency == ADD_REMOVE else ""
+        plan = self.model.plan(len(self.schema.names), self.budget.unit)
+        return "\n".join(
+            [
+                f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}), for each "
+                f"{self.budget.unit}",
+                f"  {about}{fitted} of {self.n} {self.budget.unit}s, the whole budget: {name} by {plan.mechanism}, "
+                f"{len(self.schema.names)} features",
+                f"  {about}{self.held} others, the whole budget: {self.metric}",
+                "  Each is in one of the two, by a draw that looks at no value.",
+            ]
+        )
+
+    def preview(self, frame: Any = None, **options: Any) -> Preview:
+        """Returns what the fit will lose, see `LinearModel.preview`.
+
+        Args:
+            frame: PUBLIC table that looks like the private one, read by the schema; None for public numbers alone.
+            options: `epsilons`, `runs`.
+        """
+        if frame is None:
+            return self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+        table = self.schema.read(frame)
+        whole = np.isfinite(table.X).all(1)
+        groups = None if table.groups is None else table.groups[whole]
+        return self.model.preview(table.X[whole], table.y[whole], groups, **options)
+
+    def run(self, frame: Any, *, ledger_path: str | None = None) -> Study:
+        """Carries it out.
+
+        Args:
+            frame: the private table, as `Schema.read` takes it.
+            ledger_path: of the ledger file; None keeps the ledger in memory.
+
+        Raises:
+            UnitError: the table has not n units, where their number is public; nothing was spent.
+            ValueError: the table is not that of the schema; nothing was spent.
+        """
+        table = self.schema.read(frame)
+        units, places = _units(table)
+        if self.budget.adjacency != ADD_REMOVE and units != self.n:
+            raise UnitError(f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got {self.n})")
+        ledger = Accountant(self.budget, ledger_path=ledger_path)
+        model = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
+        scored = {"budget": self.budget, "accountant": ledger, **self._scoring()}
+        positional = self.budget.adjacency != ADD_REMOVE
+        # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
+        held = split(units, self.held / self.n, self.budget.adjacency)[places]
+        parts = {
+            "partition": f"{HELD}{secrets.token_hex(16)}",
+            "kind": "positional" if positional else "keyed",
+            "key_public": not positional,
+        }
+        events: dict[str, tuple[Event, ...]] = {
+            "fit": (model.plan(len(self.schema.names), self.budget.unit).event(),),
+            "held": (score_event(scored["budget"], self.metric),),
+        }
+        ledger.declare(Parallel(events, parts["partition"], parts["kind"], parts["key_public"]), 1)
+        with ledger.phase("fit", **parts):
+            model.fit(**_rows(table, ~held))
+        with ledger.phase("held", **parts):
+            found = score(model, metric=self.metric, **_rows(table, held), **scored)
+        return Study(self, model, found)
+
+    def _scoring(self) -> dict[str, Any]:
+        """Returns the bound on losses, of a real target."""
+        if self.schema.target_range is None:
+            return {}
+        width = self.schema.target_range[1] - self.schema.target_range[0]
+        return {"bound": width if self.metric == "absolute_error" else width**2}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study released: all of it may be published.
+
+    Args:
+        plan: that was carried out.
+        model: the fitted model.
+        score: on the units that were held out.
+    """
+
+    plan: StudyPlan
+    model: LinearModel
+    score: PrivateScore
+
+    def report(self) -> Statement:
+        """Returns what all of it guarantees, in plain words."""
+        fit = self.model.report()
+        promise = "Ranges, levels and labels of the schema are public, and were not read off the table."
+        run = replace(fit.run, name="study", assumptions=(*fit.run.assumptions, promise))
+        return make_statement(self.score.privacy, run)
+
+    def summary(self) -> str:
+        """Returns the plan, the score, and the coefficients of coded features, as text."""
+        return f"{self.plan}\n{self.score.metric} on held-out {self.plan.budget.unit}s: {self.score.value:.4g}"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+@typed
+def plan_study(
+    schema: Schema,
+    budget: Budget,
+    *,
+    n: int,
+    model: type[LinearModel] | None = None,
+    metric: str | None = None,
+    holdout: float = 0.2,
+    **settings: Any,
+) -> StudyPlan:
+    """Plans a study.
+
+    Args:
+        schema: what is public about the table; with `rows_per_unit` other than 1 the budget's unit is "user".
+        budget: of all of it together, of mode "planned".
+        n: public number of units: the true one under replace_one and zero_out, a guess under add_remove.
+        model: class of the model; None for logistic or softmax regression by the number of labels, and Ridge (of
+            users: HuberRegressor) for a real target.
+        metric: "accuracy", "auc" (two labels, then the default), "absolute_error" (the default of a real target) or
+            "squared_error".
+        holdout: share of units that are held out, in (0, 1).
+        settings: further public settings of the model.
+
+    Raises:
+        CalibrationError: the model has no plan for this.
+        UnitError: schema and budget protect different units.
+        ValueError: a setting.
+    """
+    if (budget.unit == "user") != (schema.rows_per_unit != 1):
+        raise UnitError(
+            f"budget must be of unit 'user' where the schema keeps several rows of a unit, and only there (got "
+            f"{budget.unit!r} with rows_per_unit={schema.rows_per_unit})"
+        )
+    if budget.mode != "planned":
+        raise ValueError(f"budget must be of mode 'planned', as all of a study is (got {budget.mode!r})")
+    classes = len(schema.labels or ())
+    usual = ("accuracy", "auc") if classes == 2 else ("accuracy",) if classes else ("absolute_error", "squared_error")
+    metric = usual[classes == 2] if metric is None else check.choice(usual, metric=metric)
+    count = check.positive_count(n=n)
+    held = round(check.open_interval(0.0, 1.0, holdout=holdout) * count)
+    if min(held, count - held) < _LEAST:
+        raise ValueError(f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})")
+    if model is None:
+        regressor = HuberRegressor if budget.unit == "user" else Ridge
+        model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
+    given = {"epsilon": budget.epsilon, "delta": budget.delta, "adjacency": budget.adjacency, "n": count - held}
+    if twice := sorted(settings.keys() & {*given, *schema.settings()}):
+        raise ValueError(f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})")
+    fitted = model(**given, **schema.settings(), **settings)
+    fitted.plan(len(schema.names), budget.unit)  # raises before anything is spent
+    score_event(budget, metric)
+    return StudyPlan(schema, budget, count, fitted, metric, held)
+
+
+@typed
+def study(
+    frame: Any,
+    schema: Schema,
+    budget: Budget,
+    *,
+    n: int | None = None,
+    show: Callable[[str], Any] | None = print,
+    ledger_path: str | None = None,
+    **settings: Any,
+) -> Study:
+    """Plans a study, shows the plan, and carries it out.
+
+    Args:
+        frame: the private table, as `Schema.read` takes it.
+        schema: what is public about it.
+        budget: of all of it together.
+        n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
+        show: what is called with the plan in words before anything is spent; None for nothing.
+        ledger_path: of the ledger file; None keeps the ledger in memory.
+        settings: see `plan_study`.
+
+    Guarantee:
+        The budget, for all that the study holds together, predictions for public rows included. Running time is not
+        covered. Source: docs/proofs/accounting.md#parts-of-a-partition.
+    """
+    if n is None:
+        if budget.adjacency == ADD_REMOVE:
+            raise ValueError("n must be given under add_remove, where the number of units is private (got None)")
+        n = _units(schema.read(frame))[0]
+    plan = plan_study(schema, budget, n=n, **settings)
+    if show is not None:
+        show(str(plan))
+    return plan.run(frame, ledger_path=ledger_path)
+
+
+def split(units: int, share: float, adjacency: Adjacency, source: Stream | None = None) -> NDArray[np.bool_]:
+    """Returns which units are held out: as many as the share says, or under add_remove by one coin each.
+
+    Args:
+        units: their number.
+        share: in (0, 1).
+        adjacency: of the guarantee.
+        source: of the draw; None for a fresh one.
+    """
+    source = Keystream() if source is None else source
+    held = np.zeros(units, dtype=bool)
+    if adjacency == ADD_REMOVE:
+        # PRIVACY: another unit must not move this one (test_under_add_remove_each_unit_has_a_coin_of_its_own)
+        return np.asarray(source.integers(2**53, units) < round(share * 2**53))
+    held[source.subset(units, round(share * units))] = True
+    return held
+
+
+def _units(table: Table) -> tuple[int, NDArray[Any]]:
+    """Returns the number of units, and the place of each row's unit among them."""
+    if table.groups is None:
+        return len(table.X), np.arange(len(table.X))
+    names, places = np.unique(table.groups, return_inverse=True)
+    return len(names), places
+
+
+def _rows(table: Table, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+    return {name: values[chosen] for name, values in table.arguments().items()}
