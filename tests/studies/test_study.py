@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 import torch_dpsco as dp
@@ -18,7 +17,7 @@ from torch_dpsco.estimators import LinearSVC, LogisticRegression
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.schema import Category, Number, Schema
 from torch_dpsco.studies import study as module
-from torch_dpsco.studies.study import Study, StudyPlan, plan_study, split, study
+from torch_dpsco.studies.study import Study, plan_study, split, study
 
 N = 4000
 COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"])}

@@ -111,19 +111,15 @@ class StudyPlan:
         positional = self.budget.adjacency != ADD_REMOVE
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
-        parts = {
-            "partition": f"{HELD}{secrets.token_hex(16)}",
-            "kind": "positional" if positional else "keyed",
-            "key_public": not positional,
-        }
+        name, cut = f"{HELD}{secrets.token_hex(16)}", ("positional", False) if positional else ("keyed", True)
         events: dict[str, tuple[Event, ...]] = {
             "fit": (model.plan(len(self.schema.names), self.budget.unit).event(),),
-            "held": (score_event(scored["budget"], self.metric),),
+            "held": (score_event(self.budget, self.metric),),
         }
-        ledger.declare(Parallel(events, parts["partition"], parts["kind"], parts["key_public"]), 1)
-        with ledger.phase("fit", **parts):
+        ledger.declare(Parallel(events, name, *cut), 1)
+        with ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model.fit(**_rows(table, ~held))
-        with ledger.phase("held", **parts):
+        with ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
             found = score(model, metric=self.metric, **_rows(table, held), **scored)
         return Study(self, model, found)
 
@@ -210,7 +206,8 @@ def plan_study(
     if model is None:
         regressor = HuberRegressor if budget.unit == "user" else Ridge
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
-    given = {"epsilon": budget.epsilon, "delta": budget.delta, "adjacency": budget.adjacency, "n": count - held}
+    target = {"epsilon": budget.epsilon, "delta": budget.delta}
+    given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
     if twice := sorted(settings.keys() & {*given, *schema.settings()}):
         raise ValueError(f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})")
     fitted = model(**given, **schema.settings(), **settings)
