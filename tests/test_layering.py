@@ -36,7 +36,7 @@ ORDER = (
     "doctor audit",
     "loggers train checkpoint make_private preview estimators",
     "schema prepare",
-    "study",
+    "study inference inference.conformal",
     "cli __main__ integrations",
 )
 

@@ -1,0 +1,1 @@
+"""How sure a fitted model is of what it says."""
