@@ -402,7 +402,7 @@ class LinearModel(BaseEstimator):
         task = self.plan_.task
         promises = ["All settings (bounds, center, scale, classes, n) were chosen without a look at these data."]
         if task.adjacency == ADD_REMOVE:
-            promises.append(f"There are no more than n_max = {task.n_max} examples.")
+            promises.append(f"There are no more than n_max = {task.n_max} {{units}}.")
         run = OneRelease(type(self).__name__, Full(task.n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 

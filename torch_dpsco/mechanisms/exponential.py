@@ -115,16 +115,41 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
     if not (np.abs(bad) < _MAX_SCORE).all():
         raise ValueError("scores must be finite and below 2^53")
     size, unit = len(bad), check.between(*_SENSITIVITIES, sensitivity=sensitivity)
-    margin = 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16  # 6 x of the proof: what rounding can cost
-    if check.positive(epsilon=epsilon) <= 2 * margin:
-        raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
     # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
-    law = _law(bad, (min(float(epsilon), _MAX_EPSILON) - margin) / unit)
+    law = _law(bad, _exact_epsilon(epsilon, size) / unit)
     # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
     mixed = (1.0 - _UNIFORM) * law + _UNIFORM / size
     ends = np.minimum(np.floor(np.cumsum(mixed) * _DRAWS), _DRAWS).astype(np.int64)
     ends[-1] = _DRAWS
     return np.diff(ends, prepend=0)
+
+
+def score_slack(size: int, sensitivity: float, epsilon: float, failure: float) -> float:
+    """Returns t: a draw by `score_law` is worse than the best score by more than t with probability <= failure only.
+
+    Args:
+        size: K >= 1, number of scores.
+        sensitivity: D > 0, as given to `score_law`.
+        epsilon: > 0, likewise.
+        failure: in (2^-15, 1): the uniform share and rounding have up to 2^-15 of it.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Source: docs/proofs/conformal.md#a-rank-that-is-not-missed
+    """
+    if check.open_interval(0.0, 1.0, failure=failure) <= 2 * _UNIFORM:
+        raise ValueError(f"failure must be > {2 * _UNIFORM:.2g}, what the law has at least (got {failure:g})")
+    rate = _exact_epsilon(epsilon, check.positive_count(size=size)) / (2.0 * check.positive(sensitivity=sensitivity))
+    return math.log(size / (failure - 2 * _UNIFORM)) / rate * (1.0 + 2.0**-40)
+
+
+def _exact_epsilon(epsilon: float, size: int) -> float:
+    """Returns the epsilon of the law before rounding."""
+    margin = 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16  # 6 x of the proof: what rounding can cost
+    if check.positive(epsilon=epsilon) <= 2 * margin:
+        raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
+    return min(float(epsilon), _MAX_EPSILON) - margin
 
 
 def draw(law: IntArray, generator: Source) -> int:

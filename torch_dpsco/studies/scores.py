@@ -15,7 +15,6 @@ Source: docs/proofs/scores.md
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -34,19 +33,16 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event, Gaussian
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import Pure
-from torch_dpsco.errors import AdjacencyError, UnitError
-from torch_dpsco.estimators.data import as_codes, as_column, as_features
+from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import Source, noise_generator
-from torch_dpsco.sampling.users import user_ids
+from torch_dpsco.studies.held_out import BLOCK, CPU, asked, held_out, ledger_of, method_of, numbers, public_labels
 from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 LOSSES = ("log_loss", "absolute_error", "squared_error")
 METRICS = ("accuracy", "auc", *LOSSES)
 _UNIT = 2**20  # of a contribution, in integers
-_ROWS = 1024  # that the model sees at a time, filled up with zeros
-_CPU = torch.device("cpu")
 # L2, L1 sensitivity of the counts
 _L2 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: math.nextafter(math.sqrt(2.0), 2.0)}
 _L1 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
@@ -140,30 +136,12 @@ def score(
     limit = 1.0 if bound is None else check.positive(bound=bound)
     if not 2 <= check.positive_count(bins=bins) <= 1024:
         raise ValueError(f"bins must be in 2..1024 (got {bins})")
-    if (budget.unit == "user") != (groups is not None):
-        raise UnitError(f"groups must be given with a budget of unit 'user', and only then (got unit {budget.unit!r})")
-    ledger = Accountant(budget) if accountant is None else accountant
-    ledger.require_unit(budget.unit)
-    if ledger.adjacency != budget.adjacency:
-        raise AdjacencyError(
-            f"budget must have the adjacency of the accountant, {ledger.adjacency} (got {budget.adjacency})"
-        )
-    delta = budget.delta if ledger.budget is None else None
-    ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
+    ledger, delta = ledger_of(budget, accountant, groups)
     labels = _classes(model, kind, classes)
-    features = as_features(X)
-    count = len(features)
-    users = None if groups is None else user_ids(groups, count, "groups")
-    targets = (
-        as_codes(y, labels, count, _CPU).double() if labels else as_column(y, "y", count, _CPU).to(_CPU, torch.float64)
-    )
-    rows, valid = features.cpu().numpy(), (features.isfinite().all(1).cpu() & targets.isfinite()).numpy()
-    valid &= (targets >= 0).numpy() if labels else True
-    # PRIVACY: a record that the model would refuse counts for nothing (test_a_null_record_counts_for_nothing)
-    rows, truth = np.where(valid[:, None], rows, 0.0).astype(rows.dtype), np.where(valid, targets.numpy(), 0.0)
+    records = held_out(X, y, labels, groups)
     noise = _Noise(budget, 2 * bins if kind == "auc" else 2)
-    vectors = _contributions(model, kind, limit, labels, bins, rows, truth)
-    total = counts(vectors * valid[:, None], users)
+    vectors = _contributions(model, kind, limit, labels, bins, records.rows, records.truth)
+    total = counts(vectors * records.valid[:, None], records.users)
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
     ledger.authorize(noise.event)
@@ -234,12 +212,7 @@ def _classes(model: Any, metric: str, classes: Any) -> list[Any]:
         if classes is not None:
             raise ValueError(f"classes must not be given for {metric} (got {check.shown(classes)})")
         return []
-    given = getattr(model, "classes_", None) if classes is None else classes
-    if given is None or isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
-        raise ValueError(f"classes must be the public labels, as (0, 1), or the model's (got {check.shown(given)})")
-    labels = list(given.tolist() if hasattr(given, "tolist") else given)
-    if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(2, len(labels)):
-        raise ValueError(f"classes must be two or more different labels (got {check.shown(given)})")
+    labels = public_labels(model, classes)
     if metric == "auc" and len(labels) != 2:
         raise ValueError(f"classes must be two for auc (got {len(labels)})")
     return labels
@@ -261,14 +234,14 @@ def _contributions(
         vectors[np.arange(len(rows)), truth.astype(np.int64) * bins + np.maximum(places, 0)] = _UNIT
         return vectors
     if metric == "accuracy":
-        parts = _apply(_method(model, "predict"), rows, lambda out: as_codes(out, labels, _ROWS, _CPU).numpy())
+        parts = asked(method_of(model, "predict"), rows, lambda out: as_codes(out, labels, BLOCK, CPU).numpy())
         share = (parts == truth).astype(np.float64)
     elif metric == "log_loss":
-        chances = _apply(_method(model, "predict_proba"), rows, lambda out: _floats(out, (_ROWS, len(labels))))
+        chances = asked(method_of(model, "predict_proba"), rows, lambda out: numbers(out, (BLOCK, len(labels))))
         with np.errstate(divide="ignore", invalid="ignore"):
             share = -np.log(chances.reshape(len(rows), len(labels))[np.arange(len(rows)), truth.astype(int)]) / limit
     else:
-        predicted = _apply(_method(model, "predict"), rows, lambda out: _floats(out, (_ROWS,)))
+        predicted = asked(method_of(model, "predict"), rows, lambda out: numbers(out, (BLOCK,)))
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(predicted - truth)
             share = (error if metric == "absolute_error" else error**2) / limit
@@ -280,33 +253,7 @@ def _contributions(
 def _probability(model: Any, rows: NDArray[Any]) -> NDArray[np.float64]:
     """Returns a number in [0, 1] per row that grows with the score of the second class."""
     if hasattr(model, "predict_proba"):
-        chances = _apply(model.predict_proba, rows, lambda out: _floats(out, (_ROWS, 2))[:, 1])
+        chances = asked(model.predict_proba, rows, lambda out: numbers(out, (BLOCK, 2))[:, 1])
         return np.asarray(np.clip(chances, 0.0, 1.0))
-    scores = _apply(_method(model, "decision_function"), rows, lambda out: _floats(out, (_ROWS,)))
+    scores = asked(method_of(model, "decision_function"), rows, lambda out: numbers(out, (BLOCK,)))
     return np.asarray(0.5 + 0.5 * np.tanh(scores / 2.0))
-
-
-def _method(model: Any, name: str) -> Callable[[Any], Any]:
-    found = getattr(model, name, None)
-    if not callable(found):
-        raise ValueError(f"model must have a method {name} for this metric (got {check.shown(model)})")
-    return found  # type: ignore[no-any-return]
-
-
-def _floats(values: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
-    if array.shape != shape:
-        raise ValueError(f"model must give numbers of shape {shape} for {shape[0]} rows (got shape {array.shape})")
-    return array
-
-
-def _apply(method: Callable[[Any], Any], rows: NDArray[Any], read: Callable[[Any], NDArray[Any]]) -> NDArray[Any]:
-    """Returns what a method says of rows, in blocks of one public size, so that products round alike in all of them."""
-    found = []
-    # PRIVACY: a product of another size rounds all rows in another way (test_the_model_sees_blocks_of_one_size)
-    for start in range(0, max(len(rows), 1), _ROWS):
-        block = rows[start : start + _ROWS]
-        padded = np.zeros((_ROWS, rows.shape[1]), dtype=rows.dtype)
-        padded[: len(block)] = block
-        found.append(read(method(padded))[: len(block)])
-    return np.concatenate(found)

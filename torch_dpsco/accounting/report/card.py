@@ -48,7 +48,9 @@ _STYLE = (
 
 def draw(report: PrivacyReport) -> Figure:
     """Returns the pictures of a report: what a test can find out, what was spent when, and on what."""
-    title = f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one {report.unit}"
+    title = (
+        f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one {report.unit_name}"
+    )
     return plots.figure(f"{title} ({report.adjacency})", *_panels(report))
 
 
@@ -81,7 +83,7 @@ def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
     curve, places = (*report.privacy_curve(), *risk.points), sorted({*shares, *_ALARMS, even})
     missed = [trade_off(curve, place) for place in places]
     yield plots.lines(
-        f"What a test can find out about one {report.unit}",
+        f"What a test can find out about one {report.unit_name}",
         "share of false alarms",
         "share of misses, at least",
         [
@@ -92,7 +94,7 @@ def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         mark=(f"guesses right: {percent(1.0 - even)}", even, even),
     )
     yield plots.lines(
-        f"What an alarm proves about one {report.unit}",
+        f"What an alarm proves about one {report.unit_name}",
         "thought likely before (share)",
         "likely after an alarm, at most",
         [

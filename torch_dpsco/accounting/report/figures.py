@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Context
+from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
@@ -172,7 +174,7 @@ class Run:
         steps: made so far, >= 0.
         planned: steps declared in advance; None if they were not.
         finalized: whether the answer was installed, so that no step can follow.
-        assumptions: what its oracle assumes beyond what all do.
+        assumptions: what its oracle assumes beyond what all do; "{units}" stands for what is protected.
         repeatable: whether the noise comes from a generator of the caller's.
     """
 
@@ -231,6 +233,7 @@ class PrivacyReport:
         ledger_id: random name of the ledger, as its file and checkpoints have it.
         spent: (event, count) of the ledger; empty where sums of events bound nothing, because parameters were chosen on
             the way.
+        named_unit: what sentences call one unit, and several; empty for `unit` itself. See `named`.
     """
 
     epsilons: dict[Adjacency, float]
@@ -246,6 +249,59 @@ class PrivacyReport:
     advice: tuple[str, ...] = ()
     ledger_id: str = field(default="", compare=False)
     spent: tuple[tuple[Event, int], ...] = field(default=(), compare=False, repr=False)
+    named_unit: tuple[str, ...] = ()
+
+    @property
+    def unit_name(self) -> str:
+        """What sentences call one unit."""
+        return self.named_unit[0] if self.named_unit else self.unit
+
+    @property
+    def unit_names(self) -> str:
+        """What sentences call several units."""
+        return self.named_unit[1] if self.named_unit else f"{self.unit}s"
+
+    @typed
+    def named(self, unit: str, plural: str | None = None) -> PrivacyReport:
+        """Returns the same report, whose sentences say what one unit is: `report.named("patient")`.
+
+        It changes words only. Of a report whose unit is "example", a patient with several rows is not protected as a
+        whole, which the report says; one row per patient is assumed there.
+
+        Args:
+            unit: what one unit is called, of letters, digits, spaces, hyphens and apostrophes.
+            plural: of it; None for the regular one.
+
+        Raises:
+            ValueError: a name is of something else.
+
+        Example:
+            >>> from torch_dpsco.accounting.accountant import Accountant
+            >>> report = Accountant().report(1e-5).named("patient")
+            >>> report.unit_name, report.unit_names, report.assumptions[0]
+            ('patient', 'patients', 'one record per patient')
+        """
+        name = _name(unit=unit)
+        names = (name, _plural(name) if plural is None else _name(plural=plural))
+        old, new = _whose(self.unit, self.unit_name), _whose(self.unit, name)
+        lines = tuple(new if line == old else line for line in self.assumptions)
+        return replace(self, named_unit=names, assumptions=lines)
+
+    def promising(self, *sentences: str) -> PrivacyReport:
+        """Returns the same report with further conditions, which the card lists under "What must hold".
+
+        Args:
+            sentences: what whoever publishes the report promises beside the rest, as "ranges of columns are public,
+                not read off the table". Those that are there already are not repeated.
+
+        Raises:
+            ValueError: a sentence is empty, or of several lines.
+        """
+        given: tuple[Any, ...] = sentences
+        if not all(isinstance(line, str) and line.strip(" .") and line.isprintable() for line in given):
+            raise ValueError(f"sentences must be text of one line each, not empty (got {given!r})")
+        lines = [line.strip().rstrip(".") for line in sentences]
+        return replace(self, assumptions=tuple(dict.fromkeys((*self.assumptions, *lines))))
 
     @property
     def epsilon(self) -> float:
@@ -275,7 +331,7 @@ class PrivacyReport:
     def __str__(self) -> str:
         lines = [
             f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy, {self.adjacency}: "
-            f"{_MEANING[self.adjacency].format(unit=self.unit)} ({self.method})"
+            f"{_MEANING[self.adjacency].format(unit=self.unit_name)} ({self.method})"
         ]
         if self.budget is not None:
             lines.append(f"  budget: {self.budget.target}")
@@ -287,12 +343,30 @@ class PrivacyReport:
         return "\n".join(lines)
 
 
+def _whose(unit: str, name: str) -> str:
+    """Returns what must hold for one unit to be all that is said to be protected."""
+    return f"one record per {name}" if unit == "example" else f"all rows of a {name} carry its id, and no other does"
+
+
+def _name(**field: str) -> str:
+    ((argument, given),) = field.items()
+    text = given.strip()
+    if not text or not all(letter.isalnum() or letter in " -'" for letter in text):
+        raise ValueError(f"{argument} must be of letters, digits, spaces, hyphens and apostrophes (got {given!r})")
+    return text
+
+
+def _plural(name: str) -> str:
+    if name.endswith("y") and name[-2:-1] not in "aeiou":
+        return f"{name[:-1]}ies"
+    return f"{name}es" if name.endswith(("s", "x", "ch", "sh")) else f"{name}s"
+
+
 def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     events = {type(event) for _, _, event, _ in ledger.entries()}
     gaussians = (Gaussian, PoissonGaussian, WORGaussian, RandomAllocation)
     exact = {event.exact for _, _, event, _ in ledger.entries() if isinstance(event, gaussians)}
-    whose = "one record per example" if unit == "example" else f"all rows of a {unit} carry its id, and no other does"
-    lines = [whose, "noise, rates and number of steps fixed before the run"]
+    lines = [_whose(unit, unit), "noise, rates and number of steps fixed before the run"]
     if PoissonGaussian in events:
         lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
     if WORGaussian in events:

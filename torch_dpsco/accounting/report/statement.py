@@ -104,6 +104,14 @@ class Statement:
             check.between(0, 100, indent=indent)
         return json.dumps(finite(_facts(self)), indent=indent, allow_nan=False)
 
+    def named(self, unit: str, plural: str | None = None) -> Statement:
+        """Returns the same statement, whose sentences say what one unit is; see `PrivacyReport.named`."""
+        return make_statement(self.figures.named(unit, plural), self.run)
+
+    def promising(self, *sentences: str) -> Statement:
+        """Returns the same statement with further conditions under "What must hold"; see `PrivacyReport.promising`."""
+        return make_statement(self.figures.promising(*sentences), self.run)
+
     def plot(self) -> Figure:
         """Returns a picture: what a test can find out, what was spent, and what each kind of charge costs by itself.
 
@@ -177,7 +185,9 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "library": {"name": "torch_dpsco", "version": statement.version},
         "guarantee": {
             "holds": math.isfinite(report.epsilon),
-            **{name: getattr(report, name) for name in ("epsilon", "delta", "adjacency", "unit", "method")},
+            **{
+                name: getattr(report, name) for name in ("epsilon", "delta", "adjacency", "unit", "unit_name", "method")
+            },
         },
         "epsilons": dict(report.epsilons),
         "odds_factor": odds_factor(report.epsilon),

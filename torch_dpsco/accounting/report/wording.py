@@ -35,25 +35,29 @@ _UNITS = {
     "example": "One example is one row of the training data. A person with several rows is not one example.",
     "user": "One user is everything that one person contributed, however many rows that is.",
 }
+_NAMED = {
+    "example": "One {unit} is one row of the training data. With several rows, a {unit} is not protected as a whole.",
+    "user": "One {unit} is all rows with its id, however many these are.",
+}
 _SAMPLING: dict[type[Design], str] = {
     Poisson: "Poisson sampling: each batch takes each {unit} with probability {rate} ({b}/{n}), independently of all "
     "others. It must stay secret who was in which batch.",
-    Fixed: "Fixed-size sampling: each batch is a fresh random choice of exactly {b} out of {n} {unit}s. It must stay "
+    Fixed: "Fixed-size sampling: each batch is a fresh random choice of exactly {b} out of {n} {units}. It must stay "
     "secret who was in which batch.",
-    Shuffled: "Shuffled passes: all {n} {unit}s in a fresh random order, cut into batches of {b}. Nothing is gained "
+    Shuffled: "Shuffled passes: all {n} {units} in a fresh random order, cut into batches of {b}. Nothing is gained "
     "from the random order: each pass that was begun costs one full release.",
-    Disjoint: "One pass: {n} {unit}s in a random order, cut into batches of {b}. Each {unit} is used at most once, and "
+    Disjoint: "One pass: {n} {units} in a random order, cut into batches of {b}. Each {unit} is used at most once, and "
     "nothing is gained from the random order.",
-    Cyclic: "{passes} passes over {n} {unit}s in one random order, cut into batches of {b}, which come in the same "
+    Cyclic: "{passes} passes over {n} {units} in one random order, cut into batches of {b}, which come in the same "
     "order in each pass. Nothing is gained from the random order: each pass that was begun costs one full release.",
     Assigned: "{passes}: each {unit} is put into one of {batches} batches of about {b}, at random and independently of "
     "all others{anew}. It must stay secret who was in which batch. ",
-    Parts: "Phases on disjoint parts: {n} {unit}s in a random order, cut into {parts} parts; each {unit} is used in "
+    Parts: "Phases on disjoint parts: {n} {units} in a random order, cut into {parts} parts; each {unit} is used in "
     "one phase at most, and what counts is the phase that costs most.",
-    AssignedParts: "Phases on disjoint parts: each of {n} {unit}s is put into one of {parts} parts, at random and "
+    AssignedParts: "Phases on disjoint parts: each of {n} {units} is put into one of {parts} parts, at random and "
     "independently of all others; each {unit} is used in one phase at most, and what counts is the phase that costs "
     "most. It must stay secret who was in which part.",
-    Full: "No sampling: each step uses all {unit}s, and divides by the public constant {n}.",
+    Full: "No sampling: each step uses all {units}, and divides by the public constant {n}.",
     Undeclared: "Not declared: each step is charged as a full release, and nothing is gained from random batches. It "
     "is taken for granted that a batch of {b} holds each {unit} at most once and is not chosen by looking at the data.",
 }
@@ -88,7 +92,7 @@ def headline(report: PrivacyReport) -> str:
     if report.delta == 0:
         kind = f"{epsilon}-differential privacy, pure (delta = 0),"
     so_far = "" if report.charges else ", because nothing was released yet"
-    return f"{strength}{kind} for one {report.unit} ({report.adjacency}){so_far}."
+    return f"{strength}{kind} for one {report.unit_name} ({report.adjacency}){so_far}."
 
 
 def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
@@ -96,7 +100,7 @@ def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
     rows = [("adjacency", "two worlds", "epsilon", "delta")]
     for name, epsilon in report.epsilons.items():
         role = "the guarantee" if name == report.adjacency else "for information"
-        worlds = WORLDS[name].format(unit=report.unit)
+        worlds = WORLDS[name].format(unit=report.unit_name)
         rows.append((f"{name} ({role})", worlds, rounded_up(epsilon), rounded_up(report.delta)))
     return tuple(rows)
 
@@ -110,6 +114,7 @@ def warning_sentences(report: PrivacyReport, run: Run) -> tuple[str, ...]:
 def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ...]:
     """Returns all other sentences, by topic."""
     assumptions = (f"{line[0].upper()}{line[1:]}." for line in report.assumptions)
+    own = (line.replace("{units}", report.unit_names) for line in run.assumptions)
     return (
         Section("What it means", tuple(_meaning(report))),
         Section("What is protected", tuple(_protected(report, run))),
@@ -117,7 +122,7 @@ def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ..
         Section("What is covered", tuple(_covered(run))),
         Section("What is not covered", tuple(_not_covered(report, run))),
         Section("How batches are drawn", tuple(_sampling(report, run))),
-        Section("What must hold", (*assumptions, *run.assumptions, _COUPLING, *_promised(report, run))),
+        Section("What must hold", (*assumptions, *own, _COUPLING, *_promised(report, run))),
         Section("How it was computed", tuple(_computed(report, run, version))),
     )
 
@@ -157,12 +162,12 @@ def _size_of_delta(report: PrivacyReport, run: Run) -> Iterator[str]:
     if report.delta == 0:
         return  # nothing can be too large
     if isinstance(run.design, Undeclared):
-        yield f"No sampling was declared, and no number n of {report.unit}s: check that delta is far below 1/n."
+        yield f"No sampling was declared, and no number n of {report.unit_names}: check that delta is far below 1/n."
     elif report.delta >= 1.0 / run.design.n:
         # publishing one uniformly random record is (0, 1/n)-DP
         yield (
             f"delta = {rounded_up(report.delta)} is not below 1/n (n = {run.design.n}): even publishing the data of "
-            f"one {report.unit} picked at random would pass as private. Choose a smaller delta."
+            f"one {report.unit_name} picked at random would pass as private. Choose a smaller delta."
         )
 
 
@@ -221,7 +226,8 @@ def _budget(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 
 def _meaning(report: PrivacyReport) -> Iterator[str]:
-    unit, epsilon, pure = report.unit, report.epsilon, report.delta == 0
+    unit, units = report.unit_name, report.unit_names
+    epsilon, pure = report.epsilon, report.delta == 0
     if math.isinf(epsilon):
         yield f"Nothing bounds what the release tells about one {unit}. Treat it like the data themselves."
         return
@@ -237,7 +243,7 @@ def _meaning(report: PrivacyReport) -> Iterator[str]:
     yield _rise_of_odds(report)
     yield _guess(report)
     yield (
-        f"It does not promise that nothing can be learned about a person: what all the other {unit}s show (a rule that "
+        f"It does not promise that nothing can be learned about a person: what all the other {units} show (a rule that "
         f"holds for most people) can be learned with or without this one."
     )
 
@@ -265,23 +271,24 @@ def _guess(report: PrivacyReport) -> str:
 
 
 def _protected(report: PrivacyReport, run: Run) -> Iterator[str]:
-    unit = report.unit
-    yield _UNITS.get(unit, f"The protected unit is one {unit}.")
+    unit, units = report.unit_name, report.unit_names
+    words = _UNITS if unit == report.unit else _NAMED
+    yield words.get(report.unit, "The protected unit is one {unit}.").format(unit=unit)
     if report.adjacency == ADD_REMOVE:
-        yield f"Its presence is protected, and so is the number of {unit}s."
+        yield f"Its presence is protected, and so is the number of {units}."
         if not isinstance(run.design, Undeclared):
             yield (
                 f"The number n = {run.design.n} used here is a public reference, not the true number. It must have "
                 f"been chosen without counting the data."
             )
     else:
-        yield f"Its content is protected. The number of {unit}s is taken to be public."
+        yield f"Its content is protected. The number of {units} is taken to be public."
     yield "A figure under one adjacency is not a figure under another: compare only figures of the same adjacency."
     if report.adjacency != ADD_REMOVE and ADD_REMOVE in report.epsilons:
         yield f"The figure under {ADD_REMOVE} holds only if n, batch size and steps were not taken from the data."
     if math.isfinite(report.epsilon):
         groups = "; ".join(_group(report, k) for k in GROUPS)
-        members = "a person with k rows has" if unit == "example" else f"k {unit}s who belong together have"
+        members = "a person with k rows has" if unit == "example" else f"k {units} who belong together have"
         figures = "(k epsilon, k e^((k-1) epsilon) delta)" if report.delta > 0 else "k epsilon"
         yield f"For a group the protection fades: {members} {figures}. {groups}."
 
@@ -294,20 +301,21 @@ def _group(report: PrivacyReport, size: int) -> str:
 
 
 def _delta(report: PrivacyReport) -> Iterator[str]:
+    record, records = report.named_unit or ("record", "records")
     yield (
         "delta is a slack on probabilities: for every event, the probability in one world may exceed e^epsilon times "
         "that in the other by at most delta."
     )
     if any(isinstance(charge.event, Gaussian) and charge.event.failure for charge in report.charges):
-        yield "A part of it is the probability that the bound on what one record contributes does not hold."
+        yield f"A part of it is the probability that the bound on what one {record} contributes does not hold."
     elif not any(isinstance(charge.event, ApproxDP) for charge in report.charges):  # whose delta may be such a chance
         yield (
             "It is not the chance that a given person is exposed. With the Gaussian noise used here the ratio of the "
             "two probabilities passes e^epsilon gradually: rarely, and then by little."
         )
     yield (
-        "The definition alone would allow to publish a person's data with probability delta, so that delta has to be "
-        "far below 1/(number of records)."
+        f"The definition alone would allow to publish a person's data with probability delta, so that delta has to be "
+        f"far below 1/(number of {records})."
     )
 
 
@@ -343,7 +351,7 @@ def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
     yield "Training losses, also the one that step(closure) returns, and any other score computed on the training data."
     yield "Gradients of single records, their norms, how many were clipped, and who was in which batch."
     if report.adjacency != ADD_REMOVE:
-        yield f"The number of {report.unit}s."
+        yield f"The number of {report.unit_names}."
     yield "Preparing the data by looking at them: scaling, filling gaps, dropping outliers, choosing features or words."
     yield "Constants read off the data: bounds on norms, clip, radius, starting weights."
     yield "Stopping early, or picking a model, by scores on private data."
@@ -359,14 +367,14 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
     design = run.design
     if isinstance(run, OneRelease) and isinstance(design, Full):
         what = "a public reference for their number" if report.adjacency == ADD_REMOVE else "their number, is public"
-        yield f"No sampling: the answer is computed from all {report.unit}s; {design.n}, {what}."
+        yield f"No sampling: the answer is computed from all {report.unit_names}; {design.n}, {what}."
         return
     if isinstance(run, OneRelease):
         how = (
             "in a fresh random order each pass" if isinstance(design, Shuffled) else "each batch a fresh random subset"
         )
         yield (
-            f"All {design.n} {report.unit}s, batches of {design.batch_size}, {how}. The noise on the answer is "
+            f"All {design.n} {report.unit_names}, batches of {design.batch_size}, {how}. The noise on the answer is "
             f"calibrated for the hits that one record can have this way."
         )
         return
@@ -375,10 +383,11 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
         return
     declared = not isinstance(design, Undeclared)
     if isinstance(design, Assigned):
-        yield _allocation(design, run, report.unit)
+        yield _allocation(design, run, report)
         return
     yield _SAMPLING[type(design)].format(
-        unit=report.unit,
+        unit=report.unit_name,
+        units=report.unit_names,
         b=design.batch_size,
         n=design.n if declared else "",
         passes=getattr(design, "passes", ""),
@@ -388,15 +397,15 @@ def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
     for k, (part, _) in enumerate(design.parts if isinstance(design, Parts) else ()):
         if isinstance(part, Assigned) and part.secret:
             anew = "" if part.passes == 1 else f", anew in each of {part.passes} passes"
-            yield _PART_ALLOCATED.format(k=k + 1, unit=report.unit, batches=part.batches, anew=anew)
+            yield _PART_ALLOCATED.format(k=k + 1, unit=report.unit_name, batches=part.batches, anew=anew)
 
 
-def _allocation(design: Assigned, run: Run, unit: str) -> str:
+def _allocation(design: Assigned, run: Run, report: PrivacyReport) -> str:
     """Returns how passes of an assigned design are drawn, and whether that is counted on."""
     why = "the release is no sum of clipped rows with Gaussian noise" if design.amplification else "amplification=False"
     text = _SAMPLING[Assigned] + (_ALLOCATED if design.amplifies(run.event) else _NOT_ALLOCATED)
     return text.format(
-        unit=unit,
+        unit=report.unit_name,
         b=design.batch_size,
         batches=design.batches,
         passes="One pass" if design.passes == 1 else f"{design.passes} passes",

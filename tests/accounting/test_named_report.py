@@ -1,0 +1,141 @@
+"""Reports that say what one unit is, and what their publisher promises."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import torch_dpsco as dp
+from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.accounting.report.figures import OneRelease, Run
+from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.estimators import LogisticRegression
+
+DESIGNS: tuple[Design, ...] = (
+    dp.Poisson(6, 24),
+    dp.Fixed(6, 24),
+    dp.Shuffled(6, 24),
+    dp.Disjoint(6, 24),
+    dp.Cyclic(6, 24, 2),
+    dp.Assigned(6, 24),
+    dp.Full(24),
+    dp.Parts(((dp.Full(8), 1), (dp.Poisson(4, 16), 2)), 24),
+)
+UNIT = re.compile(r"\b(examples?|users?)\b")
+
+
+def statement(unit: str, adjacency: Adjacency, design: Design, one: bool = False) -> Statement:
+    step = clipped_gaussian(9.0)
+    ledger = dp.Accountant(dp.Budget(5.0, 1e-5, adjacency=adjacency, unit=unit))  # type: ignore[arg-type]
+    ledger.authorize(step, 2)
+    run = (OneRelease if one else Run)("Some", design, step, 2, 4, finalized=False)
+    return make_statement(ledger.report(), run)
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+@pytest.mark.parametrize("one", [True, False])
+def test_no_sentence_says_the_old_name(unit: str, adjacency: Adjacency, one: bool) -> None:
+    for design in DESIGNS:
+        plain = statement(unit, adjacency, design, one)
+        named = plain.named("patient")
+        for text in (str(plain), plain.markdown(), str(plain.figures)):
+            assert unit in text
+            assert "patient" not in text
+        for text in (str(named), named.markdown(), str(named.figures), named.json().replace(f'"unit": "{unit}"', "")):
+            assert "patient" in text
+            assert not UNIT.search(text), UNIT.search(text)
+        assert len(named.sections) == len(plain.sections)
+        assert named.headline == plain.headline.replace(f"one {unit}", "one patient")
+
+
+def test_figures_and_unit_are_the_same() -> None:
+    plain = statement("user", "add_remove", DESIGNS[0]).figures
+    named = plain.named("hospital")
+    assert named.unit == "user"
+    assert named.assumptions[0] == "all rows of a hospital carry its id, and no other does"
+    assert replace(named, named_unit=(), assumptions=plain.assumptions) == plain
+    assert named.named("ward") == plain.named("ward")
+
+
+def test_a_row_is_not_said_to_be_a_person() -> None:
+    text = str(statement("example", "add_remove", DESIGNS[0]).named("patient"))
+    flat = " ".join(text.split())
+    assert "One patient is one row of the training data. With several rows, a patient is not protected" in flat
+    assert "One record per patient." in flat
+    assert "One patient is all rows with its id" in " ".join(
+        str(statement("user", "add_remove", DESIGNS[0]).named("patient")).split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [("patient", "patients"), ("company", "companies"), ("day", "days"), ("bus", "buses"), ("branch", "branches")],
+)
+def test_several_units_have_a_name(name: str, several: str) -> None:
+    report = dp.Accountant().report(1e-5)
+    assert (report.unit_name, report.unit_names) == ("example", "examples")
+    assert (report.named(name).unit_name, report.named(name).unit_names) == (name, several)
+    assert report.named("person", "people").unit_names == "people"
+
+
+def test_copies_and_files_keep_the_name(tmp_path: Path) -> None:
+    said = statement("user", "replace_one", DESIGNS[1]).named("patient").promising("a b c")
+    for again in (copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
+        assert again == said
+        assert again.figures.unit_name == "patient"
+    said.save(tmp_path / "card.json")
+    read = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    assert (read["guarantee"]["unit"], read["guarantee"]["unit_name"]) == ("user", "patient")
+    assert "a b c" in read["assumptions"]
+    for name in ("card.html", "card.md"):
+        said.save(tmp_path / name)
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "A b c." in text
+        assert not UNIT.search(re.sub(r"data:image[^\"]*", "", text))
+
+
+@pytest.mark.parametrize("bad", ["", " ", "a|b", "<b>", "a\nb", "a`b", 3, None])
+def test_names_of_other_kinds_are_refused(bad: Any) -> None:
+    report = dp.Accountant().report(1e-5)
+    with pytest.raises(ValueError, match="unit must be"):
+        report.named(bad)
+    if bad is not None:
+        with pytest.raises(ValueError, match="plural must be"):
+            report.named("patient", bad)
+
+
+def test_promises_are_on_the_card_once() -> None:
+    plain = statement("example", "add_remove", DESIGNS[0])
+    promise = "ranges and levels of the schema are public, not read off the table"
+    said = plain.promising(promise, "ids are right.").promising(f"{promise}.")
+    held = dict(said.sections)["What must hold"]
+    assert [line for line in held if "schema" in line] == [f"{promise[0].upper()}{promise[1:]}."]
+    assert "Ids are right." in held
+    assert f"  assumes: {promise}" in str(said.figures)
+    assert set(plain.figures.assumptions) < set(said.figures.assumptions)
+    assert said.named("patient") == plain.named("patient").promising(promise, "ids are right")
+
+
+@pytest.mark.parametrize("bad", ["", " . ", "a\nb", 3, None])
+def test_promises_of_other_kinds_are_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="sentences must be text of one line"):
+        dp.Accountant().report(1e-5).promising("fine", bad)
+
+
+def test_a_cap_on_users_says_users() -> None:
+    X = np.random.default_rng(0).uniform(size=(400, 2))
+    model = LogisticRegression(n=100, bound_x=1.5, classes=(False, True))
+    said = model.fit(X, X[:, 0] > 0.5, groups=np.arange(400) % 100).report()
+    assert "There are no more than n_max = 200 users." in " ".join(str(said).split())
+    assert "There are no more than n_max = 200 patients." in " ".join(str(said.named("patient")).split())
