@@ -34,6 +34,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.estimators.data import as_features, require_finite
@@ -171,8 +172,7 @@ def conformal(
     labels = public_labels(model, classes) if bound is None else []
     edges = np.arange(1, bins + 1) / bins * (1.0 if bound is None else check.positive(bound=bound))
     # PRIVACY: how far one unit moves a score (test_no_neighbor_moves_a_score_by_more)
-    moved = _sensitivities(rank)
-    sensitivity = moved[budget.adjacency]
+    sensitivity = _sensitivities(rank)[budget.adjacency]
     error = math.ceil(score_slack(bins + 1, sensitivity, budget.epsilon, failure))
     if error >= _MOST:
         raise ValueError(f"budget must have a larger epsilon: no number of records is enough (got {budget.epsilon:g})")
@@ -183,9 +183,14 @@ def conformal(
     )
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before the draw, where it was proved (test_no_set_is_drawn_that_was_not_charged)
-    ledger.authorize(Pure(budget.epsilon, tuple(a for a in ADJACENCIES if moved[a] <= sensitivity)))
+    ledger.authorize(conformal_event(budget))
     threshold = float([*edges, math.inf][draw(law, source)])
     return ConformalSets(model, level, threshold, tuple(labels), ledger.report(delta))
+
+
+def conformal_event(budget: Budget) -> Event:
+    """Returns what a calibration charges, under the adjacencies where a unit moves no score by more."""
+    return Pure(budget.epsilon, ADJACENCIES if budget.adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT))
 
 
 def _sensitivities(rank: int) -> dict[Adjacency, float]:

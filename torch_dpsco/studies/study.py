@@ -3,7 +3,7 @@
 Each unit (row, or user) is put into one of two parts by a fresh draw that looks at no value:
 
     fit     the model is fitted to
-    held    the model is scored on
+    held    the model is scored on, and sets of predictions are calibrated on
 
 A unit is in one part only, so that each part may spend the whole budget, and what is done with the second may depend on
 what the first released.
@@ -27,7 +27,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event, Parallel
-from torch_dpsco.accounting.report.figures import HELD
+from torch_dpsco.accounting.report.figures import HELD, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import UnitError
 from torch_dpsco.estimators.base import LinearModel
@@ -36,6 +36,7 @@ from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
 from torch_dpsco.preview import Preview
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.schema import Schema, Table
+from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
 
 _LEAST = 50  # units in each part
@@ -52,6 +53,7 @@ class StudyPlan:
         model: unfitted, with all its settings.
         metric: that the model is scored by, of `score`.
         held: expected number of units in the second part.
+        level: of sets or intervals of predictions, see `conformal`; None for none.
     """
 
     schema: Schema
@@ -60,21 +62,31 @@ class StudyPlan:
     model: LinearModel
     metric: str
     held: int
+    level: float | None
 
     def __str__(self) -> str:
-        name, fitted = type(self.model).__name__, self.n - self.held
-        about = "about " if self.budget.adjacency == ADD_REMOVE else ""
-        plan = self.model.plan(len(self.schema.names), self.budget.unit)
-        return "\n".join(
-            [
-                f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}), for each "
-                f"{self.budget.unit}",
-                f"  {about}{fitted} of {self.n} {self.budget.unit}s, the whole budget: {name} by {plan.mechanism}, "
-                f"{len(self.schema.names)} features",
-                f"  {about}{self.held} others, the whole budget: {self.metric}",
-                "  Each is in one of the two, by a draw that looks at no value.",
-            ]
-        )
+        about, unit = "about " if self.budget.adjacency == ADD_REMOVE else "", self._unit
+        mechanism = self.model.plan(len(self.schema.names), self.budget.unit).mechanism
+        lines = [
+            f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}), for each {unit}",
+            f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
+            f"    {type(self.model).__name__} by {mechanism}, {len(self.schema.names)} features",
+            f"  held out: {about}{self.held}, the whole budget",
+            f"    {self.metric}: epsilon {self._shared.epsilon:g}",
+        ]
+        if self.level is not None:
+            lines.append(f"    predictions that cover {100 * self.level:g} %: epsilon {self._shared.epsilon:g}")
+        return "\n".join([*lines, f"  Each {unit} is in one of the two parts, by a draw that looks at no value."])
+
+    @property
+    def _unit(self) -> str:
+        return "user" if self.budget.unit == "user" else "row"
+
+    @property
+    def _shared(self) -> Budget:
+        """The budget of each release of the second part."""
+        half = self.budget.epsilon if self.level is None else self.budget.epsilon / 2
+        return Budget(half, self.budget.delta, self.budget.adjacency, unit=self.budget.unit)
 
     def preview(self, frame: Any = None, **options: Any) -> Preview:
         """Returns what the fit will lose, see `LinearModel.preview`.
@@ -107,28 +119,35 @@ class StudyPlan:
             raise UnitError(f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got {self.n})")
         ledger = Accountant(self.budget, ledger_path=ledger_path)
         model = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
-        scored = {"budget": self.budget, "accountant": ledger, **self._scoring()}
+        charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
         positional = self.budget.adjacency != ADD_REMOVE
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
         name, cut = f"{HELD}{secrets.token_hex(16)}", ("positional", False) if positional else ("keyed", True)
         events: dict[str, tuple[Event, ...]] = {
             "fit": (model.plan(len(self.schema.names), self.budget.unit).event(),),
-            "held": (score_event(self.budget, self.metric),),
+            "held": (
+                score_event(self._shared, self.metric),
+                *(() if self.level is None else (conformal_event(self._shared),)),
+            ),
         }
         ledger.declare(Parallel(events, name, *cut), 1)
         with ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model.fit(**_rows(table, ~held))
         with ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
-            found = score(model, metric=self.metric, **_rows(table, held), **scored)
-        return Study(self, model, found)
+            rows = _rows(table, held)
+            found = score(model, metric=self.metric, bound=self._most(self.metric), **rows, **charged)
+            sets = None
+            if self.level is not None:
+                sets = conformal(model, level=self.level, bound=self._most("absolute_error"), **rows, **charged)
+        return Study(self, model, found, sets, ledger.report())
 
-    def _scoring(self) -> dict[str, Any]:
+    def _most(self, metric: str) -> float | None:
         """Returns the bound on losses, of a real target."""
         if self.schema.target_range is None:
-            return {}
+            return None
         width = self.schema.target_range[1] - self.schema.target_range[0]
-        return {"bound": width if self.metric == "absolute_error" else width**2}
+        return width if metric == "absolute_error" else width**2
 
 
 @dataclass(frozen=True)
@@ -139,22 +158,27 @@ class Study:
         plan: that was carried out.
         model: the fitted model.
         score: on the units that were held out.
+        sets: of predictions, see `ConformalSets`; None for none.
+        privacy: report of the whole ledger.
     """
 
     plan: StudyPlan
     model: LinearModel
     score: PrivateScore
+    sets: ConformalSets | None
+    privacy: PrivacyReport
 
     def report(self) -> Statement:
         """Returns what all of it guarantees, in plain words."""
-        fit = self.model.report()
-        promise = "Ranges, levels and labels of the schema are public, and were not read off the table."
-        run = replace(fit.run, name="study", assumptions=(*fit.run.assumptions, promise))
-        return make_statement(self.score.privacy, run)
+        promise = "ranges, levels and labels of the schema are public, and were not read off the table"
+        return make_statement(self.privacy.promising(promise), replace(self.model.report().run, name="study"))
 
     def summary(self) -> str:
         """Returns the plan, the score, and the coefficients of coded features, as text."""
-        return f"{self.plan}\n{self.score.metric} on held-out {self.plan.budget.unit}s: {self.score.value:.4g}"
+        lines = [str(self.plan), f"{self.score.metric}, held out: {self.score.value:.4g}"]
+        if self.sets is not None:
+            lines.append(f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.summary()
@@ -169,6 +193,7 @@ def plan_study(
     model: type[LinearModel] | None = None,
     metric: str | None = None,
     holdout: float = 0.2,
+    level: float | None = 0.9,
     **settings: Any,
 ) -> StudyPlan:
     """Plans a study.
@@ -182,6 +207,8 @@ def plan_study(
         metric: "accuracy", "auc" (two labels, then the default), "absolute_error" (the default of a real target) or
             "squared_error".
         holdout: share of units that are held out, in (0, 1).
+        level: in (0, 1), that sets of labels, or intervals of targets, are to cover new units with; None for none, as
+            for models without probabilities, and for budgets of a risk, whose epsilon is too small.
         settings: further public settings of the model.
 
     Raises:
@@ -213,7 +240,11 @@ def plan_study(
     fitted = model(**given, **schema.settings(), **settings)
     fitted.plan(len(schema.names), budget.unit)  # raises before anything is spent
     score_event(budget, metric)
-    return StudyPlan(schema, budget, count, fitted, metric, held)
+    if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
+        level = None
+    elif level is not None:
+        check.open_interval(0.0, 1.0, level=level)
+    return StudyPlan(schema, budget, count, fitted, metric, held, level)
 
 
 @typed
