@@ -190,7 +190,9 @@ def test_a_pipeline_has_one_ledger() -> None:
         ({"lower": None, "upper": None}, "lower and upper must be given: public ends"),
         ({"lower": [1.0, 2.0, 3.0]}, "numbers, or 2 of them"),
         ({"lower": 20.0}, "lower must be below upper"),
-        ({"upper": math.inf}, "numbers, or 2 of them"),
+        ({"upper": math.inf}, "upper must be .*finite"),
+        ({"lower": ["a", 1.0]}, "lower must be a number"),
+        ({"lower": {0.0}}, "lower must be a number"),
         ({"epsilon": 0.0}, "epsilon must be > 0"),
         ({"delta": 0.0}, "delta"),
         ({"adjacency": "sideways"}, "adjacency"),
@@ -205,14 +207,17 @@ def test_settings_out_of_range_are_named(changes: dict[str, Any], words: str) ->
 
 
 def test_settings_of_one_kind_are_named() -> None:
+    ledger = dp.Accountant(adjacency="add_remove")
     for made, words in (
         (make("scaler", clip=0.0), "clip must be > 0"),
         (make("quantiles", bins=1), "bins must be 2 to 1024"),
         (make("quantiles", levels=[2.0]), "levels"),
         (make("mean", strategy="mode"), "strategy must be"),
     ):
+        made.accountant = ledger
         with pytest.raises(ValueError, match=words):
             made.fit(table(10))
+        assert len(ledger) == 0
     with pytest.raises(TypeError, match="unexpected keyword argument 'with_mean'"):
         PrivateStandardScaler(with_mean=False)
 

@@ -182,8 +182,8 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
                 f"{' and '.join(missing)} must be given: public ends of the ranges of columns, one number or d; "
                 f"by what columns mean, never the least and largest in the data (got None)"
             )
-        low, high = (np.asarray(end, dtype=np.float64) for end in (self.lower, self.upper))
-        if any(end.shape not in ((), (dim,)) or not np.isfinite(end).all() for end in (low, high)):
+        low, high = _public(lower=self.lower), _public(upper=self.upper)
+        if any(end.shape not in ((), (dim,)) for end in (low, high)):
             raise ValueError(f"lower and upper must be numbers, or {dim} of them (got {self.lower} and {self.upper})")
         if not ((low < high).all() and np.abs([low, high][low.ndim == 0]).max() < 1e100):
             raise ValueError(f"lower must be below upper, both below 1e100 (got {self.lower} and {self.upper})")
@@ -196,6 +196,15 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         mean = np.clip(sums / count, -1.0, 1.0)
         variance = (squares + halves) / count - mean**2
         return mean, np.sqrt(np.clip(variance, np.minimum(1.0, np.maximum(2.0**-20, 2.0 * std / count)), 1.0))
+
+
+def _public(**field: Any) -> Array:
+    """Returns one public number, or several."""
+    ((name, given),) = field.items()
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    several = isinstance(plain, (list, tuple))
+    ends = [check.finite(**{name: end}) for end in (plain if several else [plain])]
+    return np.asarray(ends if several else ends[0], dtype=np.float64)
 
 
 def _in_units(values: Array) -> NDArray[np.int64]:
@@ -251,8 +260,11 @@ class PrivateStandardScaler(_OfMoments):
         bound = check.positive(clip=self.clip) * math.sqrt(check.positive_count(dim=dim))
         return bound if dim == 1 else math.nextafter(bound * (1 + 2.0**-50), math.inf)
 
-    def _install(self, released: Array, std: float) -> None:
+    def _size(self, dim: int) -> int:
         check.positive(clip=self.clip)
+        return super()._size(dim)
+
+    def _install(self, released: Array, std: float) -> None:
         mean, spread = self._moments(released, std)
         half = (self._high - self._low) / 2
         self.mean_, self.scale_ = self._low + half * (1 + mean), half * spread

@@ -161,7 +161,19 @@ FINE = {
     "estimators.QuantileRegressor.width": NONNEGATIVE,
     "intercept_scaling": POSITIVE,
     "classes": "tuple Array",
-    "dp.score.classes": "none tuple Array",
+    **dict.fromkeys(["dp.score.classes", "dp.score[auc].classes", "conformal.conformal.classes"], "none tuple Array"),
+    "conformal.conformal[targets].classes": "none",
+    "ConformalSets.sets.X": "Tensor DataSet",
+    "ConformalSets.intervals.X": "Tensor DataSet",
+    "prepare.PrivateStandardScaler.fit.X": "Tensor DataSet",
+    "prepare.PrivateStandardScaler.fit.y": "*",  # ignored
+    **{
+        f"prepare.Private{name}.lower": "negative numpy minus zero"
+        for name in ("StandardScaler", "Quantiles", "Imputer")
+    },
+    **{f"prepare.Private{name}.upper": "part zero negative" for name in ("StandardScaler", "Quantiles", "Imputer")},
+    "prepare.PrivateQuantiles.levels": "tuple list",
+    **dict.fromkeys(["PrivacyReport.named.unit", "PrivacyReport.named.plural"], TEXT),
     "dp.Schema.target": "word",
     "dp.Schema.labels": "tuple",
     "dp.Schema.ids": "word",

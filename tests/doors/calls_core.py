@@ -1,0 +1,225 @@
+"""Good calls of accounting, problems, losses, proximal operators, rules, schedules and oracles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import torch_dpsco as dp
+from tests.doors.shared import CALLS, LOSS, USERS, accountant, budget, model, problem, records, simple, step_event
+from torch_dpsco.accounting import calibrate, events
+from torch_dpsco.mechanisms.shuffle import vector_parameters
+from torch_dpsco.theory.correlated import square_root
+
+# -- accounting ----------
+
+
+simple("dp.Budget", dp.Budget, epsilon=1.0, delta=1e-5)
+simple(
+    "dp.Budget[rdp-mixture]",
+    dp.Budget,
+    epsilon=1.0,
+    delta=1e-5,
+    mode="rdp-mixture",
+    orders=(4.0, 20.0),
+    weights=(0.5, 0.5),
+)
+simple(
+    "dp.Budget[rdp]", dp.Budget, epsilon=1.0, delta=1e-5, mode="rdp", schedule=((events.PoissonGaussian(2.0, 0.01), 2),)
+)
+CALLS["dp.Budget.declaring"] = lambda: (budget(schedule=()).declaring, {"event": step_event(), "steps": 2})
+simple("dp.Accountant", dp.Accountant, budget=budget)
+for _name, _more in {
+    "admits": {"event": step_event, "count": 1},
+    "authorize": {"event": step_event, "count": 1},
+    "record": {"event": step_event, "count": 1},
+    "max_steps": {"event": step_event},
+    "get_delta": {"epsilon": 1.0},
+    "get_epsilon": {"delta": 1e-4},
+    "get_mu": {},
+    "get_rho": {},
+    "report": {},
+    "bind": {"loader": lambda: DataLoader(records(), batch_size=10)},
+    "require_unit": {"unit": "example"},
+    "step": {"noise_multiplier": 2.0, "sample_rate": 0.01},
+    "get_optimizer_hook_fn": {"sample_rate": 0.01},
+    "state_dict": {},
+}.items():
+    CALLS[f"dp.Accountant.{_name}"] = lambda name=_name, more=_more: (
+        getattr(accountant(), name),
+        {k: v() if callable(v) else v for k, v in more.items()},
+    )
+CALLS["dp.Accountant.declare"] = lambda: (
+    dp.Accountant(budget(schedule=())).declare,
+    {"event": step_event(), "steps": 2},
+)
+CALLS["dp.Accountant.load_state_dict"] = lambda: (
+    dp.Accountant().load_state_dict,
+    {"state_dict": dp.Accountant().state_dict()},
+)
+CALLS["dp.Accountant.phase"] = lambda: (_entered(accountant().phase), {"part": "a", "partition": "p"})
+
+
+def _entered(context: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(context)
+    def enter(*args: Any, **kwargs: Any) -> None:
+        with context(*args, **kwargs):
+            pass
+
+    return enter
+
+
+simple("dp.Poisson", dp.Poisson, batch_size=6, n=24)
+simple("dp.Fixed", dp.Fixed, batch_size=6, n=24)
+simple("dp.Cyclic", dp.Cyclic, batch_size=6, n=24, passes=2)
+simple("dp.Disjoint", dp.Disjoint, batch_size=6, n=24)
+simple("dp.Shuffled", dp.Shuffled, batch_size=6, n=24)
+simple("dp.Full", dp.Full, n=24)
+simple("dp.Assigned", dp.Assigned, batch_size=6, n=24, amplification=True, passes=2)
+simple("dp.Parts", dp.Parts, parts=lambda: ((dp.Full(8), 1), (dp.Poisson(4, 16), 2)), n=24)
+for _kind in (dp.Poisson, dp.Fixed, dp.Disjoint, dp.Shuffled):
+    CALLS[f"dp.sampling.{_kind.__name__}Sampler"] = lambda kind=_kind: (
+        getattr(dp.sampling, f"{kind.__name__}Sampler"),
+        {"design": kind(6, 24)},
+    )
+CALLS["dp.sampling.FullSampler"] = lambda: (dp.sampling.FullSampler, {"design": dp.Full(24)})
+simple("events.Gaussian", events.Gaussian, sigma=1.0, sens=lambda: {"replace_one": 1.0})
+simple("events.PoissonGaussian", events.PoissonGaussian, noise_multiplier=1.0, q=0.1)
+simple("events.WORGaussian", events.WORGaussian, noise_multiplier=1.0, batch_size=2, dataset_size=10)
+simple("events.RandomAllocation", events.RandomAllocation, noise_multiplier=1.0, steps=10, used=5, releases=2)
+simple("events.Laplace", events.Laplace, scale=1.0, sens=lambda: {"replace_one": 1.0})
+simple("events.AboveThreshold", events.AboveThreshold, b_threshold=1.0, b_query=1.0, sens=lambda: {"replace_one": 1.0})
+simple("events.Repeat", events.Repeat, event=step_event(), n=2)
+simple("events.Sequential", events.Sequential, events=lambda: (step_event(),))
+simple("events.Parallel", events.Parallel, parts=lambda: {"a": (step_event(),)}, partition="p")
+simple("events.Pure", events.Pure, eps=1.0)
+simple("events.ApproxDP", events.ApproxDP, eps=1.0, delta=1e-5)
+simple("events.ZCDP", events.ZCDP, rho=1.0)
+simple("events.ApproxZCDP", events.ApproxZCDP, rho=1.0, delta=1e-5)
+simple("events.GDP", events.GDP, mu=1.0)
+simple("events.KNorm", events.KNorm, dim=3, eps=1.0)
+simple("events.clipped_gaussian", events.clipped_gaussian, noise_multiplier=1.0)
+simple(
+    "calibrate.noise_multiplier",
+    calibrate.noise_multiplier,
+    epsilon=1.0,
+    delta=1e-4,
+    design=lambda: dp.Poisson(6, 24),
+    steps=2,
+    adjacency="replace_one",
+)
+
+# -- problem, losses, prox, rules, schedule ----------
+
+simple(
+    "dp.Problem",
+    dp.Problem,
+    lipschitz=1.0,
+    smoothness=1.0,
+    holder_exponent=0.5,
+    holder_constant=1.0,
+    grad_at_zero=1.0,
+    moment_order=2.0,
+    moment=1.0,
+)
+CALLS["dp.Problem.grad_bound"] = lambda: (problem().grad_bound, {})
+CALLS["dp.Problem.paper_grad_bound"] = lambda: (problem().paper_grad_bound, {})
+for _name, _more in {
+    "Hinge": {},
+    "Logistic": {},
+    "SmoothedHinge": {},
+    "PowerLoss": {},
+    "Absolute": {},
+    "Squared": {},
+    "Huber": {},
+    "Pinball": {},
+    "SmoothedPinball": {},
+    "EpsilonInsensitive": {},
+    "SoftmaxCrossEntropy": {"num_classes": 3},
+}.items():
+    simple(f"dp.losses.{_name}", getattr(dp.losses, _name), **_more)
+CALLS["dp.losses.Logistic.problem"] = lambda: (LOSS.problem, {"bound_x": 2.0})
+CALLS["dp.losses.Squared.problem"] = lambda: (dp.losses.Squared().problem, {"bound_x": 2.0, "bound_y": 1.0})
+CALLS["dp.losses.Logistic.__call__"] = lambda: (LOSS.__call__, {"output": torch.zeros(4), "target": torch.ones(4)})
+CALLS["dp.losses.SoftmaxCrossEntropy.__call__"] = lambda: (
+    dp.losses.SoftmaxCrossEntropy(3).__call__,
+    {"output": torch.zeros(4, 3), "target": torch.ones(4, dtype=torch.int64)},
+)
+simple("dp.losses.ResidualClipped", dp.losses.ResidualClipped, loss=lambda: LOSS, clip=0.5)
+simple("dp.losses.check_holder", dp.losses.check_holder, loss=lambda: LOSS, problem=problem, bound_x=2.0, trials=3)
+simple("dp.losses.clip_rows", dp.losses.clip_rows, features=lambda: torch.ones(4, 3), bound_x=1.0)
+simple("dp.losses.enforce_bounds", dp.losses.enforce_bounds, features=lambda: torch.ones(4, 3), bound_x=1.0)
+for _name, _more in {
+    "Ball": {"radius": 1.0},
+    "Box": {"low": -1.0, "high": 1.0},
+    "ElasticNet": {"l1": 1.0, "l2": 1.0},
+    "L2": {},
+    "L1": {},
+    "Simplex": {},
+    "Identity": {},
+}.items():
+    simple(f"dp.prox.{_name}", getattr(dp.prox, _name), **_more)
+simple("dp.rules.SGD", dp.rules.SGD)
+simple("dp.rules.Accelerated", dp.rules.Accelerated)
+simple("dp.rules.Anchored", dp.rules.Anchored)
+simple("dp.rules.Momentum", dp.rules.Momentum, average="weighted", momentum=0.5)
+simple("dp.rules.ScheduledSGD", dp.rules.ScheduledSGD, factors=(1.0, 0.5), weights=(1.0, 1.0))
+simple("dp.rules.TorchRule", dp.rules.TorchRule, optimizer=lambda: torch.optim.SGD(model().parameters(), lr=0.1))
+simple("dp.Phase", dp.Phase, steps=2, lr=0.1)
+simple("dp.Schedule", dp.Schedule, phases=lambda: (dp.Phase(2),))
+CALLS["dp.Schedule.locate"] = lambda: (dp.Schedule((dp.Phase(2),)).locate, {"step": 1})
+CALLS["dp.Schedule.position"] = lambda: (dp.Schedule((dp.Phase(2),)).position, {"steps": 1})
+simple("dp.Pilot", dp.Pilot, rule="balanced", size=50)
+
+# -- oracles ----------
+
+FILTER = {
+    "filter": lambda: dp.oracles.Filter(USERS, 150.0, 120),
+    "steps": 4,
+    "threshold": 1.0,
+    "threshold_scale": 1.0,
+    "query_scale": 1.0,
+}
+simple("dp.oracles.Clipped", dp.oracles.Clipped, clip=1.0, noise_multiplier=1.0, batch_size=6)
+simple(
+    "dp.oracles.CorrelatedClipped",
+    dp.oracles.CorrelatedClipped,
+    clip=1.0,
+    noise_multiplier=1.0,
+    batch_size=6,
+    strategy=lambda: square_root(2),
+    steps=4,
+)
+simple("dp.oracles.AdaptiveClipped", dp.oracles.AdaptiveClipped, clip0=1.0, noise_multiplier=2.0, batch_size=6)
+simple("dp.oracles.AutoClip", dp.oracles.AutoClip, bound=1.0, noise_multiplier=1.0, batch_size=6)
+simple("dp.oracles.Centered", dp.oracles.Centered, clipping=lambda: dp.oracles.Clipped(1.0, 1.0, 6), n_users=24)
+simple("dp.oracles.Coordinatewise", dp.oracles.Coordinatewise, clip=1.0, noise_multiplier=1.0, batch_size=6, groups=3)
+simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
+simple("dp.oracles.Filter", dp.oracles.Filter, n_users=USERS, score_floor=300.0, ramp_end=280)
+simple("dp.oracles.HolderAbsolute", dp.oracles.HolderAbsolute, problem=problem, noise_std=1.0, batch_size=6)
+simple("dp.oracles.HolderClipped", dp.oracles.HolderClipped, problem=problem, noise_multiplier=1.0, batch_size=6)
+simple("dp.oracles.Phased", dp.oracles.Phased, phases=lambda: [(dp.oracles.Clipped(1.0, 1.0, 6), 2)])
+simple(
+    "dp.oracles.PilotClipped",
+    dp.oracles.PilotClipped,
+    pilot=lambda: dp.oracles.QuantilePilot(6, 1.0),
+    noise_multiplier=1.0,
+    batch_size=6,
+)
+simple("dp.oracles.QuantilePilot", dp.oracles.QuantilePilot, batch_size=6, epsilon=1.0)
+simple("dp.oracles.AdaptiveRadius", dp.oracles.AdaptiveRadius, target=0.5, low=0.1, high=1.0)
+for _name in ("ShuffledClipped", "ShuffledMedian"):
+    _more = {"clip": 1.0, "batch_size": 200, "dim": 3} | ({"groups": 5} if _name == "ShuffledMedian" else {})
+    simple(f"dp.oracles.{_name}.calibrated", getattr(dp.oracles, _name).calibrated, **_more, epsilon=1.0, delta=1e-4)
+simple(
+    "dp.oracles.ShuffledClipped",
+    dp.oracles.ShuffledClipped,
+    clip=1.0,
+    parameters=lambda: vector_parameters(200, 3, 1.0, 1e-4),
+    batch_size=200,
+    dim=3,
+)

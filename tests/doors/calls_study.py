@@ -1,0 +1,90 @@
+"""Good calls of preparation, scores, conformal sets and reports."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+import torch_dpsco as dp
+from tests.doors.shared import CALLS, Good, N, accountant, budget, call, records
+from torch_dpsco import prepare
+from torch_dpsco.inference.conformal import conformal
+
+
+class Signs:
+    """A model of two classes, and of targets."""
+
+    classes_ = (0, 1)
+
+    def predict(self, X: Any) -> Any:
+        return (X[:, 0] > 0).astype(int)
+
+    def predict_proba(self, X: Any) -> Any:
+        return torch.stack([1 - (p := torch.sigmoid(torch.from_numpy(X[:, 0]))), p], dim=1)
+
+
+def rows() -> Any:
+    return records().tensors[0].numpy()
+
+
+def labels() -> Any:
+    return torch.ones(N, dtype=torch.int64)
+
+
+HELD_OUT = {"model": Signs, "X": rows, "y": labels, "budget": budget, "accountant": accountant}
+
+
+def held_out(**more: Any) -> dict[str, Any]:
+    return {name: make() for name, make in HELD_OUT.items()} | more
+
+
+CALLS["dp.score"] = lambda: (dp.score, held_out(metric="log_loss", bound=2.0))
+CALLS["dp.score[auc]"] = lambda: (dp.score, held_out(metric="auc", bins=4))
+CALLS["conformal.conformal"] = lambda: (conformal, held_out(bins=4, failure=0.01))
+CALLS["conformal.conformal[targets]"] = lambda: (conformal, held_out(bound=1.0))
+CALLS["ConformalSets.sets"] = lambda: (conformal(**held_out()).sets, {"X": rows()})
+CALLS["ConformalSets.intervals"] = lambda: (conformal(**held_out(bound=1.0)).intervals, {"X": rows()})
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "PrivateStandardScaler": {},
+    "PrivateQuantiles": {"bins": 4, "levels": (0.25, 0.5)},
+    "PrivateImputer": {"strategy": "median", "bins": 4},
+}
+
+
+def fitted(name: str, **settings: Any) -> Any:
+    """Fits by settings, which are checked by `fit` (scikit-learn's rule)."""
+    return getattr(prepare, name)(**settings).fit(rows())
+
+
+for _name, _more in TRANSFORMERS.items():
+    _function = functools.partial(fitted, _name)
+    _function.__signature__ = inspect.signature(getattr(prepare, _name))  # type: ignore[attr-defined]
+    CALLS[f"prepare.{_name}"] = lambda f=_function, more=_more: (
+        f,
+        {"lower": -1.0, "upper": 1.0, "epsilon": 1.0, "accountant": dp.Accountant(adjacency="add_remove")} | more,
+    )
+
+
+def scaler() -> prepare.PrivateStandardScaler:
+    return prepare.PrivateStandardScaler(
+        lower=-1.0, upper=1.0, accountant=dp.Accountant(dp.Budget(9.0, 1e-5, adjacency="add_remove"))
+    )
+
+
+@call("prepare.PrivateStandardScaler.fit")
+def _fit() -> Good:
+    return scaler().fit, {"X": rows()}
+
+
+@call("prepare.PrivateStandardScaler.transform")
+def _transform() -> Good:
+    return scaler().fit(rows()).transform, {"X": rows()}
+
+
+CALLS["prepare.PrivateStandardScaler.event"] = lambda: (scaler().event, {"dim": 3})
+CALLS["prepare.PrivateStandardScaler.bound_x"] = lambda: (scaler().bound_x, {"dim": 3})
+CALLS["prepare.PrivateQuantiles.bound_x"] = lambda: (prepare.PrivateQuantiles().bound_x, {"dim": 3})
+CALLS["PrivacyReport.named"] = lambda: (dp.Accountant().report(1e-5).named, {"unit": "company", "plural": "companies"})
