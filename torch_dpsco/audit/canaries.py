@@ -48,7 +48,10 @@ def canaries(count: int, *, like: Sequence[Any], bound_x: float, labels: Sequenc
     check.positive_count(count=count)
     check.positive(bound_x=bound_x)
     if len(like) != 2 or not isinstance(like[0], Tensor) or not like[0].is_floating_point() or not like[0].numel():
-        raise ValueError("like must be a record (input, target) whose input is a floating tensor")
+        raise ValueError(
+            f"like must be a record (input, target) whose input is a floating tensor (got {type(like).__name__} of "
+            f"{', '.join(type(part).__name__ for part in like)})"
+        )
     if not len(labels):
         raise ValueError("labels must have a value (got none)")
     template, target = like[0], torch.as_tensor(like[1])
@@ -91,6 +94,9 @@ def loss_scores(
 
 
 def _losses(model: nn.Module, loss: Callable[..., Any], canaries: Sequence[Any]) -> NDArray[np.float64]:
+    for canary in canaries:
+        if not isinstance(canary, (tuple, list)) or len(canary) != 2 or not isinstance(canary[0], Tensor):
+            raise ValueError(f"canaries must be pairs (input tensor, target) (got {type(canary).__name__})")
     modes = {module: module.training for module in model.modules()}
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device

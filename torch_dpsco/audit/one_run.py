@@ -171,6 +171,7 @@ def _largest(refuted: Callable[[float], bool]) -> float:
     return low
 
 
+@typed
 class OneRunAudit:
     """Canaries, each of which is in the training data or not by a secret fair coin.
 
@@ -232,8 +233,11 @@ class OneRunAudit:
             ValueError: an argument is out of range, or there is not one score a canary.
             SequenceError: the coins have been opened already.
         """
-        values = np.asarray(scores, dtype=np.float64)
         total, guesses = len(self.canaries), self.guess_in + self.guess_out
+        try:
+            values = np.asarray(scores, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"scores must be {total} numbers, one a canary (got {check.shown(scores)})") from error
         if values.shape != (total,) or np.isnan(values).any():
             raise ValueError(f"scores must be {total} numbers, one a canary, none NaN (got shape {values.shape})")
         check.choice(("any", "gaussian"), family=family)
