@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.audit import OneRunAudit, canaries, check_training, loss_scores
 from torch_dpsco.errors import PrivacyError
@@ -132,6 +132,12 @@ def test_a_script_is_examined_and_audited() -> None:
         check_training(opacus_parts, lambda *parts: None, BASE, loss=LOSS, canaries=MADE, delta=DELTA)
 
 
+@pytest.mark.parametrize("change", [{"delta": 1e-6}, {"guess_in": 5, "guess_out": 5}, {"canaries": MADE[:20]}])
+def test_a_claim_that_no_guesses_refute_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"canaries must be more.* 0\.6[0-9]* is claimed"):
+        check_training(opacus_parts, train, BASE, **{"loss": LOSS, "canaries": MADE, "delta": DELTA} | change)
+
+
 SCRIPT = """
 import torch
 import torch_dpsco as dp
@@ -181,4 +187,11 @@ def test_the_plugin_imports_nothing_but_pytest() -> None:
     root = Path(__file__).parents[1]
     said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
-    assert dp.__name__ in sys.modules
+
+
+def test_the_plugin_is_installed_under_its_own_name() -> None:
+    # pytest refuses a plugin that comes under two names, by `-p` and as installed
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[1] / "setup.cfg", encoding="utf-8")
+    assert config["options"]["py_modules"] == "torch_dpsco_pytest"
+    assert config["options.entry_points"]["pytest11"].strip() == "torch_dpsco_pytest = torch_dpsco_pytest"

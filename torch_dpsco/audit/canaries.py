@@ -14,7 +14,9 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.audit.one_run import Family, OneRunAudit, OneRunResult
+from torch_dpsco.audit.repeated import rounded_down
 from torch_dpsco.doctor import doctor
 from torch_dpsco.sampling.loader import to_device
 
@@ -144,7 +146,8 @@ def check_training(
 
     Raises:
         PrivacyError: the doctor found something critical (`Diagnosis.raise_if`).
-        ValueError: the doctor found a mistake, or an argument is not what it must be.
+        ValueError: the doctor found a mistake, an argument is not what it must be, or so few canaries could not refute
+            the claim.
     """
     audit = OneRunAudit(canaries, guess_in=guess_in, guess_out=guess_out)
     parts = tuple(setup(audit.dataset(dataset)))
@@ -156,4 +159,11 @@ def check_training(
     if claimed is None:
         raise ValueError("train must return the epsilon that it claims at delta (got None)")
     scores = loss_scores(model, loss, canaries)
-    return audit.result(scores, delta=delta, confidence=confidence, family=family, claimed=claimed)
+    found = audit.result(scores, delta=delta, confidence=confidence, family=family, claimed=claimed)
+    # PRIVACY: a check that cannot fail is none (test_a_claim_that_no_guesses_refute_is_refused)
+    if not found.reach > claimed:
+        raise ValueError(
+            f"canaries must be more, or delta or confidence lower, to refute anything: right guesses alone show "
+            f"epsilon {rounded_down(found.reach)}, and {rounded_up(claimed)} is claimed (got {len(canaries)} canaries)"
+        )
+    return found
