@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import brentq
+from scipy.optimize import brentq, linprog
 from scipy.stats import binom, norm
 from torch.utils.data import TensorDataset
 
-from torch_dpsco.audit import OneRunAudit, epsilon_of_guesses
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.audit import OneRunAudit, epsilon_of_guesses, mu_of_guesses, one_run
 from torch_dpsco.errors import SequenceError
 
 CANARIES, AUDITS = 200, 1000
@@ -69,6 +70,70 @@ def test_gaussian_sum_is_not_refuted_and_one_with_little_noise_is() -> None:
     assert run(0.0) > run(1.0)
 
 
+def gaussian_audits(mu: float, guesses: int, each: float) -> np.ndarray:
+    """Bounds on mu of many audits of unit vectors with noise of standard deviation 1/mu."""
+    rng = np.random.default_rng(11)
+    included = rng.random((AUDITS, CANARIES)) < 0.5
+    order = np.argsort(included + rng.standard_normal(included.shape) / mu, axis=1)
+    low, high = order[:, : guesses // 2], order[:, CANARIES - guesses // 2 :]
+    right = (~np.take_along_axis(included, low, 1)).sum(1) + np.take_along_axis(included, high, 1).sum(1)
+    table = {c: mu_of_guesses(int(c), guesses, CANARIES, confidence=each) for c in np.unique(right)}
+    return np.array([table[c] for c in right])
+
+
+@pytest.mark.parametrize("guesses", [CANARIES, CANARIES // 5])
+@pytest.mark.parametrize("mu", [0.1, 1.0, 3.0])
+def test_true_mu_is_refuted_no_more_often_than_stated(mu: float, guesses: int) -> None:
+    # Gaussian noise is exactly mu-GDP; false-alarm rate of this test <= 1e-6.
+    found = gaussian_audits(mu, guesses, 0.95)
+    assert binom.sf(np.count_nonzero(found > mu) - 1, AUDITS, 0.05) > 1e-6
+    assert np.median(found) > mu / 3 - 0.2
+
+
+@pytest.mark.parametrize("mu", [0.5, 2.0])
+def test_a_recursion_that_demands_more_is_caught(mu: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_run, "ndtri", lambda right: norm.ppf(min(6.0 * right, 1.0)))
+    found = gaussian_audits(mu, CANARIES // 5, 0.95)
+    assert binom.sf(np.count_nonzero(found > mu) - 1, AUDITS, 0.05) < 1e-6
+
+
+def least_total(correct: int, guesses: int, canaries: int, mu: float, tail: float) -> float:
+    """The least mass of a law of right guesses within the inequalities of the proof, by a linear program.
+
+    Tangents from below stand for the convex function, so that the program's value is at most the true one.
+    """
+    at = np.concatenate([[1e-12], np.linspace(1e-4, 0.9999, 400)])
+    value, slope = norm.cdf(norm.ppf(at) - mu), norm.pdf(norm.ppf(at) - mu) / norm.pdf(norm.ppf(at))
+    counts, rows, limits = np.arange(guesses + 1), [], []
+    for least in range(1, guesses + 1):
+        right = np.where(counts >= least, counts, 0) / canaries
+        wrong = np.where(counts >= least - 1, guesses - counts, 0) / canaries
+        rows += [slope_ * right - wrong for slope_ in slope]
+        limits += list(slope * at - value)
+    rows.append(-(counts >= correct).astype(float))
+    limits.append(-tail)
+    return float(linprog(np.ones(guesses + 1), A_ub=np.array(rows), b_ub=np.array(limits)).fun)
+
+
+@pytest.mark.parametrize(("correct", "mu"), [(6, 0.1), (7, 0.3), (9, 1.0), (10, 2.0)])
+def test_recursion_is_the_least_mass_of_the_program(correct: int, mu: float) -> None:
+    exact = one_run._least_total(correct, 10, 12, mu, 0.1)
+    assert exact == pytest.approx(least_total(correct, 10, 12, mu, 0.1), rel=2e-3)
+
+
+def test_family_gaussian_shows_mu_and_its_epsilon() -> None:
+    audit = OneRunAudit(list(range(1000)), guess_in=100, guess_out=100)
+    noise = 0.2 * np.random.default_rng(2).standard_normal(1000)
+    found = audit.result(audit._coins + noise, delta=1e-6, family="gaussian", claimed=0.5)
+    assert found.mu_lower == mu_of_guesses(found.correct, 200, 1000)
+    assert gaussian_delta(found.mu_lower, found.epsilon_lower) >= 1e-6
+    assert found.epsilon_lower > epsilon_of_guesses(found.correct, 200, 1000, delta=1e-6)
+    assert found.contradicts()
+    assert not found.contradicts(50.0)
+    assert "mu is at least" in str(found)
+    assert str(found).endswith("The claim of epsilon 0.5 is refuted.")
+
+
 def test_coins_are_opened_once() -> None:
     audit = OneRunAudit(range(8))
     audit.result(np.arange(8.0), delta=0.0)
@@ -90,3 +155,11 @@ def test_wrong_arguments_are_named() -> None:
             epsilon_of_guesses(*arguments, delta=0.0)
     with pytest.raises(ValueError, match="delta"):
         epsilon_of_guesses(1, 8, 8, delta=1.0)
+    with pytest.raises(ValueError, match="correct"):
+        mu_of_guesses(9, 8, 8)
+    audit = OneRunAudit(range(8))
+    for wrong in ({"family": "laplace"}, {"family": "gaussian", "delta": 0.0}, {"claimed": -1.0}):
+        with pytest.raises(ValueError, match=next(iter({"delta": 0} if "delta" in wrong else wrong))):
+            audit.result(np.arange(8.0), **{"delta": 1e-3, **wrong})
+    with pytest.raises(ValueError, match="epsilon"):  # no claim; and the coins were still closed
+        audit.result(np.arange(8.0), delta=1e-3).contradicts()

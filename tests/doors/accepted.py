@@ -191,6 +191,10 @@ FINE = {
     "events.ZCDP.rho": NONNEGATIVE,
     "events.ApproxZCDP.rho": NONNEGATIVE,
     "Audit.contradicts.epsilon": "zero part huge inf",
+    "OneRunAudit.result.claimed": "zero part huge inf",
+    **dict.fromkeys(["audit.OneRunAudit.guess_in", "audit.OneRunAudit.guess_out"], COUNT),
+    **dict.fromkeys(["audit.epsilon_of_guesses.correct", "audit.mu_of_guesses.correct"], COUNT),
+    "audit.canaries.labels": "tuple list",
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
     "dp.sampling.FullSampler.size": COUNT,
 }

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from torch_dpsco import clip_selection, estimators
+from torch_dpsco.audit import OneRunAudit, canaries, epsilon_of_guesses, loss_scores, mu_of_guesses
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.integrations import opacus
 from torch_dpsco.integrations.parquet import ParquetRows
@@ -232,6 +233,29 @@ CALLS["Diagnosis.raise_if"] = lambda: (Diagnosis.of([]).raise_if, {})
 CALLS["Audit.contradicts"] = lambda: (
     dp.audit_outputs([0.0] * 50, [1.0] * 50, delta=0.0).contradicts,
     {"epsilon": 1.0},
+)
+simple("audit.OneRunAudit", OneRunAudit, canaries=lambda: [1.0] * 8, guess_in=2, guess_out=2)
+CALLS["OneRunAudit.result"] = lambda: (
+    OneRunAudit([1.0] * 8).result,
+    {"scores": torch.arange(8.0).numpy(), "delta": 1e-3, "confidence": 0.9, "claimed": 1.0},
+)
+simple("audit.epsilon_of_guesses", epsilon_of_guesses, correct=7, guesses=8, canaries=9, delta=1e-3, confidence=0.9)
+simple("audit.mu_of_guesses", mu_of_guesses, correct=7, guesses=8, canaries=9, confidence=0.9)
+simple(
+    "audit.canaries",
+    canaries,
+    count=4,
+    like=lambda: (torch.zeros(DIM), torch.ones(1)),
+    bound_x=1.0,
+    labels=(-1, 1),
+    seed=1,
+)
+simple(
+    "audit.loss_scores",
+    loss_scores,
+    model=lambda: model(),
+    loss=lambda: LOSS,
+    canaries=lambda: [(torch.zeros(DIM), torch.ones(1))],
 )
 CALLS["Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
 NORMS = lambda: torch.linspace(0.1, 3.0, 500).numpy()  # noqa: E731

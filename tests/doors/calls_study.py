@@ -11,7 +11,9 @@ import torch
 import torch_dpsco as dp
 from tests.doors.shared import CALLS, Good, N, accountant, budget, call, records
 from torch_dpsco import prepare
-from torch_dpsco.inference.conformal import conformal
+from torch_dpsco.schema import Number
+from torch_dpsco.studies import plan_study
+from torch_dpsco.studies.conformal import conformal
 
 
 class Signs:
@@ -47,6 +49,23 @@ CALLS["conformal.conformal"] = lambda: (conformal, held_out(bins=4, failure=0.01
 CALLS["conformal.conformal[targets]"] = lambda: (conformal, held_out(bound=1.0))
 CALLS["ConformalSets.sets"] = lambda: (conformal(**held_out()).sets, {"X": rows()})
 CALLS["ConformalSets.intervals"] = lambda: (conformal(**held_out(bound=1.0)).intervals, {"X": rows()})
+STUDY = {
+    "schema": lambda: dp.Schema({"age": Number(17, 90)}, target="died", labels=["no", "yes"]),
+    "budget": lambda: dp.Budget(4.0, 1e-4),
+}
+
+
+def studied(**more: Any) -> dict[str, Any]:
+    return {name: make() for name, make in STUDY.items()} | {"n": 400, "holdout": 0.5, "level": 0.5} | more
+
+
+def people() -> dict[str, Any]:
+    return {"age": list(range(20, 60)) * 10, "died": ["no", "yes"] * 200}
+
+
+CALLS["studies.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
+CALLS["dp.study"] = lambda: (dp.study, studied(frame=people(), show=None, ledger_path=None))
+CALLS["StudyPlan.run"] = lambda: (plan_study(**studied()).run, {"frame": people(), "ledger_path": None})
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "PrivateStandardScaler": {},
     "PrivateQuantiles": {"bins": 4, "levels": (0.25, 0.5)},

@@ -1,29 +1,37 @@
 """Audit of one training run: secret coins put canaries into the data, and the released model is asked which ones.
 
-Under (epsilon, delta)-DP hardly more guesses are right than coins of bias e^epsilon / (1 + e^epsilon) would be.
+Under (epsilon, delta)-DP hardly more guesses are right than coins of bias e^epsilon / (1 + e^epsilon) would be; under
+mu-GDP, which says more about the training, fewer are.
 
-Source: Steinke, Nasr, Jagielski 2023 (privacy auditing with one training run). The correction for delta is our own,
-docs/proofs/audit.md.
+Source: Steinke, Nasr, Jagielski 2023 (privacy auditing with one training run); Mahloujifar, Melis, Chaudhuri 2024
+(auditing f-differential privacy in one run). The correction for delta is our own, docs/proofs/audit.md.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
+from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 from torch.utils.data import ConcatDataset, Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
+from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.audit.repeated import rounded_down
 from torch_dpsco.errors import SequenceError
 
 _LARGEST = 64.0  # no audit shows more
 _HALVINGS = 60
+_ROUNDING = 1e-9  # of a probability; sums of the recursion are good to 1e-12
+
+Family = Literal["any", "gaussian"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,9 @@ class OneRunResult:
         guesses: canaries that were guessed about.
         correct: guesses that were right.
         reach: the bound that as many guesses would show if all were right.
+        mu_lower: in the family "gaussian": the training is not mu-GDP for any smaller mu; epsilon_lower is that of
+            Gaussian noise of this mu.
+        claimed: epsilon that the training reports for itself, if it does.
     """
 
     epsilon_lower: float
@@ -47,10 +58,32 @@ class OneRunResult:
     guesses: int
     correct: int
     reach: float
+    mu_lower: float | None = None
+    claimed: float | None = None
 
-    def contradicts(self, epsilon: float) -> bool:
-        """Returns whether the bound refutes (epsilon, delta)-DP under add_remove; epsilon >= 0."""
-        return self.epsilon_lower > check.nonnegative(epsilon=epsilon, allow_inf=True)
+    def contradicts(self, epsilon: float | None = None) -> bool:
+        """Returns whether the bound refutes (epsilon, delta)-DP under add_remove; by Gaussian noise if in that family.
+
+        Args:
+            epsilon: >= 0, at the result's delta; default the one claimed.
+        """
+        claim = self.claimed if epsilon is None else epsilon
+        if claim is None:
+            check.required(by=": the training made no claim", epsilon=None)
+        return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
+
+    def __str__(self) -> str:
+        mu = "" if self.mu_lower is None else f"mu is at least {rounded_down(self.mu_lower)} and, for such noise, "
+        said = (
+            f"With {100 * self.confidence:.6g} % confidence {mu}epsilon is at least {rounded_down(self.epsilon_lower)} "
+            f"at delta={self.delta:g} under add_remove: {self.correct} of {self.guesses} guesses about "
+            f"{self.canaries} canaries are right (at most {rounded_down(self.reach)} could be shown)."
+        )
+        if self.claimed is None:
+            return said
+        return (
+            f"{said} The claim of epsilon {rounded_up(self.claimed)} is {'' if self.contradicts() else 'not '}refuted."
+        )
 
 
 def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
@@ -81,24 +114,64 @@ def epsilon_of_guesses(correct: int, guesses: int, canaries: int, *, delta: floa
         With probability >= confidence the bound is at most the true epsilon at `delta` under add_remove
         (docs/proofs/audit.md).
     """
+    _require(correct, guesses, canaries, confidence)
+    if check.nonnegative(delta=delta) >= 1:
+        raise ValueError(f"delta must be in [0, 1) (got {delta})")
+    return _largest(lambda epsilon: _chance(correct, guesses, canaries, epsilon, delta) <= 1.0 - confidence)
+
+
+@typed
+def mu_of_guesses(correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> float:
+    """Returns the lower bound on mu that `correct` right guesses about `canaries` fair coins show.
+
+    Args:
+        correct: in [0, guesses].
+        guesses: in [1, canaries]; fixed before the run.
+        canaries: >= 1, each in the data or not by a fair coin of its own.
+        confidence: in (0, 1).
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee:
+        If the training is mu-GDP under add_remove, the bound is at most mu with probability >= confidence
+        (docs/proofs/audit.md#gaussian-differential-privacy).
+    """
+    _require(correct, guesses, canaries, confidence)
+    return _largest(lambda mu: _least_total(correct, guesses, canaries, mu, 1.0 - confidence) > 1.0 + _ROUNDING)
+
+
+def _least_total(correct: int, guesses: int, canaries: int, mu: float, tail: float) -> float:
+    """Returns a lower bound on P(W >= 0) if P(W >= correct) >= tail under mu-GDP; above 1 it cannot be."""
+    right, wrong = tail * correct / canaries, tail * (guesses - correct) / canaries
+    for count in range(correct - 1, -1, -1):
+        # PRIVACY: no more wrong guesses than mu-GDP demands (test_true_mu_is_refuted_no_more_often_than_stated)
+        more = float(ndtr(ndtri(right) - mu)) - wrong
+        if more <= 0.0 or right > 1.0:
+            break
+        right, wrong = right + more * count / (guesses - count), wrong + more
+    return (right + wrong) * canaries / guesses
+
+
+def _require(correct: int, guesses: int, canaries: int, confidence: float) -> None:
     check.positive_count(canaries=canaries)
     if not 1 <= guesses <= canaries:
         raise ValueError(f"guesses must be in [1, canaries], here {canaries} (got {guesses})")
     if not 0 <= correct <= guesses:
         raise ValueError(f"correct must be in [0, guesses], here {guesses} (got {correct})")
-    if check.nonnegative(delta=delta) >= 1:
-        raise ValueError(f"delta must be in [0, 1) (got {delta})")
     check.open_interval(0.0, 1.0, confidence=confidence)
+
+
+def _largest(refuted: Callable[[float], bool]) -> float:
+    """Returns the end of what is refuted, from 0 up, rounded down."""
     low, high = 0.0, _LARGEST
-    for _ in range(_HALVINGS):  # the chance grows with epsilon
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if _chance(correct, guesses, canaries, middle, delta) <= 1.0 - confidence:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if refuted(middle) else (low, middle)
     return low
 
 
+@typed
 class OneRunAudit:
     """Canaries, each of which is in the training data or not by a secret fair coin.
 
@@ -137,23 +210,48 @@ class OneRunAudit:
         included = [canary for canary, coin in zip(self.canaries, self._coins, strict=True) if coin]
         return ConcatDataset([base, cast("Dataset[Any]", included)]) if included else base
 
-    def result(self, scores: Any, *, delta: float, confidence: float = 0.95) -> OneRunResult:
+    def result(
+        self,
+        scores: Any,
+        *,
+        delta: float,
+        confidence: float = 0.95,
+        family: Family = "any",
+        claimed: float | None = None,
+    ) -> OneRunResult:
         """Returns the bound that the guesses show; once, because a second choice of scores would have to be paid.
 
         Args:
             scores: (number of canaries,) finite or infinite, not NaN.
-            delta: in [0, 1).
+            delta: in [0, 1); > 0 in the family "gaussian".
             confidence: in (0, 1).
+            family: "gaussian" bounds mu, for trainings that claim to be mu-GDP, as full batches with Gaussian noise
+                are; the bound on epsilon is then one for such trainings only, and a higher one.
+            claimed: epsilon that the training reports for itself, >= 0.
 
         Raises:
             ValueError: an argument is out of range, or there is not one score a canary.
             SequenceError: the coins have been opened already.
         """
-        values = np.asarray(scores, dtype=np.float64)
         total, guesses = len(self.canaries), self.guess_in + self.guess_out
+        try:
+            values = np.asarray(scores, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"scores must be {total} numbers, one a canary (got {check.shown(scores)})") from error
         if values.shape != (total,) or np.isnan(values).any():
             raise ValueError(f"scores must be {total} numbers, one a canary, none NaN (got shape {values.shape})")
-        reach = epsilon_of_guesses(guesses, guesses, total, delta=delta, confidence=confidence)
+        check.choice(("any", "gaussian"), family=family)
+        if claimed is not None:
+            check.nonnegative(claimed=claimed, allow_inf=True)
+
+        def bounds(correct: int) -> tuple[float, float | None]:
+            if family == "any":
+                return epsilon_of_guesses(correct, guesses, total, delta=delta, confidence=confidence), None
+            check.open_interval(0.0, 1.0, delta=delta)
+            mu = mu_of_guesses(correct, guesses, total, confidence=confidence)
+            return gaussian_epsilon(mu, delta) * (1.0 - _ROUNDING), mu
+
+        reach, _ = bounds(guesses)
         # PRIVACY: one look at the coins (test_coins_are_opened_once)
         if self._opened:
             raise SequenceError("result() opens the coins once; make a new OneRunAudit and train again")
@@ -162,5 +260,5 @@ class OneRunAudit:
         right_out = np.count_nonzero(~self._coins[order[: self.guess_out]])
         right_in = np.count_nonzero(self._coins[order[total - self.guess_in :]])
         correct = int(right_out + right_in)
-        bound = epsilon_of_guesses(correct, guesses, total, delta=delta, confidence=confidence)
-        return OneRunResult(bound, float(delta), float(confidence), total, guesses, correct, reach)
+        bound, mu = bounds(correct)
+        return OneRunResult(bound, float(delta), float(confidence), total, guesses, correct, reach, mu, claimed)

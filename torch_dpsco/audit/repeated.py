@@ -98,9 +98,9 @@ class Audit:
     def __str__(self) -> str:
         pair = f"this {self.adjacency} pair" if self.adjacency else "this pair"
         said = (
-            f"With {100 * self.confidence:.6g} % confidence epsilon is at least {_rounded_down(self.epsilon_lower)} at "
+            f"With {100 * self.confidence:.6g} % confidence epsilon is at least {rounded_down(self.epsilon_lower)} at "
             f"delta={self.delta:g} for {pair}: {self.hits} hits against {self.false_hits} false ones in {self.tested} "
-            f"tests each (at most {_rounded_down(self.reach)} could be shown)."
+            f"tests each (at most {rounded_down(self.reach)} could be shown)."
         )
         if self.claimed is None:
             return said
@@ -108,8 +108,9 @@ class Audit:
         return f"{said} The claim of epsilon {rounded_up(self.claimed)} is {verdict}."
 
 
-def _rounded_down(value: float) -> str:
-    # never more than was shown: bounds are quoted (test_no_printed_bound_is_rounded_up)
+def rounded_down(value: float) -> str:
+    """Returns a bound in four digits, never more than was shown."""
+    # bounds are quoted (test_no_printed_bound_is_rounded_up)
     return f"{float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(repr(value))):.4g}"
 
 
