@@ -33,7 +33,7 @@ _FIXED = {
     "legend.framealpha": 0.9,
     "svg.hashsalt": "torch_dpsco",  # the same picture is the same file
 }
-_A4, _LINES = (8.27, 11.69), 66
+_A4, _LINES, _LONG = (8.27, 11.69), 66, 24
 
 
 class Line(NamedTuple):
@@ -135,6 +135,30 @@ def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float],
     return panel
 
 
+def estimates(
+    title: str, x_label: str, rows: Sequence[str], values: Sequence[float], ends: Sequence[tuple[float, float]] = ()
+) -> Panel:
+    """Returns a panel of one dot per name, with the interval from end to end where there are any, and a line at 0.
+
+    Args:
+        title: in plain words.
+        x_label: with the unit.
+        rows: from the top down.
+        values: one per row.
+        ends: one pair per row, or none.
+    """
+
+    def panel(axes: Axes) -> None:
+        for row, (low, high) in enumerate(ends):
+            axes.plot([low, high], [row, row], "-", color="#0b5394", linewidth=2)
+        axes.plot(values, range(len(rows)), "o", color="#0b5394", markersize=5)
+        axes.axvline(0.0, color="black", linewidth=1.0, linestyle=(0, (1, 1)))
+        _name_rows(axes, rows)
+        axes.set(title=title, xlabel=x_label)
+
+    return panel
+
+
 def marks(title: str, rows: Sequence[str], columns: Sequence[str], places: Sequence[int]) -> Panel:
     """Returns a panel like a table with one mark in each row.
 
@@ -222,7 +246,8 @@ def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
 
 
 def _name_series(axes: Axes) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 if longest > _LONG else 2)
 
 
 def _name_rows(axes: Axes, rows: Sequence[str]) -> None:

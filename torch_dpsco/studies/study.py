@@ -16,17 +16,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import plots
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event, Parallel
+from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import HELD, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import UnitError
@@ -39,7 +41,10 @@ from torch_dpsco.schema import Schema, Table
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
 
-_LEAST = 50  # units in each part
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LEAST, _SHOWN = 50, 12  # units in each part; coefficients in a picture
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,23 @@ class Study:
 
     def __str__(self) -> str:
         return self.summary()
+
+    def plot(self) -> Figure:
+        """Returns a picture: the largest coefficients, what a test can find out about one unit, and what was spent.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        names, coefficients = self.plan.schema.names, np.atleast_2d(self.model.coef_)
+        largest = np.argsort(-np.abs(coefficients).max(0))[:_SHOWN]
+        rows, values = [names[k] for k in largest], coefficients[0, largest].tolist()
+        shown = (
+            [plots.estimates("Largest coefficients", "per unit of the coded feature", rows, values)]
+            if len(coefficients) == 1
+            else []
+        )
+        title = f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g}"
+        return plots.figure(title, *shown, *card.panels(self.report().figures))
 
 
 @typed

@@ -51,7 +51,7 @@ def draw(report: PrivacyReport) -> Figure:
     title = (
         f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one {report.unit_name}"
     )
-    return plots.figure(f"{title} ({report.adjacency})", *_panels(report))
+    return plots.figure(f"{title} ({report.adjacency})", *panels(report))
 
 
 def save(statement: Statement, path: str | os.PathLike[str], date: datetime | None, overwrite: bool) -> None:
@@ -73,7 +73,8 @@ def save(statement: Statement, path: str | os.PathLike[str], date: datetime | No
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _panels(report: PrivacyReport) -> Iterator[plots.Panel]:
+def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
+    """Yields the pictures of a report."""
     if math.isinf(report.epsilon):
         yield plots.words("No guarantee", "epsilon is infinite")
         return
@@ -186,7 +187,7 @@ def _html(statement: Statement, date: datetime) -> bytes:
         f"<h1>Privacy statement</h1><p><strong>{escape(statement.headline)}</strong></p>",
         f"<table>{''.join(_row(cells, 'td' if k else 'th') for k, cells in enumerate(table(report)))}</table>",
         *(_section(title, sentences, " class=warn") for title, sentences in sections),
-        f"<p class=pictures>{''.join(map(_picture, _panels(report)))}</p>",
+        f"<p class=pictures>{''.join(map(_picture, panels(report)))}</p>",
         *(_section(title, sentences) for title, sentences in statement.sections),
         f"<p><small>{escape(_made(statement, date))}</small></p>",
     ]

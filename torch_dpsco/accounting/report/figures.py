@@ -158,6 +158,8 @@ class Charge:
     def __str__(self) -> str:
         if not self.passes:
             return f"{self.count} x {self.event}"
+        if self.passes == self.parts == 1:
+            return f"on one part of the data, {self.count} x {self.event}"
         times = "1 pass" if self.passes == 1 else f"{self.passes} passes"
         parts = "1 disjoint part" if self.parts == 1 else f"{self.parts} disjoint parts, on each"
         return f"{times} over {parts} at most {self.count} x {self.event}"
