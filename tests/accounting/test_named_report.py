@@ -139,3 +139,10 @@ def test_a_cap_on_users_says_users() -> None:
     said = model.fit(X, X[:, 0] > 0.5, groups=np.arange(400) % 100).report()
     assert "There are no more than n_max = 200 users." in " ".join(str(said).split())
     assert "There are no more than n_max = 200 patients." in " ".join(str(said.named("patient")).split())
+
+
+def test_the_page_on_promises_says_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "promises.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "docs/promises.md", "exec"), {})
+    assert f"```\n{capsys.readouterr().out}```" in page
