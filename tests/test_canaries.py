@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,22 @@ def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(pytester: pyt
     result = pytester.runpytest_inprocess("-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*The claim of epsilon 0.5 is refuted.*"])
+
+
+def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^```\{code-cell\} python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (test,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (own,) = (i for i, cell in enumerate(cells) if "def setup(dataset)" in cell)
+    one_run = "from torch_dpsco.audit import OneRunAudit\n"
+    pytester.makepyfile("\n".join([cells[0], one_run, *cells[own:], "assert found.contradicts(claimed)", test]))
+    result = pytester.runpytest_inprocess("-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-s")
+    result.assert_outcomes(passed=1)
+    said = [line.split("The claim of")[1] for line in result.outlines if "The claim of" in line]
+    assert len(said) == 2
+    assert said[0].endswith(" is not refuted.")
+    assert said[1].endswith(" is refuted.")
+    result.stdout.fnmatch_lines(["mu = 0.25 refuted: True"])
 
 
 def test_the_plugin_imports_nothing_but_pytest() -> None:

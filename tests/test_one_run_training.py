@@ -1,7 +1,7 @@
 """Audits of one run on training code as it is, and on eleven mutants of it, each of another kind.
 
 1,000 canaries share one input and have a class of their own each, so that each has a row of the weights and an entry of
-the bias to itself. Gradients are ten times as long as the clip. Full batches: all loops claim mu = sqrt(STEPS) / NOISE.
+the bias to itself. Gradients are 14 times as long as the clip. Full batches: all loops claim mu = sqrt(STEPS) / NOISE.
 A sound loop is refuted with probability 1e-6 at most.
 """
 
