@@ -34,6 +34,7 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.report.names import names_of, whose
 from torch_dpsco.accounting.stated import GDP, KNorm
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
@@ -283,9 +284,8 @@ class PrivacyReport:
             >>> report.unit_name, report.unit_names, report.assumptions[0]
             ('patient', 'patients', 'one record per patient')
         """
-        name = _name(unit=unit)
-        names = (name, _plural(name) if plural is None else _name(plural=plural))
-        old, new = _whose(self.unit, self.unit_name), _whose(self.unit, name)
+        names = names_of(unit, plural)
+        old, new = whose(self.unit, self.unit_name), whose(self.unit, names[0])
         lines = tuple(new if line == old else line for line in self.assumptions)
         return replace(self, named_unit=names, assumptions=lines)
 
@@ -345,30 +345,11 @@ class PrivacyReport:
         return "\n".join(lines)
 
 
-def _whose(unit: str, name: str) -> str:
-    """Returns what must hold for one unit to be all that is said to be protected."""
-    return f"one record per {name}" if unit == "example" else f"all rows of a {name} carry its id, and no other does"
-
-
-def _name(**field: str) -> str:
-    ((argument, given),) = field.items()
-    text = given.strip()
-    if not text or not all(letter.isalnum() or letter in " -'" for letter in text):
-        raise ValueError(f"{argument} must be of letters, digits, spaces, hyphens and apostrophes (got {given!r})")
-    return text
-
-
-def _plural(name: str) -> str:
-    if name.endswith("y") and name[-2:-1] not in "aeiou":
-        return f"{name[:-1]}ies"
-    return f"{name}es" if name.endswith(("s", "x", "ch", "sh")) else f"{name}s"
-
-
 def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
     events = {type(event) for _, _, event, _ in ledger.entries()}
     gaussians = (Gaussian, PoissonGaussian, WORGaussian, RandomAllocation)
     exact = {event.exact for _, _, event, _ in ledger.entries() if isinstance(event, gaussians)}
-    lines = [_whose(unit, unit), "noise, rates and number of steps fixed before the run"]
+    lines = [whose(unit, unit), "noise, rates and number of steps fixed before the run"]
     if PoissonGaussian in events:
         lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
     if WORGaussian in events:
