@@ -20,8 +20,8 @@ import torch_dpsco as dp
 from torch_dpsco.schema import Category, Number
 
 NAMES = {
-    **{0: "age", 1: "workclass", 3: "education", 4: "years of education", 5: "marital status", 6: "occupation"},
-    **{7: "relationship", 8: "race", 9: "sex", 10: "capital gain", 11: "capital loss", 12: "hours per week"},
+    0: "age", 1: "workclass", 3: "education", 4: "years of education", 5: "marital status", 6: "occupation",
+    7: "relationship", 8: "race", 9: "sex", 10: "capital gain", 11: "capital loss", 12: "hours per week",
 }
 ADULT = dp.Schema(
     {

@@ -138,5 +138,5 @@ def test_mistakes_are_named(wrong, words):
 def test_the_code_of_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "docs/schema.md", "exec"), {})
+    assert len(blocks) == 3
+    exec(compile("\n".join(blocks), "docs/schema.md", "exec"), {})

@@ -19,9 +19,9 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, UnitError
+from torch_dpsco.mechanisms.exponential import score_law, score_slack
 from torch_dpsco.studies import conformal as module
 from torch_dpsco.studies.conformal import ConformalSets, conformal
-from torch_dpsco.mechanisms.exponential import score_law, score_slack
 
 UNIT, DRAWS = 2**20, 2**53
 PAGE = Path(__file__).parents[2] / "docs" / "conformal.md"

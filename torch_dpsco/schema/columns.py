@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torch_dpsco import _validate as check
 
 
@@ -39,6 +42,17 @@ def index_of(name: str, levels: Sequence[Any]) -> dict[float | str | None, int]:
     if None in places or "" in places or len(places) < len(levels):
         raise ValueError(f"{name} must be numbers or text, distinct; 1 and '1' are one (got {check.shown(levels)})")
     return places
+
+
+def unit_id(value: Any) -> str | None:
+    """Returns an id as text, 7 for 7.0, as an integer column with missing values is read; None for what is none."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() and abs(value) < 2**53 else None
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+        return None
+    return f"={value}" if isinstance(value, str) or abs(value) < 2**64 else None
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,14 @@ class Number:
             return [0.0, 1.0] if self.missing else [math.nan]
         share = (min(max(found, self.low), self.high) - self.low) / (self.high - self.low)
         return [min(max(2 * share - 1, -1.0), 1.0), 0.0][: 1 + self.missing]
+
+    def code_all(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Returns the features (n, 1 or 2) of numbers, as `code` does, bit by bit."""
+        found = values.astype(np.float64)
+        lost = ~np.isfinite(found)
+        share = (np.clip(np.where(lost, self.low, found), self.low, self.high) - self.low) / (self.high - self.low)
+        coded = np.where(lost, 0.0 if self.missing else math.nan, np.clip(2 * share - 1, -1.0, 1.0))
+        return np.stack([coded, lost.astype(np.float64)][: 1 + self.missing], axis=1)
 
 
 @dataclass(frozen=True)

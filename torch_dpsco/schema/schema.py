@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,11 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.schema.columns import Category, Number, Ordered, index_of, key, number
+from torch_dpsco.losses.base import Loss, TableLoss
+from torch_dpsco.problem import Problem
+from torch_dpsco.schema import files, frames
+from torch_dpsco.schema.columns import Category, Number, Ordered, index_of, key, number, unit_id
+from torch_dpsco.schema.look import Check, look
 from torch_dpsco.schema.table import Table
 
 
@@ -29,6 +34,7 @@ class Schema:
         ids: name of the column of ids of units, integers or text. None: each row is a unit, which is your promise.
         rows_per_unit: with ids, how many rows of a unit are kept, the first ones: 1 makes rows units; None keeps all.
             Unless it is 1, `fit` must be given the groups too, and then protects units: `Table.arguments`.
+        unit: what one unit is called in reports, as "patient".
     """
 
     columns: Mapping[str, Number | Category | Ordered]
@@ -37,6 +43,7 @@ class Schema:
     target_range: tuple[float, float] | None = None
     ids: str | None = None
     rows_per_unit: int | None = 1
+    unit: str = "row"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,8 +65,11 @@ class Schema:
                 raise ValueError(f"labels must be all text or all numbers (got {check.shown(self.labels)})")
         if self.target_range is not None:
             Number(*self.target_range)
+            object.__setattr__(self, "target_range", tuple(self.target_range))
         if self.rows_per_unit is not None:
             check.fields(self, rows_per_unit=check.positive_count)
+        if not (self.unit.strip() and self.unit.isprintable()):
+            raise ValueError(f"unit must be a name in the singular, as 'patient' (got {self.unit!r})")
         if self.ids is None and self.rows_per_unit != 1:
             raise ValueError(f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column of ids")
 
@@ -77,41 +87,141 @@ class Schema:
         """Returns bound_x and classes or bound_y, for `LogisticRegression(epsilon=1.0, n=n, **schema.settings())`."""
         if self.labels is not None:
             return {"bound_x": self.bound_x, "classes": tuple(self.labels)}
+        return {"bound_x": self.bound_x, "bound_y": self._bound_y}
+
+    def problem(self, loss: TableLoss, *, intercept: bool = True, **promises: Any) -> Problem:
+        """Returns the promises of a loss for plans: `HolderSGD.plan(problem=schema.problem(loss), ...)`.
+
+        Args:
+            loss: of `torch_dpsco.losses`, for targets as `Table.dataset` codes them.
+            intercept: whether the linear layer has a bias, which counts as a feature that is 1.
+            promises: further arguments of `loss.problem`.
+
+        Raises:
+            ValueError: the loss is of other targets.
+        """
+        self.require_targets(loss)
+        bound = math.nextafter(math.sqrt(len(self.columns) + intercept), math.inf)
+        bounds = {"bound_y": self._bound_y} if loss.target_kind == "real" else {}
+        return loss.problem(bound_x=bound, **bounds, **promises)
+
+    def require_targets(self, loss: Loss) -> None:
+        """Raises ValueError unless a loss is one of the schema's targets."""
+        count = 0 if self.labels is None else len(self.labels)
+        fits = {"real": count == 0, "sign": count == 2, "class": 0 < count <= loss.num_scores}
+        if not fits[loss.target_kind]:
+            what = "a real target" if self.labels is None else f"{len(self.labels)} labels"
+            raise ValueError(f"loss must be one of {what} (got {loss!r}, of targets that are {loss.target_kind!r})")
+
+    @property
+    def _bound_y(self) -> float:
         assert self.target_range is not None
-        return {"bound_x": self.bound_x, "bound_y": max(map(abs, self.target_range))}
+        return max(map(abs, self.target_range))
 
     def read(self, frame: Any) -> Table:
         """Codes a table. A value that cannot be read makes at most its own row a null record, and never raises.
 
         Args:
-            frame: pandas data frame, Arrow table, or dict of columns.
+            frame: pandas data frame, Arrow table, dict of columns, or the path of a .csv or .parquet file (with
+                pyarrow). All columns of a .csv file are read as text, so that no value decides how others are read.
 
         Raises:
-            ValueError: a column is missing or doubled, of another length, or of dates; ids are truth values.
+            ImportError: pyarrow is not installed, for a path.
+            ValueError: a column is missing or doubled, of another length, or of dates; ids are truth values; or the
+                file cannot be read.
         """
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
-        values = {name: _column(frame, name) for name in wanted}
-        lengths = {name: len(column) for name, column in values.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns must have one length (got {lengths})")
-        kept, groups = list(range(lengths[self.target])), None
+        frame = frames.opened(frame, wanted)
+        columns = {name: frames.column(frame, name) for name in wanted}
+        rows = _one_length(columns)
+        kept, groups, lost = np.arange(rows), None, np.zeros(rows, dtype=bool)
         if self.ids is not None:
-            kind = str(getattr(frame[self.ids], "dtype", getattr(frame[self.ids], "type", "")))
+            kind = frames.kind_of(columns[self.ids])
             if kind.startswith("bool"):
                 raise ValueError(f"ids {self.ids!r} must be integers or text (got {kind})")
-            units = [_unit(value) for value in values[self.ids]]
+            units = [unit_id(value) for value in frames.values(columns[self.ids])]
             kept, groups = self._units(units)
             # PRIVACY: whose row it is nobody knows (test_a_row_without_an_id_is_a_null_record)
-            lost = [units[row] is None for row in kept]
-        else:
-            lost = [False] * len(kept)
-        rows = [[x for name, kind in self.columns.items() for x in kind.code(values[name][i])] for i in kept]
-        targets = self._targets([values[self.target][i] for i in kept])
-        features = np.array(rows, dtype=np.float64).reshape(len(kept), len(self.names))
-        features[np.array(lost, dtype=bool)] = math.nan
-        return Table(features, targets, None if self.rows_per_unit == 1 else groups)
+            lost = np.array([unit is None for unit in units], dtype=bool)
+        features = self._features(columns, rows)
+        features[lost] = math.nan
+        targets = self._targets([values[row] for values in (frames.values(columns[self.target]),) for row in kept])
+        return Table(self, features[kept], targets, None if self.rows_per_unit == 1 else groups)
 
-    def _units(self, units: list[str | None]) -> tuple[list[int], NDArray[Any]]:
+    def features(self, frame: Any) -> NDArray[np.float64]:
+        """Returns the features (n, d) of all rows, NaN where one has none: for predictions, targets and ids not needed.
+
+        Args:
+            frame: as for `read`.
+        """
+        frame = frames.opened(frame, list(self.columns))
+        columns = {name: frames.column(frame, name) for name in self.columns}
+        return self._features(columns, _one_length(columns))
+
+    def check(self, frame: Any) -> Check:
+        """Returns what looks wrong in a table, before anything is spent. NOT private: for your eyes, on your machine.
+
+        Args:
+            frame: as for `read`, which raises what is wrong with names, lengths and dtypes.
+        """
+        table = self.read(frame)
+        wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
+        frame = frames.opened(frame, wanted)
+        return look(self, table, {name: frames.values(frames.column(frame, name)) for name in wanted})
+
+    @classmethod
+    def from_public(cls, frame: Any, *, target: str, levels: int = 20, **fields: Any) -> Schema:
+        """Reads a schema off a PUBLIC table: ranges and levels of private data would give its records away.
+
+        A column of numbers with more than `levels` different ones is a `Number` between its extremes, others are a
+        `Category` of what occurs. Look at it: a public table may lack what the private one has.
+
+        Args:
+            frame: PUBLIC table, as for `read`.
+            target: name of the column of targets; labels, or a range, are read off it likewise.
+            levels: >= 2.
+            fields: further fields, such as ids, whose column is no feature.
+
+        Raises:
+            ValueError: a column has fewer than two values.
+        """
+        check.positive_count(levels=levels)
+        frame = frames.opened(frame, None)
+        kinds = {}
+        for name in frames.names(frame):
+            if name != fields.get("ids"):
+                kinds[name] = _public_kind(name, frames.values(frames.column(frame, name)), levels)
+        if target not in kinds:
+            raise ValueError(f"target must be a column of the table (got {target!r})")
+        goal = kinds.pop(target)
+        found = {"labels": list(goal.levels)} if isinstance(goal, Category) else {"target_range": (goal.low, goal.high)}
+        return cls(**{"columns": kinds, "target": target, **found, **fields})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as text, numbers, lists and dicts; `from_dict` reads it."""
+        return files.to_dict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Schema:
+        """Builds a schema from `to_dict`; raises ValueError for a field that is unknown, missing or wrong."""
+        return cls(**files.fields_of(state))
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes it as TOML, to be read and edited by people; raises FileExistsError if the file is there."""
+        text = files.to_toml(self.to_dict())
+        with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schema:
+        """Reads a file of `save`; raises ValueError for what is no schema."""
+        return cls.from_dict(files.read_toml(path))
+
+    def _features(self, columns: Mapping[str, Any], rows: int) -> NDArray[np.float64]:
+        parts = [frames.coded(kind, columns[name], len(kind.names(name))) for name, kind in self.columns.items()]
+        return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
+
+    def _units(self, units: list[str | None]) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Returns the rows that are kept, and their groups; a row without an id is a unit of its own."""
         kept, seen = [], Counter[str]()
         for row, unit in enumerate(units):
@@ -120,7 +230,8 @@ class Schema:
             seen[group] += 1
             if self.rows_per_unit is None or seen[group] <= self.rows_per_unit:
                 kept.append(row)
-        return kept, np.array([units[row] or f"?{row}" for row in kept], dtype=np.str_)
+        groups = np.array([units[row] or f"?{row}" for row in kept], dtype=np.str_)
+        return np.array(kept, dtype=np.int64), groups
 
     def _targets(self, values: list[Any]) -> NDArray[Any]:
         if self.target_range is not None:
@@ -132,26 +243,19 @@ class Schema:
         return known[[places.get(key(value), len(places)) for value in values]] if values else known[:0]
 
 
-def _unit(value: Any) -> str | None:
-    """Returns an id as text, 7 for 7.0, as an integer column with missing values is read; None for what is none."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() and abs(value) < 2**53 else None
-    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
-        return None
-    return f"={value}" if isinstance(value, str) or abs(value) < 2**64 else None
+def _one_length(columns: Mapping[str, Any]) -> int:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns must have one length (got {lengths})")
+    return next(iter(lengths.values()))
 
 
-def _column(frame: Any, name: str) -> list[Any]:
-    names = list(getattr(frame, "column_names", frame.keys() if isinstance(frame, Mapping) else frame.columns))
-    if names.count(name) != 1:
-        raise ValueError(f"column {name!r} must be in the table, once (got it {names.count(name)} times)")
-    column = frame[name]
-    kind = getattr(column, "dtype", getattr(column, "type", ""))
-    if str(kind).startswith(("datetime", "timedelta", "timestamp", "date", "complex")):
-        raise ValueError(f"column {name!r} must be of numbers or text (got {kind})")
-    for reader in ("to_pylist", "tolist"):
-        if hasattr(column, reader):
-            return list(getattr(column, reader)())
-    return list(column)
+def _public_kind(name: str, values: list[Any], levels: int) -> Number | Category:
+    known = [value for value in values if key(value) not in (None, "")]
+    different = {key(value): value for value in known}
+    if len(different) < 2:
+        raise ValueError(f"column {name!r} must have two different values or more: leave it out")
+    if len(different) > levels and all(isinstance(one, float) for one in different):
+        missing = len(known) < len(values)
+        return Number(min(map(number, known)), max(map(number, known)), missing)
+    return Category(sorted(different.values(), key=lambda level: (isinstance(level, str), level)))

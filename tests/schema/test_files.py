@@ -1,0 +1,264 @@
+"""Schemas as files, tables in files, and what plans and loaders take of both."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch_dpsco as dp
+from torch_dpsco import losses
+from torch_dpsco.schema import Category, Number, Ordered, Schema
+from torch_dpsco.schema.columns import key
+
+COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"]), "stage": Ordered(["I", "II", 3], missing=True)}
+SCHEMA = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="id", rows_per_unit=None, unit="patient")
+BINARY = Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
+
+# -- schemas ----------------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+ENDS = st.tuples(st.floats(-1e9, 0), st.floats(1, 1e9))
+LEVELS = st.lists(TEXT, min_size=2, max_size=4, unique_by=key)
+KINDS = st.one_of(
+    st.builds(lambda ends, missing: Number(*ends, missing), ENDS, st.booleans()),
+    st.builds(Category, LEVELS),
+    st.builds(Ordered, LEVELS, st.booleans()),
+)
+
+
+@given(st.dictionaries(TEXT, KINDS, min_size=1, max_size=3), TEXT, LEVELS, st.sampled_from([1, 3, None]))
+def test_a_file_holds_the_whole_schema(tmp_path_factory, columns, target, labels, rows):
+    columns.pop(target, None)
+    if not columns or "the id" in (*columns, target):
+        return
+    schema = Schema(columns, target, labels, ids="the id", rows_per_unit=rows, unit="patient")
+    path = tmp_path_factory.mktemp("schema") / "schema.toml"
+    schema.save(path)
+    assert Schema.load(path) == schema
+    assert Schema.from_dict(json.loads(json.dumps(schema.to_dict()))) == schema
+    assert list(Schema.load(path).names) == schema.names
+
+
+def test_a_file_is_not_written_over(tmp_path):
+    path = tmp_path / "schema.toml"
+    SCHEMA.save(path)
+    with pytest.raises(FileExistsError):
+        SCHEMA.save(path)
+    SCHEMA.save(path, overwrite=True)
+
+
+def test_other_fields_are_kept():
+    real = Schema({"v": Number(np.float64(0), np.int64(2))}, "y", target_range=(0, 1.5))
+    assert Schema.from_dict(real.to_dict()) == real
+    assert "rows_per_unit" in real.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"colour": 1}, "colour must be left out"),
+        ({"columns": 3}, "columns must be a table"),
+        ({"columns": {"age": {"kind": "date"}}}, "kind of column 'age'"),
+        ({"columns": {"age": {"kind": ["number"]}}}, "kind of column 'age'"),
+        ({"columns": {"age": {"kind": "number", "low": 1}}}, "column 'age'.*high"),
+        ({"columns": {"age": {"kind": "number", "low": 1, "high": 0}}}, "column 'age': low must be below high"),
+        ({"labels": "no"}, "labels must be"),
+        ({"rows_per_unit": "many"}, "rows_per_unit"),
+        ({"unit": ""}, "unit must be a name"),
+    ],
+)
+def test_what_is_no_schema_is_refused(change, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        Schema.from_dict(SCHEMA.to_dict() | change)
+    without = {name: value for name, value in SCHEMA.to_dict().items() if name != "target"}
+    with pytest.raises(ValueError, match="target must be given"):
+        Schema.from_dict(without)
+
+
+def test_a_broken_file_is_named(tmp_path):
+    path = tmp_path / "schema.toml"
+    path.write_bytes(b"\xff = 1")
+    with pytest.raises(ValueError, match="path must be that of a TOML file"):
+        Schema.load(path)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True) | st.floats(-2, 4), max_size=20),
+    st.booleans(),
+    st.sampled_from([np.float64, np.float32]),
+)
+def test_arrays_are_coded_as_their_values(values, missing, dtype):
+    with np.errstate(over="ignore"):
+        array = np.array(values, dtype=dtype)
+    for kind in (Number(-1.7, 3.1, missing), Number(-1e300, 1e-300, missing)):
+        one_by_one = np.array([kind.code(value) for value in array.tolist()]).reshape(len(array), 1 + missing)
+        assert kind.code_all(array).tobytes() == one_by_one.tobytes()
+
+
+def test_integers_and_truth_values_are_coded_alike():
+    kind = Number(-5, 2**62)
+    for array in (np.array([2**63 - 1, -(2**63), 7]), np.array([True, False]), np.array([2**64 - 1], dtype=np.uint64)):
+        assert kind.code_all(array)[:, 0].tolist() == [kind.code(value)[0] for value in array.tolist()]
+
+
+def frame(n: int = 2) -> dict[str, Any]:
+    return {"age": [20, 90][:n], "sex": ["f", "m"][:n], "stage": ["I", 3][:n], "died": ["no", "yes"], "id": ["a", "b"]}
+
+
+def test_files_are_read_like_tables(tmp_path):
+    arrow, csv = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.csv")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = frame() | {"stage": ["I", "3"], "extra": [1, 2]}
+    csv.write_csv(arrow.table(columns), tmp_path / "table.csv")
+    parquet.write_table(arrow.table(columns), tmp_path / "table.parquet")
+    wanted = SCHEMA.read(columns)
+    for name in ("table.csv", "table.parquet"):
+        table = SCHEMA.read(tmp_path / name)
+        assert (table.X == wanted.X).all()
+        assert table.y.tolist() == wanted.y.tolist()
+        assert table.groups.tolist() == wanted.groups.tolist()
+        assert (SCHEMA.features(str(tmp_path / name)) == wanted.X).all()
+
+
+def test_no_value_of_a_file_decides_how_others_are_read(tmp_path):
+    pytest.importorskip("pyarrow")
+    schema = Schema({"v": Number(0, 9, missing=True), "c": Category(["1", "2"])}, "y", target_range=(0, 9))
+    path = tmp_path / "table.csv"
+    rows = ["1,1,5", "2,2,7"]
+    path.write_text("\n".join(["v,c,y", *rows]))
+    alone = schema.read(path)
+    for odd in ("x,y,z", "1e400,,", "2024-01-01,true,false", '"a ""b""",1.0,1'):
+        path.write_text("\n".join(["v,c,y", odd, *rows]))
+        table = schema.read(path)
+        assert table.X[1:].tobytes() == alone.X.tobytes()
+        assert table.y[1:].tobytes() == alone.y.tobytes()
+
+
+def test_no_row_of_a_broken_file_is_quoted(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "table.csv"
+    for content in (b"v,y\n1,2\nsecret,1,1,1\n", b"v,y\n\xffsecret,1\n"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"valid csv file") as caught:
+            Schema({"v": Number(0, 1)}, "y", target_range=(0, 1)).read(path)
+        assert "secret" not in str(caught.value)
+        assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (3, "frame must be a table"),
+        ([1, 2], "frame must be a table"),
+        ("table.xlsx", "frame must be a table, or the path"),
+        ({"v": 3, "y": [1]}, "column 'v' must be a list or array"),
+        ({"v": np.zeros((2, 2)), "y": ["no", "yes"]}, "column 'v' must have one value per row"),
+    ],
+)
+def test_what_is_no_table_is_refused(wrong, words):
+    for read in (BINARY.read, BINARY.features):
+        with pytest.raises(ValueError, match=words):
+            read(wrong)
+    with pytest.raises(FileNotFoundError, match="frame must be a file that is there"):
+        BINARY.read("nowhere.csv")
+
+
+def test_files_need_pyarrow(monkeypatch, tmp_path):
+    (tmp_path / "t.csv").write_text("v,y\n1,no\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="pyarrow"):
+        BINARY.read(tmp_path / "t.csv")
+
+
+# -- plans and loaders ------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_coded_as_a_loss_wants_them():
+    table = BINARY.read({"v": [0.0, 1.0, 0.5, None], "y": ["no", "yes", "?", "yes"]})
+    rows, signs = table.dataset(losses.Logistic()).tensors
+    assert signs[:2].tolist() == [-1.0, 1.0]
+    assert rows.isnan().flatten().tolist() == [False, False, True, True]
+    assert rows.dtype == signs.dtype == torch.get_default_dtype()
+    classes = table.dataset(losses.SoftmaxCrossEntropy(2)).tensors[1]
+    assert classes[:2].tolist() == [0, 1]
+    assert classes.dtype == torch.int64
+    real = Schema({"v": Number(0, 1)}, "y", target_range=(0, 2)).read({"v": [0.0, 1.0], "y": [5, "x"]})
+    rows, targets = real.dataset(losses.Squared()).tensors
+    assert targets.tolist() == [2.0, 0.0]
+    assert rows.isnan().flatten().tolist() == [False, True]
+
+
+def test_a_loop_is_planned_and_run_from_a_schema():
+    loss, n = losses.Logistic(), 1000
+    draws = np.random.default_rng(0).random(n)
+    table = BINARY.read({"v": draws, "y": np.where(draws > 0.5, "yes", "no")})
+    plan = dp.HolderSGD.plan(problem=BINARY.problem(loss), n=n, budget=dp.Budget(8.0, 1e-5), batch_size=100, epochs=2)
+    model = torch.nn.Linear(1, 1)
+    dp.attach(model)
+    optimizer = dp.HolderSGD(model.parameters(), plan)
+    for x, y in optimizer.loader(table.dataset(loss)):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    optimizer.finalize()
+    assert model.weight.item() > 0
+
+
+def test_the_bias_counts_as_a_feature():
+    bound = BINARY.problem(losses.Logistic()).bound_x
+    assert math.sqrt(2) <= bound < 1.4143
+    assert 1 <= BINARY.problem(losses.Logistic(), intercept=False).bound_x < 1.0001
+    real = Schema({"v": Number(0, 1)}, "y", target_range=(-3, 2)).problem(losses.Squared(), radius=2.0)
+    assert (real.bound_y, real.radius) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "loss"),
+    [
+        (BINARY, losses.Squared()),
+        (Schema({"v": Number(0, 1)}, "y", target_range=(0, 1)), losses.Logistic()),
+        (Schema({"v": Number(0, 1)}, "y", labels=[0, 1, 2]), losses.Logistic()),
+        (Schema({"v": Number(0, 1)}, "y", labels=[0, 1, 2]), losses.SoftmaxCrossEntropy(2)),
+    ],
+)
+def test_a_loss_of_other_targets_is_refused(schema, loss):
+    with pytest.raises(ValueError, match="loss must be one of"):
+        schema.problem(loss)
+    with pytest.raises(ValueError, match="loss must be one of"):
+        schema.read({"v": [0], "y": [1]}).dataset(loss)
+
+
+# -- public tables ----------------------------------------------------------------------------------------------------
+
+
+def test_a_schema_is_read_off_a_public_table():
+    public = {
+        "age": list(range(30)),
+        "sex": ["f", "m"] * 15,
+        "income": [None, *range(29)],
+        "died": [0, 1] * 15,
+        "id": list(range(30)),
+    }
+    schema = Schema.from_public(public, target="died", ids="id", unit="patient")
+    assert schema.columns == {
+        "age": Number(0, 29),
+        "sex": Category(["f", "m"]),
+        "income": Number(0, 28, missing=True),
+    }
+    assert (schema.labels, schema.ids, schema.unit) == ([0, 1], "id", "patient")
+    assert Schema.from_public(public, target="age").target_range == (0.0, 29.0)
+    with pytest.raises(ValueError, match="target must be a column"):
+        Schema.from_public(public, target="sick")
+    with pytest.raises(ValueError, match="'v' must have two different values"):
+        Schema.from_public({"v": [1, 1], "y": [0, 1]}, target="y")

@@ -1,0 +1,155 @@
+"""A local look at a table beside its schema. NOT private: what it says is read off the records, for their keeper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_dpsco.schema.columns import Number, key, number, unit_id
+
+if TYPE_CHECKING:
+    from torch_dpsco.schema.schema import Schema
+    from torch_dpsco.schema.table import Table
+
+_SHARE = 0.05  # of values that may be odd
+_NARROW = 0.02  # of a range, that holds nearly all values of a column in another unit
+_FINE = 0.25  # different values, as a share of rows, of a column by which records differ
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that looks wrong: the column ("" for the table), what is seen, and what to do."""
+
+    column: str
+    seen: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.column or 'table'}: {self.seen}. {self.advice}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `Schema.check` found; NOT private."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns that something was found about."""
+        return {finding.column for finding in self.findings}
+
+    def __str__(self) -> str:
+        head = "LOCAL CHECK, NOT PRIVATE: read off the records. Do not publish it, nor keep it beside what you publish."
+        return "\n".join([head, *(f"- {finding}" for finding in self.findings or ["nothing was found"])])
+
+
+def look(schema: Schema, table: Table, columns: Mapping[str, list[Any]]) -> Check:
+    """Returns what looks wrong; see `Schema.check`.
+
+    Args:
+        schema: of the table.
+        table: as it was read.
+        columns: raw values of each column of the schema.
+    """
+    found = [*_labels(schema, columns[schema.target])]
+    for name, kind in schema.columns.items():
+        found += _numbers(name, kind, columns[name]) if isinstance(kind, Number) else _levels(name, kind, columns[name])
+    if schema.ids is not None:
+        found += _ids(schema, columns[schema.ids])
+    found += _rows(table)
+    return Check(tuple(found))
+
+
+def _labels(schema: Schema, values: list[Any]) -> Iterator[Finding]:
+    name = schema.target
+    if schema.labels is None:
+        yield from _numbers(name, Number(*schema.target_range), values)  # type: ignore[misc]
+        return
+    yield from _unknown(name, {key(label) for label in schema.labels}, values, "labels")
+    seen = Counter(map(key, values))
+    for label in schema.labels:
+        if values and seen[key(label)] == 0:
+            yield Finding(name, f"no row has the label {label!r}", "See whether labels are coded otherwise")
+
+
+def _levels(name: str, kind: Any, values: list[Any]) -> Iterator[Finding]:
+    yield from _unknown(name, {key(level) for level in kind.levels}, values, "levels")
+    if values and len({key(value) for value in values}) == 1:
+        yield Finding(name, "all values are one", "Leave the column out")
+
+
+def _unknown(name: str, known: set[Any], values: list[Any], what: str) -> Iterator[Finding]:
+    others = Counter(key(value) for value in values if key(value) not in known)
+    missing = others.pop(None, 0) + others.pop("", 0)
+    if others:
+        shown = ", ".join(repr(value) for value, _ in others.most_common(_SHOWN))
+        near = {str(level).strip().casefold() for level in known}
+        hint = "; some differ in blanks or case only" if any(str(o).strip().casefold() in near for o in others) else ""
+        share = sum(others.values()) / len(values)
+        yield Finding(name, f"{share:.1%} of values are none of the {what} ({shown}{hint})", f"Mend {what}, or values")
+    if missing > _SHARE * len(values):
+        yield Finding(name, f"{missing / len(values):.1%} of values are missing", f"Give them one of the {what}")
+
+
+def _numbers(name: str, kind: Number, values: list[Any]) -> Iterator[Finding]:
+    array = np.array([number(value) for value in values])
+    known = array[np.isfinite(array)]
+    lost, rows = len(array) - len(known), max(len(array), 1)
+    if lost > (_SHARE if kind.missing else 0) * len(array):
+        text = sum(isinstance(value, str) and value.strip() != "" for value in values) - sum(
+            isinstance(value, str) and bool(np.isfinite(number(value))) for value in values
+        )
+        what = "missing, or text that is no number" if text else "missing"
+        advice = "Mend the text (a decimal point, no units), or take a Category" if text else "Give missing=True"
+        yield Finding(name, f"{lost / rows:.1%} of values are {what}", advice)
+    if not len(known):
+        return
+    outside = float(((known < kind.low) | (known > kind.high)).mean())
+    if outside > _SHARE:
+        low, high = known.min(), known.max()
+        seen = f"{outside:.1%} of values are outside of [{kind.low:g}, {kind.high:g}] (they reach {low:g} to {high:g})"
+        yield Finding(name, seen, "Mend the unit, or the range; codes such as -999 must be made missing")
+    elif outside and len(rare := Counter(known[(known < kind.low) | (known > kind.high)])) <= 2:
+        shown = ", ".join(f"{value:g}" for value in rare)
+        yield Finding(name, f"{outside:.2%} of values are {shown}, out of range", "If it is a code, make it missing")
+    low, high = np.quantile(known, [0.01, 0.99])
+    if known.min() == known.max():
+        yield Finding(name, "all values are one", "Leave the column out")
+    elif high - low < _NARROW * (kind.high - kind.low):
+        seen = f"98 % of values are in [{low:g}, {high:g}], a small part of [{kind.low:g}, {kind.high:g}]"
+        yield Finding(name, seen, "Mend the unit (percent or share, thousands), or the range")
+
+
+def _ids(schema: Schema, values: list[Any]) -> Iterator[Finding]:
+    name, units = str(schema.ids), [unit_id(value) for value in values]
+    if lost := sum(unit is None for unit in units):
+        yield Finding(name, f"{lost / len(units):.1%} of rows have no id", "They are null records; give them ids")
+    known = [unit for unit in units if unit is not None]
+    if known and schema.rows_per_unit != 1 and len(set(known)) == len(known):
+        yield Finding(name, f"each {schema.unit} has one row", "See whether it is the id of rows; else rows_per_unit=1")
+    if known and schema.rows_per_unit == 1 and len(set(known)) < len(known):
+        share = 1 - len(set(known)) / len(known)
+        yield Finding(
+            name, f"{share:.1%} of rows are left out: of a {schema.unit} with several", "Or rows_per_unit=None"
+        )
+
+
+def _rows(table: Table) -> Iterator[Finding]:
+    if not len(table.X):
+        yield Finding("", "there are no rows", "See whether the right table was read")
+        return
+    null = float(np.isnan(table.X).any(1).mean())
+    if null > _SHARE:
+        yield Finding("", f"{null:.1%} of rows are null records, which teach nothing", "See the columns above")
+    whole = table.X[~np.isnan(table.X).any(1)]
+    # records with a fine column do not repeat by themselves
+    if len(whole) and max(len(np.unique(column)) for column in whole.T) > _FINE * len(whole):
+        share = 1 - len(np.unique(whole, axis=0)) / len(whole)
+        if share > _SHARE:
+            yield Finding("", f"{share:.1%} of rows repeat others", "See whether records are there twice")
