@@ -1,4 +1,4 @@
-"""Mistakes of a new user: an error before anything is spent where type, shape or name tell, else a finding of the check."""
+"""Mistakes of a new user: an error before anything is spent where type, shape or name tell, else a finding."""
 
 from __future__ import annotations
 

@@ -100,6 +100,15 @@ def test_frames_of_pandas_and_arrow_are_read_alike():
         assert table.y.tolist() == tables[0].y.tolist()
 
 
+def test_a_baseline_has_no_feature():
+    kind = Category(["f", "m", "x"], baseline=True)
+    assert kind.names("sex") == ["sex=m", "sex=x"]
+    assert [kind.code(value) for value in ("f", "m", "x", None)] == [[0, 0], [1, 0], [0, 1], [0, 0]]
+    schema = Schema({"sex": kind}, target="y", labels=[0, 1])
+    assert schema.read({"sex": ["f", "x"], "y": [0, 1]}).X.tolist() == [[0, 0], [0, 1]]
+    assert Schema.from_dict(schema.to_dict()) == schema
+
+
 @pytest.mark.parametrize("kind", [LogisticRegression, LinearSVC, SoftmaxRegression])
 def test_classifiers_take_the_settings(kind):
     schema = Schema({"v": Number(0, 100)}, target="y", labels=["no", "yes"])

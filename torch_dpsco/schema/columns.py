@@ -101,22 +101,26 @@ class Category:
 
     Args:
         levels: public, 2 or more, distinct.
+        baseline: whether the first level has no feature, so that coefficients of the others are differences from it:
+            what intervals need beside an intercept.
     """
 
     levels: Sequence[Any]
+    baseline: bool = False
     _places: ClassVar[dict[float | str | None, int]]  # of each level
 
     def __post_init__(self) -> None:
+        check.fields(self, baseline=check.flag)
         object.__setattr__(self, "_places", index_of("levels", self.levels))
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
-        return [f"{column}={level}" for level in self.levels]
+        return [f"{column}={level}" for level in self.levels[self.baseline :]]
 
     def code(self, value: Any) -> list[float]:
         """Returns the features of one value."""
         place = self._places.get(key(value))
-        return [float(place == level) for level in range(len(self.levels))]
+        return [float(place == level) for level in range(self.baseline, len(self.levels))]
 
 
 @dataclass(frozen=True)
