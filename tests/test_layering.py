@@ -34,7 +34,7 @@ ORDER = (
     "distributed",
     "optim linear",
     "doctor audit",
-    "loggers train checkpoint make_private preview estimators",
+    "loggers train checkpoint make_private preview inference estimators",
     "schema prepare",
     "study",
     "cli __main__ integrations",
