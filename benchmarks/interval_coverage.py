@@ -125,7 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--fits", type=int, default=1000)
+    parser.add_argument("--smoke", action="store_true", help="one cell, a few fits")
     given = parser.parse_args(arguments)
+    if given.smoke:
+        given.cells, given.fits = ["made_1000"], 5
     print("| cell | n | features | epsilon | coverage | least of a coefficient | naive | refused |\n|---|" + "---|" * 7)
     for name in given.cells:
         cell = CELLS[name]

@@ -814,8 +814,8 @@ CALLS["estimators.LogisticRegression.preview"] = lambda: (
     {"X_like": FEATURES(), "y_like": LABELS(), "epsilons": (1.0,), "runs": 3},
 )
 CALLS["estimators.LogisticRegression.summary"] = lambda: (
-    estimators.LogisticRegression(epsilon=50.0, n=N, bound_x=2.0, classes=(0, 1), intervals=0.9)
-    .fit(FEATURES(), LABELS())
+    estimators.LogisticRegression(epsilon=50.0, n=N, bound_x=2.0, classes=(0, 1), intervals=0.3)
+    .fit(torch.rand(N, DIM, generator=torch.Generator().manual_seed(0)), LABELS())
     .summary,
     {"level": 0.9},
 )

@@ -124,6 +124,7 @@ def test_what_has_no_intervals_says_so() -> None:
         ({"radius": 3.0}, "radius must be inf"),
         ({"mechanism": "output"}, "mechanism must be 'objective'"),
         ({"delta": 0.0}, "delta must be > 0"),
+        ({"intervals": 0.99, "epsilon": 20.0}, "smaller share of the budget"),
         ({"secure": "exact"}, "objective perturbation"),
     ],
 )

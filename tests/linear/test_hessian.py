@@ -72,9 +72,7 @@ def test_the_charge_is_no_less_than_that_of_a_gaussian_release_of_the_hessian_al
         assert cost >= (without + order * (0.5 * MU) ** 2 / 2) * (1 - 1e-12)
 
 
-def released(
-    plan: ObjectivePlan, rows: list[tuple[float, ...]]
-) -> torch.Tensor:
+def released(plan: ObjectivePlan, rows: list[tuple[float, ...]]) -> torch.Tensor:
     table = torch.tensor(rows, dtype=torch.float64)
     records = make_records(plan.task, table[:, :2], table[:, 2])
     return plan.release(records, plan.ledger(), torch.Generator().manual_seed(1))

@@ -198,6 +198,7 @@ class LogisticRegression(BinaryClassifier):
         """
         if not hasattr(self, "coef_"):
             raise NotFittedError("This LogisticRegression instance is not fitted yet: call fit before")
+        check.open_interval(0.0, 1.0, level=level)
         if not hasattr(self, "hessian_"):
             raise ConditionError(
                 "intervals must be paid for by the fit: LogisticRegression(..., intervals=0.3).fit(X, y) spends 0.3 of "

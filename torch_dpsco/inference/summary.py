@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco import _validate as check
 from torch_dpsco import plots
 from torch_dpsco.inference.debiased import Debiased
 
@@ -66,7 +65,6 @@ class Summary:
             level: in (0, 1).
             *assumed: in words.
         """
-        check.open_interval(0.0, 1.0, level=level)
         sampling, noise = (np.diag(to_raw @ part.cpu().numpy() @ to_raw.T) for part in found[1:])
         total = sampling + noise
         estimate = to_raw @ found.estimate.cpu().numpy()

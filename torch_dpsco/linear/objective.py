@@ -200,7 +200,12 @@ def plan_objective(
     size = _pure_scale if task.pure else _noise_std
     if task.reg is None and ranks == 1 and not task.pure and not task.curvature:  # its bias is subtracted there
         reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)))
-    scale = size(task, reg, lipschitz, smoothness)
+    try:
+        scale = size(task, reg, lipschitz, smoothness)
+    except InfeasibleError as error:
+        if not task.curvature:
+            raise
+        raise InfeasibleError(f"{error}; or give intervals a smaller share of the budget") from error
     while task.reg is None and not _solvable(task, reg, scale):
         reg *= 2  # b can only be smaller then
         if reg > _LARGEST_REG:
