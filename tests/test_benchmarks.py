@@ -26,6 +26,7 @@ ACCURACY = {
     "heads",
     "heavy_tailed",
     "holder",
+    "interval_coverage",
     "least_squares",
     "steps",
     "user_level_risk",

@@ -34,7 +34,7 @@ ORDER = (
     "distributed",
     "optim linear",
     "doctor audit",
-    "loggers train checkpoint make_private preview estimators",
+    "loggers train checkpoint make_private preview inference estimators",
     "schema prepare",
     "studies",
     "cli __main__ integrations",

@@ -113,6 +113,37 @@ def dots(
     return panel
 
 
+def ranges(
+    title: str,
+    x_label: str,
+    rows: Sequence[str],
+    values: Sequence[float],
+    ends: Sequence[Sequence[float]],
+    label: str,
+) -> Panel:
+    """Returns a panel of one row per name, with a point and a bar from end to end, and a line at 0.
+
+    Args:
+        title: in plain words.
+        x_label: with the unit.
+        rows: from the top down.
+        values: points, one per row.
+        ends: (low, high) of the bar of each row.
+        label: of the bars, for the legend.
+    """
+
+    def panel(axes: Axes) -> None:
+        arms = [[value - low for value, (low, _) in zip(values, ends, strict=True)]]
+        arms.append([high - value for value, (_, high) in zip(values, ends, strict=True)])
+        axes.errorbar(values, range(len(rows)), xerr=arms, fmt="o", color=LOOKS[0][0], capsize=4, label=label)
+        axes.axvline(0.0, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="0")
+        _name_rows(axes, rows)
+        axes.set(title=title, xlabel=x_label)
+        _name_series(axes)
+
+    return panel
+
+
 def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float], whole: tuple[str, float]) -> Panel:
     """Returns a panel of one bar per name, with a line where the whole is.
 
@@ -131,30 +162,6 @@ def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float],
         axes.set(title=title, xlabel=x_label)
         axes.set_xlim(left=0)
         _name_series(axes)
-
-    return panel
-
-
-def estimates(
-    title: str, x_label: str, rows: Sequence[str], values: Sequence[float], ends: Sequence[tuple[float, float]] = ()
-) -> Panel:
-    """Returns a panel of one dot per name, with the interval from end to end where there are any, and a line at 0.
-
-    Args:
-        title: in plain words.
-        x_label: with the unit.
-        rows: from the top down.
-        values: one per row.
-        ends: one pair per row, or none.
-    """
-
-    def panel(axes: Axes) -> None:
-        for row, (low, high) in enumerate(ends):
-            axes.plot([low, high], [row, row], "-", color="#0b5394", linewidth=2)
-        axes.plot(values, range(len(rows)), "o", color="#0b5394", markersize=5)
-        axes.axvline(0.0, color="black", linewidth=1.0, linestyle=(0, (1, 1)))
-        _name_rows(axes, rows)
-        axes.set(title=title, xlabel=x_label)
 
     return panel
 

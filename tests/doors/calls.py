@@ -329,6 +329,12 @@ CALLS["estimators.LogisticRegression.preview"] = lambda: (
     fresh().preview,
     {"X_like": FEATURES(), "y_like": LABELS(), "epsilons": (1.0,), "runs": 3},
 )
+CALLS["estimators.LogisticRegression.summary"] = lambda: (
+    estimators.LogisticRegression(epsilon=50.0, n=N, bound_x=2.0, classes=(0, 1), intervals=0.3)
+    .fit(torch.rand(N, DIM, generator=torch.Generator().manual_seed(0)), LABELS())
+    .summary,
+    {"level": 0.9},
+)
 CALLS["estimators.Ridge.fit"] = lambda: (
     estimators.Ridge(n=N, bound_x=2.0, bound_y=1.0).fit,
     {"X": FEATURES(), "y": TARGETS()},

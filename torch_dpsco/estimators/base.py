@@ -39,9 +39,11 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
+from torch_dpsco.inference import Summary
 from torch_dpsco.linear import (
     LinearFit,
     LinearTask,
@@ -358,6 +360,9 @@ class LinearModel(BaseEstimator):
 
     def _install(self, fitted: LinearFit) -> None:
         self.units_, dim = fitted.units, self.plan_.task.dim
+        vars(self).pop("hessian_", None)
+        if fitted.hessian is not None:
+            self.hessian_ = fitted.hessian.cpu().numpy()
         center, scale = (values.numpy() for values in self.units_.rows.shift_and_scale)
         answer = fitted.weights.cpu().numpy() * self.units_.spread
         weight = answer[:, :dim] / scale
@@ -405,6 +410,20 @@ class LinearModel(BaseEstimator):
             promises.append(f"There are no more than n_max = {task.n_max} {{units}}.")
         run = OneRelease(type(self).__name__, Full(task.n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
+
+    def summary(self, level: float = 0.95) -> Summary:
+        """Returns estimates, standard errors, p-values and intervals of the coefficients for raw features.
+
+        Args:
+            level: in (0, 1), of each interval for itself.
+
+        Raises:
+            ConditionError: intervals are not proved for this model, were not paid for by its fit, or its Hessian does
+                not stand out of its noise.
+        """
+        raise ConditionError(
+            f"{type(self).__name__} has no summary: confidence intervals are proved for LogisticRegression(intervals=)"
+        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it

@@ -6,10 +6,11 @@ the first of two classes is -1, the second is +1.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,10 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_codes
-from torch_dpsco.estimators.protocol import ClassifierMixin
+from torch_dpsco.estimators.protocol import ClassifierMixin, NotFittedError
+from torch_dpsco.inference import Summary, debias
 from torch_dpsco.linear import PrivatePreparation
+from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.theory.linear.preparation import residual_clip
@@ -140,6 +145,12 @@ class LogisticRegression(BinaryClassifier):
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         residual_clip: in (0, 1], or None for no clip. "auto" for 0.5, or 0.7 where n mu / sqrt(d) >= 700, mu the level
             of the budget (`plan(d)` says which); 0.2 for few rows where accuracy alone counts.
+        intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for a Hessian at the answer, which
+            `summary` needs (0.3 is a good one); the guarantee stays that of the budget. Then "auto" clips no residual
+            and measures nothing, and the mechanism is objective perturbation. None for no intervals.
+
+    Attributes:
+        hessian_: released one of the sum of losses, in prepared units, with noise; only with `intervals`.
 
     Example:
         >>> import numpy as np
@@ -156,6 +167,7 @@ class LogisticRegression(BinaryClassifier):
     """
 
     residual_clip: float | str | None = "auto"
+    intervals: float | None = None
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
@@ -163,9 +175,64 @@ class LogisticRegression(BinaryClassifier):
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         if isinstance(self.residual_clip, str):
             check.choice(("auto",), residual_clip=self.residual_clip)
+        if self.intervals is not None:
+            if self.class_weight is not None:
+                raise ConditionError("class_weight must be None with intervals: it changes the model they are of")
+            share = check.open_interval(0.0, 1.0, intervals=self.intervals)
+            level = gaussian_mu(self.epsilon, self.delta) if self.delta > 0 else self.epsilon  # refused by the task
+            clip = None if self.residual_clip == "auto" else self.residual_clip
+            return {"residual_clip": clip, "curvature": math.sqrt(share) * level}
+        if isinstance(self.residual_clip, str):
             # of users, mean gradients are clipped
             return {"residual_clip": residual_clip(signal) if unit == "example" else None}
         return {"residual_clip": self.residual_clip}
+
+    def _measurements(self, *public: Any) -> PrivatePreparation | None:
+        # measured units clip rows
+        return None if self.intervals is not None else super()._measurements(*public)
+
+    def summary(self, level: float = 0.95) -> Summary:
+        """Returns estimates, standard errors, p-values and intervals; see `LinearModel.summary`.
+
+        The estimates are `coef_` and `intercept_` without the bias of the regularizer. No budget is spent.
+        """
+        if not hasattr(self, "coef_"):
+            raise NotFittedError("This LogisticRegression instance is not fitted yet: call fit before")
+        check.open_interval(0.0, 1.0, level=level)
+        if not hasattr(self, "hessian_"):
+            raise ConditionError(
+                "intervals must be paid for by the fit: LogisticRegression(..., intervals=0.3).fit(X, y) spends 0.3 of "
+                "the same budget on the Hessian that they need (got a fit without)"
+            )
+        plan = cast(ObjectivePlan, self.plan_)
+        task = plan.task
+        given, dim = task.preparation, task.dim
+        center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
+        # coefficients for raw features, as a linear map of prepared ones, and back
+        to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
+        to_raw[dim:, :dim] = -center / scale
+        released = np.concatenate([self.coef_[0], self.intercept_])[: task.width]
+        found = debias(
+            torch.from_numpy(np.linalg.solve(to_raw, released)),
+            torch.from_numpy(self.hessian_),
+            reg=plan.reg,
+            noise_std=plan.noise_scale,
+            output_std=plan.output_scale,
+            hessian_std=plan.hessian_scale,
+        )
+        names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
+        return Summary.of(
+            f"LogisticRegression, (epsilon={self.epsilon:g}, delta={self.delta:g}), {task.adjacency}",
+            (*map(str, names), "intercept")[: task.width],
+            found,
+            to_raw,
+            released,
+            level,
+            "the log-odds are linear in the features, and records are independent: else standard errors may be small",
+            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the model",
+            "all settings, and which features are in the model, were chosen without a look at these records",
+            "enough records for a normal law: see docs/inference.md for where the coverage was measured",
+        )
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
         """Returns probabilities (n, 2) of public rows.

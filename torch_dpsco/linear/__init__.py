@@ -86,6 +86,8 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
         if task.pure:
             return "output"
         return "adassp" if asks_exact(secure) else "boosted_adassp"
+    if task.curvature:
+        return "objective"
     classes, exact = isinstance(task.loss, SoftmaxCrossEntropy), asks_exact(secure)
     if classes and not task.pure:
         return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
@@ -186,10 +188,12 @@ class LinearFit(NamedTuple):
         weights: (K, width) float64, K = 1 or the number of classes; the last column is the intercept's, to be
             multiplied by the constant of the preparation. They are for rows and targets in these units:
         units: public, or released too.
+        hessian: (width, width) of the sum of losses at the weights, with noise, where `LinearTask.curvature` is not 0.
     """
 
     weights: Tensor
     units: Units
+    hessian: Tensor | None = None
 
 
 _RANDOM_ACCESS = ("katyusha", "subgradient")
@@ -240,8 +244,9 @@ def fit_linear(
         ConditionError: blocks, for what is not made of sums over records, see `require_sums`.
 
     Guarantee:
-        The event of the plan, for weights and units. Unit: one row. What is assumed: public numbers that are public;
-        under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the minimizer's norm.
+        The event of the plan, for weights, units and Hessian. Unit: one row. What is assumed: public numbers that are
+        public; under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the norm of a
+        minimizer.
     """
     task = plan.task
     if not isinstance(features, Tensor):
@@ -281,4 +286,6 @@ def fit_linear(
         answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
     else:
         answer = plan.release(plan.solve(records), ledger, source)
-    return LinearFit(answer.reshape(task.num_scores, task.width), units)
+    weight, entries = answer[: task.parameters], answer[task.parameters :]
+    hessian = entries.reshape(task.width, task.width) if task.curvature else None
+    return LinearFit(weight.reshape(task.num_scores, task.width), units, hessian)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
@@ -30,7 +31,7 @@ from torch_dpsco.linear.solvers import SOLVERS, solve
 from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector, symmetric_noise
 from torch_dpsco.rng import Source
 from torch_dpsco.theory.linear.objective import (
     AMP_MU_OUT,
@@ -38,6 +39,7 @@ from torch_dpsco.theory.linear.objective import (
     amp_delta_general,
     amp_noise_std,
     amp_sigma_general,
+    hessian_sensitivity,
     log_det,
     noise_reg,
     objpert_pure_rate,
@@ -45,8 +47,8 @@ from torch_dpsco.theory.linear.objective import (
     softmax_log_det,
 )
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
-from torch_dpsco.theory.linear.solvers import amp_tolerance
-from torch_dpsco.theory.rounding import require_gaussian
+from torch_dpsco.theory.linear.solvers import amp_tolerance, sum_terms
+from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +129,43 @@ class ObjectivePlan(LinearPlan):
         yield from super().lines()
         if self.curve:
             yield "charged", "a Renyi curve, which composes well with others and costs more alone"
+        if self.task.curvature:
+            std, level = self.hessian_scale, self.task.curvature
+            yield (
+                "intervals",
+                f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g}, charged along",
+            )
+
+    @property
+    def hessian_scale(self) -> float:
+        """Std of the noise on the diagonal of the Hessian, sqrt(2) times that of its other entries; 0 for no release.
+
+        Source: docs/proofs/inference.md#a-hessian-at-the-answer
+        """
+        task = self.task
+        if not task.curvature:
+            return 0.0
+        most, bound = task.most_records, task.preparation.bound
+        reach = 8 * task.width * bound * _norm(task, self.reg, self.noise_scale)
+        # PRIVACY: sums and scores are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_hessian)
+        rounding = 1 + 4 * most * (sum_terms(most) + 64 * task.width + 80 + reach) * DOUBLE
+        return hessian_sensitivity(_constants(task)[1], task.adjacency) * rounding / task.curvature * (1 + 1e-15)
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
-        """Draws b, solves, adds noise: returns the private vector; see `LinearPlan`."""
+        """Draws b, solves, adds noise: returns the private vector, then the entries of a Hessian that is paid for.
+
+        See `LinearPlan`.
+        """
         draw, dim = knorm_vector if self.task.pure else gaussian_vector, self.task.parameters
         objective = build_objective(self.task, self.reg, solved, draw(dim, self.noise_scale, generator))
         found = solve(objective, self.distance, solver=self.solver)
-        return project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
+        answer = project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
+        if not self.task.curvature:
+            return answer
+        # PRIVACY: at what is released, not at the secret point (test_the_hessian_is_that_at_the_answer)
+        hessian = build_objective(self.task, 0.0, solved).hessian(answer)
+        noise = symmetric_noise(dim, self.hessian_scale, self.hessian_scale / math.sqrt(2), generator)
+        return torch.cat([answer, (hessian + noise).flatten()])
 
 
 _LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
@@ -166,9 +198,14 @@ def plan_objective(
     ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
     reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
     size = _pure_scale if task.pure else _noise_std
-    if task.reg is None and ranks == 1 and not task.pure:
+    if task.reg is None and ranks == 1 and not task.pure and not task.curvature:  # its bias is subtracted there
         reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)))
-    scale = size(task, reg, lipschitz, smoothness)
+    try:
+        scale = size(task, reg, lipschitz, smoothness)
+    except InfeasibleError as error:
+        if not task.curvature:
+            raise
+        raise InfeasibleError(f"{error}; or give intervals a smaller share of the budget") from error
     while task.reg is None and not _solvable(task, reg, scale):
         reg *= 2  # b can only be smaller then
         if reg > _LARGEST_REG:
@@ -187,12 +224,22 @@ def plan_objective(
 def _rounding(task: LinearTask, reg: float, scale: float) -> float:
     """Returns what rounding may hide where |b| is not beyond all reason; at run time the actual one is taken off."""
     assert task.lipschitz is not None
+    linear, norm = _linear(task, scale), _norm(task, reg, scale)
+    return task.gradient_rounding(reg, norm, task.lipschitz, dim=task.width, most=task.n_max, linear=linear)
+
+
+def _linear(task: LinearTask, scale: float) -> float:
+    """Returns what |b| exceeds with a probability below e^-40 only."""
+    dim = task.parameters
+    return scale * (dim + 10 * math.sqrt(dim) if task.pure else math.sqrt(dim) + 10)
+
+
+def _norm(task: LinearTask, reg: float, scale: float) -> float:
+    """Returns a bound on the norm of the minimizer for such a b."""
     assert task.problem.loss_at_zero is not None
-    dim, most = task.parameters, task.n_max
-    linear = scale * (dim + 10 * math.sqrt(dim) if task.pure else math.sqrt(dim) + 10)
+    linear = _linear(task, scale)
     # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
-    norm = (linear + math.sqrt(linear * linear + 2 * reg * most * task.problem.loss_at_zero)) / reg
-    return task.gradient_rounding(reg, norm, task.lipschitz, dim=task.width, most=most, linear=linear)
+    return (linear + math.sqrt(linear * linear + 2 * reg * task.n_max * task.problem.loss_at_zero)) / reg
 
 
 def _solvable(task: LinearTask, reg: float, scale: float) -> bool:
@@ -240,8 +287,9 @@ def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float
 
 
 def _mu_out(task: LinearTask) -> float:
-    """Returns the level of the Gaussian releases beside b: what is measured before, and the noise on the answer."""
-    # PRIVACY: units are released too (test_what_is_measured_is_charged_with_the_release)
+    """Returns the level of the Gaussian releases beside b: what is measured, and the noise on the answer."""
+    # PRIVACY: units and Hessians are released too (test_what_is_measured_is_charged_with_the_release,
+    # test_the_hessian_is_charged_with_the_answer)
     return math.hypot(AMP_MU_OUT, task.measured) * (1 + 2.0**-50) if task.measured else AMP_MU_OUT
 
 

@@ -256,7 +256,8 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         if self._solved is None:
             raise SequenceError("nothing was solved: call solve(dataset), or certify(dataset) after a loop of your own")
         task = self._plan.task
-        answer = self._plan.release(self._solved, self.accountant, self._noise).reshape(task.num_scores, task.width)
+        answer = self._plan.release(self._solved, self.accountant, self._noise)[: task.parameters]
+        answer = answer.reshape(task.num_scores, task.width)
         self._solved = None
         self._params[0].copy_(answer[:, : task.dim])
         if len(self._params) == 2:

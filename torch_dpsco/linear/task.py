@@ -59,6 +59,7 @@ class LinearTask:
         loss: of one score, or the softmax cross-entropy.
         preparation: of rows; in private units, where those are measured.
         prepare: what is measured before the fit, within the same budget; None for nothing.
+        curvature: level mu >= 0 of the Hessian at the answer, released after it within the same budget; 0 for none.
         dim: d >= 1, number of raw features.
         n: public number of records; a reference under add_remove.
         budget: of unit "example"; delta = 0 asks for a pure epsilon. None where the noise is given.
@@ -97,6 +98,7 @@ class LinearTask:
     attack_radius: float = 0.0
     attack_norm: float = 2.0
     prepare: PrivatePreparation | None = None
+    curvature: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -138,6 +140,22 @@ class LinearTask:
                     raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
         if self.prepare is not None:
             self._require_preparable(self.prepare)
+        if check.nonnegative(curvature=self.curvature):
+            self._require_intervals()
+
+    def _require_intervals(self) -> None:
+        """Raises ConditionError where what is released tells no confidence intervals."""
+        refused = {
+            "loss must be Logistic": not isinstance(self.loss, Logistic),
+            "residual_clip must be None (a clipped gradient has another mean)": self.residual_clip is not None,
+            "prepare must be None (it clips rows at a measured length)": self.prepare is not None,
+            "radius must be inf (a projected answer is no zero of a gradient)": self.radius != math.inf,
+            "tilt and attack_radius must be 0": self.tilt != 0 or self.attack_radius > 0,
+            "delta must be > 0 (the Hessian has Gaussian noise)": self.noise_multiplier is None and self.pure,
+        }
+        for words, wrong in refused.items():
+            if wrong:
+                raise ConditionError(f"{words} where intervals are paid for")
 
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
         if self.tilt or self.attack_radius or (self.noise_multiplier is None and self.pure):
@@ -161,8 +179,8 @@ class LinearTask:
 
     @property
     def measured(self) -> float:
-        """Level mu of what is measured before the fit."""
-        return 0.0 if self.prepare is None else self.prepare.level
+        """Level mu of what is measured beside the fit: before it, or the Hessian at its answer."""
+        return self.curvature if self.prepare is None else self.prepare.level
 
     @property
     def level(self) -> float:
@@ -295,6 +313,9 @@ class LinearPlan(Plan):
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", self.task.budget)
         object.__setattr__(self, "adjacency", self.task.adjacency)
+        if self.task.curvature and self.mechanism != "objective":
+            # its Hessian would be paid for and not released
+            raise ConditionError(f"mechanism must be 'objective' where intervals are paid for (got {self.mechanism!r})")
         super().__post_init__()
 
     @property

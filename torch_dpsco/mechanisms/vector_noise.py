@@ -73,6 +73,15 @@ def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
     return normal_(empty, 1.0, generator).mul_(check.nonnegative(std=std))
 
 
+def symmetric_noise(dim: int, diagonal: float, off_diagonal: float, generator: Source) -> Tensor:
+    """Returns a symmetric (dim, dim) matrix of Gaussian noise, with stds of their own on and off the diagonal.
+
+    With off_diagonal = diagonal / sqrt(2) it is N(0, diagonal^2 I) in an orthonormal basis of the symmetric matrices.
+    """
+    noise = gaussian_vector(dim * dim, off_diagonal, generator).view(dim, dim).triu(1)
+    return noise + noise.T + torch.diag(gaussian_vector(dim, diagonal, generator))
+
+
 def knorm_vector(dim: int, scale: float, generator: Source) -> Tensor:
     """Returns (dim,) float64 numbers of density proportional to exp(-|z|_2 / scale), on the generator's device.
 

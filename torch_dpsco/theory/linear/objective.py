@@ -68,6 +68,26 @@ def log_det(reg: float, smoothness: float) -> float:
     return scaled_up(math.log1p(scaled_up(ratio, 1)), 4) if smoothness else 0.0
 
 
+def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
+    """Returns how far one record moves the sum of Hessians phi'' x x' in the Frobenius norm at any point, rounded up.
+
+    Args:
+        smoothness: beta >= 0, bound on phi'' |x|^2 of a record.
+        adjacency: beta under add_remove and zero_out; sqrt(2) beta under replace_one, as both terms are positive.
+
+    Raises:
+        ValueError: unknown adjacency.
+
+    Source: docs/proofs/inference.md#a-hessian-at-the-answer
+
+    Example:
+        >>> hessian_sensitivity(0.25, "add_remove"), round(hessian_sensitivity(0.25, "replace_one"), 6)
+        (0.25, 0.353553)
+    """
+    factor = math.sqrt(sensitivity_factor(adjacency))
+    return check.nonnegative(smoothness=smoothness) * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
+
+
 def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
     """Returns epsilon - c; raises InfeasibleError unless it is positive: no noise makes up for the determinant.
 

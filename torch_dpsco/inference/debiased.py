@@ -1,0 +1,81 @@
+"""An estimate without the bias of the regularizer, and its covariance, of a noisy answer and a noisy Hessian.
+
+At the answer w of objective perturbation the gradient of the sum of losses is -(reg w + b). One step of Newton's method
+with the released Hessian H takes the known part of it away:
+
+    w + H^-1 reg w,    covariance  H^-1 + sigma^2 H^-2 + (tau^2 / 2)(|v|^2 H^-2 + H^-1 v v' H^-1) + output noise,
+
+v = H^-1 reg w: of sampling (in a model that holds, the variance of gradients is H), of b, of the noise of H.
+
+Source: docs/proofs/inference.md
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import ConditionError
+
+_CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
+
+
+class Debiased(NamedTuple):
+    """An estimate and what it is uncertain by.
+
+    Args:
+        estimate: (p,).
+        sampling: covariance (p, p) that the same fit would have without privacy.
+        noise: covariance (p, p) of all that was added for privacy.
+    """
+
+    estimate: Tensor
+    sampling: Tensor
+    noise: Tensor
+
+
+def debias(
+    weights: Tensor, hessian: Tensor, *, reg: float, noise_std: float, output_std: float, hessian_std: float
+) -> Debiased:
+    """Returns the estimate without the bias of the regularizer, and its covariances.
+
+    Args:
+        weights: released answer (p,), float64.
+        hessian: released (p, p), symmetric: of the sum of losses, with noise.
+        reg: >= 0, of the sum.
+        noise_std: >= 0, of b.
+        output_std: >= 0, of the noise on the answer.
+        hessian_std: >= 0, of the noise on the diagonal of the Hessian; 1/sqrt(2) of it elsewhere.
+
+    Raises:
+        ConditionError: the Hessian does not stand out of its noise, or is singular.
+
+    Source:
+        docs/proofs/inference.md#the-estimate
+
+    Example:
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> debias(one, 10 * one[:, None], reg=1.0, noise_std=0.0, output_std=0.0, hessian_std=0.0).estimate.item()
+        1.1
+    """
+    check.nonnegative(reg=reg), check.nonnegative(noise_std=noise_std), check.nonnegative(output_std=output_std)
+    size = len(weights)
+    values, vectors = torch.linalg.eigh(hessian)
+    least, needed = float(values[0]), _CLEAR * check.nonnegative(hessian_std=hessian_std) * math.sqrt(size)
+    if not least > needed:
+        raise ConditionError(
+            f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g}, and "
+            f"{needed:.3g} is needed. Take fewer or less dependent features (leave one level out of each group beside "
+            f"an intercept), a larger epsilon or share of it, more records, or a smaller bound_x"
+        )
+    inverse = (vectors / values) @ vectors.T
+    shift = inverse @ (reg * weights)
+    square, across = inverse @ inverse, inverse @ shift
+    of_hessian = hessian_std**2 / 2 * ((shift @ shift) * square + torch.outer(across, across))
+    stretch = torch.eye(size, dtype=torch.float64, device=weights.device) + reg * inverse
+    noise = noise_std**2 * square + of_hessian + output_std**2 * stretch @ stretch
+    return Debiased(weights + shift, inverse, noise)
