@@ -13,9 +13,12 @@ Source: docs/proofs/accounting.md#parts-of-a-partition
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,13 +34,14 @@ from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import HELD, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.errors import UnitError
+from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
 from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
+from torch_dpsco.inference import Summary
 from torch_dpsco.preview import Preview
 from torch_dpsco.rng import Keystream, Stream
-from torch_dpsco.schema import Schema, Table
+from torch_dpsco.schema import Category, Schema, Table
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
 
@@ -84,8 +88,14 @@ class StudyPlan:
         return "\n".join([*lines, f"  Each {unit} is in one of the two parts, by a draw that looks at no value."])
 
     @property
+    def pays_for_intervals(self) -> bool:
+        """Whether a part of the budget is for intervals of coefficients."""
+        return getattr(self.model, "intervals", None) is not None
+
+    @property
     def _unit(self) -> str:
-        return "user" if self.budget.unit == "user" else "row"
+        plain = "user" if self.budget.unit == "user" else "row"
+        return plain if self.schema.unit == "row" else self.schema.unit
 
     @property
     def _shared(self) -> Budget:
@@ -176,13 +186,38 @@ class Study:
     def report(self) -> Statement:
         """Returns what all of it guarantees, in plain words."""
         promise = "ranges, levels and labels of the schema are public, and were not read off the table"
-        return make_statement(self.privacy.promising(promise), replace(self.model.report().run, name="study"))
+        privacy = self.privacy.promising(promise)
+        unit = self.plan.schema.unit
+        named = privacy if unit == "row" else privacy.named(unit)
+        return make_statement(named, replace(self.model.report().run, name="study"))
+
+    def predict(self, frame: Any) -> NDArray[Any]:
+        """Returns labels, or numbers, for the rows of a public table (n,), whose target and ids are not needed.
+
+        Raises:
+            ValueError: a row has a value that cannot be read, in a column without missing=True.
+        """
+        return np.asarray(self.model.predict(self.plan.schema.features(frame)))
+
+    def coefficients(self, level: float = 0.95) -> Summary:
+        """Returns estimates and intervals of coefficients, of a study with `intervals=`; see `LinearModel.summary`.
+
+        Raises:
+            ConditionError: the study did not pay for intervals, or noise buries them.
+        """
+        found = self.model.summary(level)
+        return replace(found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :]))
 
     def summary(self) -> str:
-        """Returns the plan, the score, and the coefficients of coded features, as text."""
+        """Returns the plan, the score, and intervals if they were paid for, as text."""
         lines = [str(self.plan), f"{self.score.metric}, held out: {self.score.value:.4g}"]
         if self.sets is not None:
             lines.append(f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}")
+        if self.plan.pays_for_intervals:
+            try:
+                lines.append(str(self.coefficients()))
+            except ConditionError as buried:
+                lines.append(f"no intervals: {buried}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -194,16 +229,37 @@ class Study:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        names, coefficients = self.plan.schema.names, np.atleast_2d(self.model.coef_)
-        largest = np.argsort(-np.abs(coefficients).max(0))[:_SHOWN]
-        rows, values = [names[k] for k in largest], coefficients[0, largest].tolist()
-        shown = (
-            [plots.estimates("Largest coefficients", "per unit of the coded feature", rows, values)]
-            if len(coefficients) == 1
-            else []
-        )
+        shown = [] if np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1 else [self._panel()]
         title = f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g}"
         return plots.figure(title, *shown, *card.panels(self.report().figures))
+
+    def _panel(self) -> plots.Panel:
+        names, values = self.plan.schema.names, np.ravel(self.model.coef_)
+        ends, label = np.stack([values, values], axis=1), "released coefficient"
+        if self.plan.pays_for_intervals:
+            with suppress(ConditionError):
+                found = self.coefficients()
+                values, ends = found.coefficients[: len(names)], found.intervals
+                label = f"estimate and {100 * found.level:g} % interval"
+        largest = np.argsort(-np.abs(values), kind="stable")[:_SHOWN]
+        rows, where = [names[k] for k in largest], "per unit of the coded feature"
+        return plots.ranges(
+            "Largest coefficients", where, rows, values[largest].tolist(), ends[largest].tolist(), label
+        )
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes what may be published into a new folder: model.json, report.html, summary.txt and, of these, pictures.
+
+        Raises:
+            FileExistsError: the folder is there.
+            ImportError: matplotlib, which draws the pictures, is not installed.
+        """
+        picture, path = plots.encoded(self.plot(), "svg"), Path(folder)
+        path.mkdir(parents=True)
+        (path / "study.svg").write_bytes(picture)
+        (path / "summary.txt").write_text(f"{self.summary()}\n", encoding="utf-8")
+        self.report().save(path / "report.html")
+        self.released().save(path / "model.json")
 
 
 @typed
@@ -231,7 +287,7 @@ def plan_study(
         holdout: share of units that are held out, in (0, 1).
         level: in (0, 1), that sets of labels, or intervals of targets, are to cover new units with; None for none, as
             for models without probabilities, and for budgets of a risk, whose epsilon is too small.
-        settings: further public settings of the model.
+        settings: further public settings of the model, as intervals=0.3 of `LogisticRegression`.
 
     Raises:
         CalibrationError: the model has no plan for this.
@@ -260,6 +316,12 @@ def plan_study(
     if twice := sorted(settings.keys() & {*given, *schema.settings()}):
         raise ValueError(f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})")
     fitted = model(**given, **schema.settings(), **settings)
+    whole = [name for name, kind in schema.columns.items() if isinstance(kind, Category) and not kind.baseline]
+    if getattr(fitted, "intervals", None) is not None and fitted.fit_intercept and whole:
+        raise ValueError(
+            f"intervals must be of features that are no function of each other: give column {whole[0]!r} "
+            f"Category(..., baseline=True)"
+        )
     fitted.plan(len(schema.names), budget.unit)  # raises before anything is spent
     score_event(budget, metric)
     if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
