@@ -12,7 +12,7 @@ from scipy import stats
 import torch_dpsco as dp
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report.figures import HELD
-from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
+from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.schema import Category, Number, Schema
@@ -220,3 +220,42 @@ def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, more,
     monkeypatch.setattr(dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged"))
     with pytest.raises(error, match=words):
         made(more.pop("schema", SCHEMA), more.pop("budget", dp.Budget(1.0, 1e-6)), **more)
+
+
+# -- what is released -------------------------------------------------------------------------------------------------
+
+BASE = Schema(COLUMNS | {"sex": Category(["f", "m"], baseline=True)}, **LABELS, unit="patient")
+
+
+def test_intervals_have_the_names_of_the_schema():
+    found = made(BASE, dp.Budget(4.0, 1e-6), intervals=0.3)
+    table = found.coefficients()
+    assert table.names == ("age", "sex=m", "intercept")
+    low, high = found.coefficients(level=1 - 1e-7).intervals[0]
+    assert low < 73 / 16 < high  # the truth: 1/8 a year, 36.5 years a unit
+    assert "sex=m" in found.summary()
+    assert "patient" in found.report().headline
+    assert "ranges, levels and labels of the schema are public" in str(found.report()).lower()
+
+
+def test_intervals_of_whole_groups_are_refused_before_anything_is_spent():
+    with pytest.raises(ValueError, match="give column 'sex' Category"):
+        made(intervals=0.3)
+    with pytest.raises(ConditionError, match="must be paid for"):
+        made().coefficients()
+
+
+def test_predictions_need_no_target():
+    found, table = made(), frame(20)
+    assert set(found.predict({"age": [20, 90], "sex": ["f", "m"]})) == {"no", "yes"}
+    with pytest.raises(ValueError, match="NaN"):
+        found.predict({"age": ["?"], "sex": ["f"]})
+    assert found.predict(table).shape == (20,)
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, Schema(COLUMNS, target="died", labels=["no", "yes", "?"])])
+def test_a_study_is_drawn(schema):
+    pytest.importorskip("matplotlib")
+    titles = [axes.get_title() for axes in made(schema).plot().axes]
+    assert ("Largest coefficients" in titles) == (len(schema.labels) == 2)
+    assert "What was spent" in titles
