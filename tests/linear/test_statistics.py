@@ -14,10 +14,10 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.adassp import AdaSSPPlan, plan_adassp
+from torch_dpsco.linear.adassp import AdaSSPPlan, _symmetric, plan_adassp
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.task import make_records
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector, symmetric_noise
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.theory.linear.adassp import adassp_constants
 
 DRAW = "torch_dpsco.linear.adassp.gaussian_vector"
@@ -107,9 +107,7 @@ def test_the_published_noise_is_enough_for_the_statistics_together() -> None:
 def test_the_noise_of_the_matrix_has_its_stds_and_is_symmetric() -> None:
     """Chi-square, false alarms: 1e-6 each."""
     plan = plan_adassp(task(dim=150))
-    noise = symmetric_noise(
-        150, plan.constants.std_xtx_diag, plan.constants.std_xtx_offdiag, torch.Generator().manual_seed(3)
-    )
+    noise = _symmetric(150, plan.constants, torch.Generator().manual_seed(3))
     assert torch.equal(noise, noise.T)
     rows, columns = torch.triu_indices(150, 150, 1)
     for values, std in (
@@ -213,7 +211,7 @@ def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(monkeypatc
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda gram: gram.diagonal())
     identity = torch.eye(dim, dtype=torch.float64)
     monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (identity.diagonal(), identity))
-    monkeypatch.setattr("torch_dpsco.linear.adassp.symmetric_noise", lambda *given: 0.0)
+    monkeypatch.setattr("torch_dpsco.linear.adassp._symmetric", lambda dim, given, generator: 0.0)
     records = make_records(given, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
     answer = plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)).view(3, dim)
     assert float(answer.sum(0).abs().max()) < 1e-9

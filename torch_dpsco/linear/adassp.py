@@ -30,7 +30,7 @@ from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
-from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, symmetric_noise
+from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector
 from torch_dpsco.plan import exact_cost
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
@@ -103,7 +103,7 @@ class AdaSSPPlan(LinearPlan):
             least, noisy, moment = _exact(least, gram, moment, given, event, generator)
         else:
             least += float(gaussian_vector(1, given.std_lmin, generator))
-            noisy = gram + symmetric_noise(dim, given.std_xtx_diag, given.std_xtx_offdiag, generator)
+            noisy = gram + _symmetric(dim, given, generator)
             moment = moment + gaussian_vector(len(moment), given.std_xty, generator)
         ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
         values, vectors = torch.linalg.eigh(noisy)
@@ -173,6 +173,12 @@ def _rounding(task: LinearTask, exact: bool) -> float:
     rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
     # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
     return with_grid(rounding, exact)
+
+
+def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:
+    """Returns a symmetric matrix of noise, with stds of their own on and off the diagonal."""
+    noise = gaussian_vector(dim * dim, given.std_xtx_offdiag, generator).view(dim, dim).triu(1)
+    return noise + noise.T + torch.diag(gaussian_vector(dim, given.std_xtx_diag, generator))
 
 
 def _exact(
