@@ -16,9 +16,11 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.errors import AdjacencyError, UnitError
 from torch_dpsco.estimators.data import as_codes, as_column, as_features
+from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.sampling.users import user_ids
 
 BLOCK = 1024  # rows that a model sees at a time, filled up with zeros
@@ -114,3 +116,21 @@ def asked(method: Callable[[Any], Any], rows: NDArray[Any], read: Callable[[Any]
         padded[: len(block)] = block
         found.append(read(method(padded))[: len(block)])
     return np.concatenate(found)
+
+
+def split(units: int, share: float, adjacency: Adjacency, source: Stream | None = None) -> NDArray[np.bool_]:
+    """Returns which units are held out: as many as the share says, or under add_remove by one coin each.
+
+    Args:
+        units: their number.
+        share: in (0, 1).
+        adjacency: of the guarantee.
+        source: of the draw; None for a fresh one.
+    """
+    source = Keystream() if source is None else source
+    held = np.zeros(units, dtype=bool)
+    if adjacency == ADD_REMOVE:
+        # PRIVACY: another unit must not move this one (test_under_add_remove_each_unit_has_a_coin_of_its_own)
+        return np.asarray(source.integers(2**53, units) < round(share * 2**53))
+    held[source.subset(units, round(share * units))] = True
+    return held

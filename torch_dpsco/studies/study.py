@@ -28,7 +28,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco import plots
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.report import card
@@ -40,9 +40,9 @@ from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegres
 from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
 from torch_dpsco.inference import Summary
 from torch_dpsco.preview import Preview
-from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.schema import Category, Schema, Table
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
+from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
 
 if TYPE_CHECKING:
@@ -365,24 +365,6 @@ def study(
     if show is not None:
         show(str(plan))
     return plan.run(frame, ledger_path=ledger_path)
-
-
-def split(units: int, share: float, adjacency: Adjacency, source: Stream | None = None) -> NDArray[np.bool_]:
-    """Returns which units are held out: as many as the share says, or under add_remove by one coin each.
-
-    Args:
-        units: their number.
-        share: in (0, 1).
-        adjacency: of the guarantee.
-        source: of the draw; None for a fresh one.
-    """
-    source = Keystream() if source is None else source
-    held = np.zeros(units, dtype=bool)
-    if adjacency == ADD_REMOVE:
-        # PRIVACY: another unit must not move this one (test_under_add_remove_each_unit_has_a_coin_of_its_own)
-        return np.asarray(source.integers(2**53, units) < round(share * 2**53))
-    held[source.subset(units, round(share * units))] = True
-    return held
 
 
 def _units(table: Table) -> tuple[int, NDArray[Any]]:
