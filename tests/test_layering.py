@@ -35,7 +35,7 @@ ORDER = (
     "optim linear",
     "doctor audit",
     "loggers train checkpoint make_private preview estimators",
-    "schema prepare",
+    "schema prepare released",
     "study",
     "cli __main__ integrations",
 )
