@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +149,7 @@ class Released:
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns labels or numbers (n,) of public rows (n, d), as the model does."""
         if self.kind == "regressor":
-            return cast(Array, self._scores(X)[:, 0])
+            return self._scores(X)[:, 0]
         scores = self.decision_function(X)
         labels = np.asarray(self.classes)
         if labels.tolist() != list(self.classes):  # of several kinds, which numpy would turn into one
@@ -162,8 +162,8 @@ class Released:
         _require(self.kind != "regressor", "kind must be of a classifier for scores (got 'regressor')")
         scores = self._scores(X)
         if self.kind != "softmax":
-            return cast(Array, scores[:, 0])
-        return scores if scores.shape[1] > 2 else cast(Array, scores[:, 1] - scores[:, 0])
+            return scores[:, 0]
+        return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows, for logistic and softmax regression."""
