@@ -36,6 +36,7 @@ ORDER = (
     "doctor audit",
     "loggers train checkpoint make_private preview inference estimators",
     "schema prepare",
+    "released",
     "studies",
     "cli __main__ integrations",
 )

@@ -1,5 +1,7 @@
-"""From a table to a decision: studies, and what is asked of released models: how good they are."""
+"""From a table to a decision: studies, searches, and what is asked of released models: how good and how sure they are."""
 
+from torch_dpsco.studies.conformal import ConformalSets, conformal
+from torch_dpsco.studies.search import PrivateSearch, SearchPlan
 from torch_dpsco.studies.study import Study, StudyPlan, plan_study
 
-__all__ = ["Study", "StudyPlan", "plan_study"]
+__all__ = ["ConformalSets", "PrivateSearch", "SearchPlan", "Study", "StudyPlan", "conformal", "plan_study"]
