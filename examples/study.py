@@ -1,10 +1,10 @@
 """From a table to a decision: one budget for a model, its score and intervals; Adult by rows, flights by aircraft.
 
-    python examples/study.py                    # two studies, about a minute
+    python examples/study.py                    # three studies, about a minute
     python examples/study.py --save folder      # writes models, cards and pictures too (needs matplotlib)
 
 A schema says what is public about a table: ranges, levels and labels by the meaning of the columns, never read off the
-data. The plan of each study is printed before anything is spent.
+data. The first study predicts from all columns, the second one has intervals for a few, the third protects aircraft.
 """
 
 from __future__ import annotations
@@ -20,8 +20,18 @@ import torch_dpsco as dp
 from torch_dpsco.schema import Category, Number
 
 NAMES = {
-    0: "age", 1: "workclass", 3: "education", 4: "years of education", 5: "marital status", 6: "occupation",
-    7: "relationship", 8: "race", 9: "sex", 10: "capital gain", 11: "capital loss", 12: "hours per week",
+    0: "age",
+    1: "workclass",
+    3: "education",
+    4: "years of education",
+    5: "marital status",
+    6: "occupation",
+    7: "relationship",
+    8: "race",
+    9: "sex",
+    10: "capital gain",
+    11: "capital loss",
+    12: "hours per week",
 }
 ADULT = dp.Schema(
     {
@@ -32,6 +42,18 @@ ADULT = dp.Schema(
     },
     target="income",
     labels=["<=50K", ">50K"],
+    unit="person",
+)
+FEW = dp.Schema(  # for intervals: features that no other one is a function of
+    {
+        "age": Number(17, 90),
+        "years of education": Number(1, 16),
+        "hours per week": Number(1, 99),
+        "sex": Category(["Female", "Male"], baseline=True),
+    },
+    target="income",
+    labels=["<=50K", ">50K"],
+    unit="person",
 )
 FLIGHTS = dp.Schema(
     {
@@ -45,6 +67,7 @@ FLIGHTS = dp.Schema(
     labels=[0, 1],
     ids="tailnum",
     rows_per_unit=None,
+    unit="aircraft",
 )
 
 
@@ -62,15 +85,19 @@ def flights() -> pd.DataFrame:
 
 
 def main() -> None:
-    """Runs both studies."""
+    """Runs the studies."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, help="folder, new or empty")
     args = parser.parse_args()
-    rows = dp.study(adult(), ADULT, dp.Budget(1.0, 1e-6, "add_remove"), n=30_000)
-    print(rows.summary())
-    aircraft = dp.study(flights(), FLIGHTS, dp.Budget(2.0, 1e-6, "add_remove", unit="user"), n=4000)
-    print(aircraft.summary())
-    for name, study in (("adult", rows), ("flights", aircraft)):
+    budget = dp.Budget(1.0, 1e-6, "add_remove")  # of each study; both of Adult together spend twice as much
+    users = dp.Budget(2.0, 1e-6, "add_remove", unit="user")
+    studies = {
+        "prediction": dp.study(adult(), ADULT, budget, n=30_000, show=None),
+        "intervals": dp.study(adult(), FEW, budget, n=30_000, intervals=0.3, show=None),
+        "flights": dp.study(flights(), FLIGHTS, users, n=4000, show=None),
+    }
+    for name, study in studies.items():
+        print(f"{study.summary()}\n")
         if args.save:
             study.save(args.save / name)
 

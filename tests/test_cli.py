@@ -9,18 +9,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
 from torch_dpsco.cli import main
 from torch_dpsco.plan import Plan
+from torch_dpsco.schema import Category, Number
 
 PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 SCRIPT = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
 BUDGET = "--n 10000 --epsilon 1 --delta 1e-6"
 LOGISTIC = f"plan HolderSGD --loss logistic --bound-x 1 {BUDGET}"
+
+
+def write_tables(rows: int = 400) -> None:
+    """Writes a private table, a public one and their schema."""
+    draws = np.random.default_rng(0)
+    age, sex = draws.integers(17, 91, rows), draws.choice(["f", "m"], rows)
+    lines = [f"{a},{s},{'yes' if a > 50 else 'no'}" for a, s in zip(age, sex, strict=True)]
+    Path("table.csv").write_text("\n".join(["age,sex,died", *lines]))
+    Path("new.csv").write_text("sex,age\nf,20\nm,90\nm,?\n")
+    kinds = {"age": Number(17, 90), "sex": Category(["f", "m"])}
+    dp.Schema(kinds, target="died", labels=["no", "yes"], unit="patient").save("schema.toml")
 
 
 @pytest.fixture
@@ -33,6 +46,7 @@ def folder(tmp_path, monkeypatch):
         "    raise KeyError('x')\n\n\ndef few():\n    return (1,)\n\n\ndef coupled():\n"
         "    return parts() | {'loss': lambda s, y: torch.logsumexp(y * s, 0).sum()}\n"
     )
+    write_tables()
     accountant = dp.Accountant(adjacency="add_remove", ledger_path="run.ledger")
     accountant.authorize(PoissonGaussian(2.0, 0.01), 10)
     yield accountant
@@ -47,9 +61,27 @@ def run(capsys, words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
     assert command.startswith("dpsco ")
+    if command.startswith("dpsco predict"):
+        assert run(capsys, COMMANDS[0].removeprefix("dpsco "))[0] == 0
     code, out, err = run(capsys, command.removeprefix("dpsco "))
     assert (code, err) == (0, "")
     assert out.strip()
+
+
+def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
+    code, out, err = run(capsys, "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger")
+    assert (code, err) == (0, "")
+    assert out.index("Study of 'died'") < out.index("auc, held out")
+    assert {path.name for path in Path("study").iterdir()} == {"model.json", "report.html", "summary.txt", "study.svg"}
+    assert "for one patient" in Path("study/report.html").read_text()
+    assert "whole: ledger" in run(capsys, "ledger check study.ledger")[1]
+    code, out, err = run(capsys, "predict study/model.json new.csv")
+    assert code == 0
+    assert "covered by nothing" in err
+    first, *rows = out.splitlines()
+    assert first == "prediction,probability of no,probability of yes"
+    assert [row.partition(",")[0] for row in rows] == ["no", "yes", ""]
+    assert run(capsys, "predict study/model.json new.csv --out study/model.json")[0] == 2
 
 
 def test_a_plan_is_that_of_the_class(folder, capsys):
@@ -164,6 +196,19 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("doctor script.py:few", "must return what dp.doctor takes, .*'loss'"),
         ("doctor script.py:broken", "script.py:broken raised KeyError: 'x'"),
         ("audit script.py:loud --delta 1e-5", "--trials"),
+        ("fit table.csv --schema schema.toml --epsilon 1", "--out"),
+        ("fit table.csv --schema schema.toml --epsilon no --out o", "--epsilon must be a number .*'no'"),
+        ("fit table.csv --schema nowhere --epsilon 1 --out o", "--schema must be a file that is there .*'nowhere'"),
+        ("fit nowhere.csv --schema schema.toml --epsilon 1 --out o", "--table must be a file .*'nowhere.csv'"),
+        ("fit new.csv --schema schema.toml --epsilon 1 --out o", "column 'died' must be in the table"),
+        ("fit table.csv --schema table.csv --epsilon 1 --out o", "TOML"),
+        ("fit table.csv --schema schema.toml --epsilon 1 --out .", "--out must be a new or empty folder"),
+        ("fit table.csv --schema schema.toml --epsilon 1 --out o --model Lasso", "--model must be one of .*'Lasso'"),
+        ("fit table.csv --schema schema.toml --epsilon 1 --out o --model Ridge", "'classes'"),
+        ("fit table.csv --schema schema.toml --epsilon 1 --out o --adjacency add_remove", "--n must be given"),
+        ("fit table.csv --schema schema.toml --epsilon 1 --out o --level 2", "--level must be"),
+        ("predict nowhere new.csv", "--model must be a file"),
+        ("predict schema.toml new.csv", "JSON that Released.save wrote"),
         ("audit script.py:loud --delta 1e-5 --trials 2", "--trials must be >= 8 a side \\(got 2\\)"),
     ],
 )
@@ -173,7 +218,9 @@ def test_a_bad_usage_is_one_sentence(words, says, folder, capsys):
     assert re.search(says, err)
 
 
-@pytest.mark.parametrize("command", ["", "plan", "plan HolderSGD", "report", "ledger check", "doctor", "audit"])
+@pytest.mark.parametrize(
+    "command", ["", "fit", "predict", "plan", "plan HolderSGD", "report", "ledger check", "doctor", "audit"]
+)
 def test_help_is_printed(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([*command.split(), "--help"])

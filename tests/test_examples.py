@@ -36,7 +36,7 @@ TESTED_ELSEWHERE = {
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),
     *("torchrun", "ray_train", "spark"),  # tests/integrations/test_launchers.py
     *("accelerate_loop", "hf_trainer", "lightning_module"),
-    *("adversarial", "estimators", "out_of_core", "output_perturbation", "tilted", "private_head"),
+    *("study", "adversarial", "estimators", "out_of_core", "output_perturbation", "tilted", "private_head"),
 }
 N, EPSILON, DELTA = 32_561, 1.0, 1e-5
 

@@ -1,4 +1,4 @@
-"""The command line, `dpsco` or `python -m torch_dpsco`: plans, reports, ledgers, diagnoses and audits.
+"""The command line, `dpsco` or `python -m torch_dpsco`: studies of tables, plans, reports, ledgers, diagnoses, audits.
 
 Exit codes: 0 all is well, 1 something wrong was found, 2 the command cannot be carried out as it was given.
 """
@@ -69,6 +69,27 @@ def _parser() -> _Parser:
     plan = _command(commands, _plan, "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6")
     plan.add_argument("algorithm", metavar="ALGORITHM", help="class of the optimizer, such as HolderSGD")
     plan.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="see dpsco plan ALGORITHM --help")
+
+    fit = _command(commands, _fit, "fit table.csv --schema schema.toml --epsilon 1 --out study")
+    fit.add_argument("table", metavar="TABLE", help="private, .csv or .parquet (needs pyarrow)")
+    fit.add_argument(
+        "--schema", required=True, metavar="FILE", help="what is public about it, as Schema.save writes it"
+    )
+    fit.add_argument("--epsilon", type=_value, required=True, help="> 0, of all of it together")
+    fit.add_argument("--out", required=True, metavar="FOLDER", help="new or empty: model, card, summary and picture")
+    fit.add_argument("--delta", type=_value, default=1e-6, help="far below 1/n; default 1e-6")
+    fit.add_argument(
+        "--adjacency", default="replace_one", help="default replace_one, where the number of units is public"
+    )
+    fit.add_argument("--n", type=_value, help="public number of units, needed under add_remove")
+    fit.add_argument("--model", help="class of torch_dpsco.estimators; default by the schema's target")
+    fit.add_argument("--ledger", metavar="FILE", help="ledger file, kept for all that is released about these data")
+    for name in ("metric", "holdout", "level", "intervals"):
+        fit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study")
+    predict = _command(commands, _predict, "predict study/model.json new.csv --out predictions.csv")
+    predict.add_argument("model", metavar="MODEL.json", help="as dpsco fit writes it")
+    predict.add_argument("table", metavar="TABLE", help="public, .csv or .parquet (needs pyarrow)")
+    predict.add_argument("--out", metavar="FILE", help="new .csv file; else predictions are printed")
 
     report = _command(commands, _report, "report run.ledger --delta 1e-6")
     report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
@@ -154,6 +175,78 @@ def _plan(args: argparse.Namespace) -> Result:
         Path(file).write_text(f"{text}\n", encoding="utf-8")
     _draw(plan.plot, picture)
     return text if as_json else str(plan), 0
+
+
+def _fit(args: argparse.Namespace) -> Result:
+    """Fits a model to a private table by one budget, after showing the plan, and writes what may be published."""
+    import torch_dpsco as dp
+    from torch_dpsco import estimators, plots
+
+    schema = dp.Schema.load(_there("schema", args.schema))
+    unit = "example" if schema.rows_per_unit == 1 else "user"
+    budget = dp.Budget(args.epsilon, args.delta, args.adjacency, unit=unit)
+    given = {name: vars(args)[name] for name in ("metric", "holdout", "level", "intervals") if name in args}
+    if args.model is not None:
+        if args.model not in estimators.__all__:
+            raise ValueError(f"model must be one of {', '.join(estimators.__all__)} (got {args.model!r})")
+        given["model"] = getattr(estimators, args.model)
+    plots.figure("", plots.words("", ""))  # raises, before anything is spent, without matplotlib
+    folder = Path(args.out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out must be a new or empty folder (got {args.out!r})")
+    folder.mkdir(parents=True, exist_ok=True)
+    show = partial(_say, sys.stdout)
+    table = _there("table", args.table)
+    study = _called(dp.study, table, schema, budget, n=args.n, show=show, ledger_path=args.ledger, **given)
+    study.save(folder)
+    results = study.summary().removeprefix(str(study.plan)).lstrip("\n")
+    return f"{results}\nwritten to {args.out}: what is in this folder may be published", 0
+
+
+def _predict(args: argparse.Namespace) -> Result:
+    """Predicts the rows of a public table by a published model; a row that cannot be read has an empty line."""
+    import csv
+    import io
+
+    import numpy as np
+
+    from torch_dpsco.released import Released
+    from torch_dpsco.schema import Schema
+
+    model = Released.load(_there("model", args.model))
+    if model.schema is None:
+        raise ValueError(f"model must be one with a schema, as dpsco fit writes it (got {args.model!r})")
+    rows = Schema.from_dict(model.schema).features(_there("table", args.table))
+    whole = np.isfinite(rows).all(1)
+    columns = {"prediction": model.predict(rows[whole])}
+    if model.kind in ("probabilities", "softmax"):
+        chances = model.predict_proba(rows[whole])
+        columns |= {f"probability of {label}": chances[:, k] for k, label in enumerate(model.classes)}
+    found, text = zip(*(column.tolist() for column in columns.values()), strict=True), io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(columns)
+    lines.writerows(next(found) if known else [""] * len(columns) for known in whole)
+    note = "of rows that the model was fitted to, predictions beside their targets are covered by nothing"
+    if args.out is None:
+        _say(sys.stderr, f"note: {note}")
+        return text.getvalue().rstrip("\n"), 0
+    with open(args.out, "x", encoding="utf-8") as file:
+        file.write(text.getvalue())
+    return f"{len(rows)} predictions written to {args.out}; {note}", 0
+
+
+def _there(name: str, path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"{name} must be a file that is there (got {path!r})")
+    return path
+
+
+def _called(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Calls a function with values of the command line, of which some may be of another type."""
+    try:
+        return function(*values, **named)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _report(args: argparse.Namespace) -> Result:

@@ -1,7 +1,7 @@
 """Models that leave the house: what may be published of a private linear model, in one JSON file.
 
 A file has weights, classes, public numbers of the preparation and the privacy statement, and nothing is executed to
-read it. Predictions need numpy alone. See docs/released.md.
+read it. Predictions need numpy, and a schema to read tables. See docs/released.md.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torch_dpsco.schema import Schema
+
+if TYPE_CHECKING:
+    from torch_dpsco.accounting.report.statement import Statement
 
 Array = NDArray[np.float64]
 
@@ -47,6 +52,7 @@ class Released:
         scale: > 0, that they are divided by then, (d,), public; None for 1.
         names: names of the columns of a data frame, (d,), which one to predict must have in this order; or None.
         card: the privacy statement, as `json.loads(model.report().json())`.
+        schema: of tables to predict from, as `Schema.to_dict()`; None for rows of numbers.
 
     Guarantee:
         That of the fit, by post-processing: no field but public settings and the release itself. Under replace_one and
@@ -62,6 +68,7 @@ class Released:
     scale: tuple[float, ...] | None
     names: tuple[str, ...] | None
     card: Mapping[str, Any]
+    schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _require(self.kind in _KINDS.values(), f"kind must be one of {', '.join(sorted(set(_KINDS.values())))}")
@@ -85,10 +92,18 @@ class Released:
         named = self.names is None or (len(self.names) == width and all(isinstance(x, str) for x in self.names))
         _require(named, f"names must be {width} texts, or null")
         _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
+        if self.schema is not None:
+            columns = len(Schema.from_dict(self.schema).names)
+            _require(columns == width, f"schema must have {width} features, as coef has (got {columns})")
 
     @classmethod
-    def of(cls, model: Any) -> Released:
+    def of(cls, model: Any, *, schema: Schema | None = None, card: Statement | None = None) -> Released:
         """Returns what may be published of a fitted model of `torch_dpsco.estimators`.
+
+        Args:
+            model: fitted.
+            schema: that its rows were read by; predictions are then for tables.
+            card: the statement to publish; None for `model.report()`.
 
         Raises:
             ValueError: another class, a model that is not fitted, or classes that JSON has no word for.
@@ -111,7 +126,8 @@ class Released:
             center=given.center,
             scale=given.scale,
             names=None if names is None else tuple(names),
-            card=json.loads(model.report().json()),
+            card=json.loads((model.report() if card is None else card).json()),
+            schema=None if schema is None else schema.to_dict(),
         )
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -147,7 +163,7 @@ class Released:
     # -- predictions -------------------------------------------------------------------------------------------------
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Returns labels or numbers (n,) of public rows (n, d), as the model does."""
+        """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema, as the model does."""
         if self.kind == "regressor":
             return self._scores(X)[:, 0]
         scores = self.decision_function(X)
@@ -178,6 +194,9 @@ class Released:
         return np.asarray(weights / weights.sum(1, keepdims=True))
 
     def _scores(self, X: Any) -> Array:
+        if self.schema is not None and not (isinstance(X, (np.ndarray, list)) and np.ndim(X) == 2):
+            X = Schema.from_dict(self.schema).features(X)
+            _require(not np.isnan(X).any(), "X must have values that the schema can read, or columns with missing=True")
         columns = getattr(X, "columns", None)
         if self.names is not None and columns is not None and list(columns) != list(self.names):
             raise ValueError(f"X must have the columns {list(self.names)}, in this order")

@@ -13,6 +13,7 @@ from torch_dpsco import released
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.released import Released
+from torch_dpsco.schema import Category, Number, Schema
 
 
 def fitted(name="LogisticRegression", **changes):
@@ -41,7 +42,7 @@ def test_a_file_has_these_fields_and_no_true_number_of_records(tmp_path):
     X = rows(113)
     Released.of(make("LogisticRegression").fit(X, targets("LogisticRegression", X))).save(tmp_path / "m.json")
     text = (tmp_path / "m.json").read_text()
-    wanted = "format version kind coef intercept classes bound_x center scale names card"
+    wanted = "format version kind coef intercept classes bound_x center scale names card schema"
     assert list(json.loads(text)) == wanted.split()
     assert " 113" not in text
     assert not any(repr(float(value)) in text for value in X.ravel())
@@ -122,8 +123,36 @@ def test_rows_of_another_form_are_refused():
             model.predict(X)
 
 
-def test_predictions_need_numpy_alone():
+def test_predictions_need_numpy_and_a_schema_alone():
     tree = ast.parse(Path(released.__file__).read_text())
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     found |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert not any(name.split(".")[0] in ("torch", "sklearn", "torch_dpsco", "pickle") for name in found)
+    ours = {name for name in found if name.startswith("torch_dpsco")}
+    assert ours == {"torch_dpsco.schema", "torch_dpsco.accounting.report.statement"}  # the second for types
+    assert not any(name.split(".")[0] in ("torch", "sklearn", "pickle") for name in found)
+
+
+def test_a_model_with_a_schema_reads_tables(tmp_path):
+    schema = Schema({"age": Number(17, 90), "sex": Category(["f", "m"])}, target="y", labels=["no", "yes"])
+    frame = {"age": np.arange(17, 90).repeat(20), "sex": ["f", "m"] * 730}
+    table = schema.read(frame | {"y": ["no" if age < 50 else "yes" for age in frame["age"]]})
+    model = LogisticRegression(epsilon=4.0, n=1460, **schema.settings()).fit(table.X, table.y)
+    Released.of(model, schema=schema, card=model.report().named("patient")).save(tmp_path / "m.json")
+    read = Released.load(tmp_path / "m.json")
+    assert read.predict(frame).tolist() == model.predict(table.X).tolist()
+    assert read.predict(table.X).tolist() == model.predict(table.X).tolist()
+    assert np.allclose(read.predict_proba(frame), model.predict_proba(table.X), rtol=0, atol=1e-9)
+    assert read.card["guarantee"]["unit_name"] == "patient"
+    with pytest.raises(ValueError, match="X must have values that the schema can read"):
+        read.predict({"age": ["?"], "sex": ["f"]})
+    with pytest.raises(ValueError, match="column 'sex'"):
+        read.predict({"age": [20]})
+    text = (tmp_path / "m.json").read_text()
+    for broken in (
+        text.replace('"number"', '"code"'),
+        text.replace('"f"', '"m"'),
+        text.replace('"schema": {', '"schema": 3, "x": {'),
+    ):
+        (tmp_path / "m.json").write_text(broken)
+        with pytest.raises(ValueError):
+            Released.load(tmp_path / "m.json")

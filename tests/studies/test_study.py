@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -248,7 +250,7 @@ def test_intervals_of_whole_groups_are_refused_before_anything_is_spent():
 def test_predictions_need_no_target():
     found, table = made(), frame(20)
     assert set(found.predict({"age": [20, 90], "sex": ["f", "m"]})) == {"no", "yes"}
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ValueError, match="X must have values that the schema can read"):
         found.predict({"age": ["?"], "sex": ["f"]})
     assert found.predict(table).shape == (20,)
 
@@ -259,3 +261,26 @@ def test_a_study_is_drawn(schema):
     titles = [axes.get_title() for axes in made(schema).plot().axes]
     assert ("Largest coefficients" in titles) == (len(schema.labels) == 2)
     assert "What was spent" in titles
+
+
+@pytest.mark.parametrize("page", ["study", "inference", "released"])
+def test_the_code_of_the_pages_runs(page):
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert blocks
+    exec(compile("\n".join(blocks), f"docs/{page}.md", "exec"), {})
+
+
+def test_a_study_is_saved_into_a_new_folder(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = made(BASE, dp.Budget(4.0, 1e-6))
+    found.save(tmp_path / "study")
+    assert {path.name for path in (tmp_path / "study").iterdir()} == {
+        "model.json",
+        "report.html",
+        "summary.txt",
+        "study.svg",
+    }
+    with pytest.raises(FileExistsError, match="folder must be new"):
+        found.save(tmp_path / "study")
+    assert found.released().card["guarantee"]["unit_name"] == "patient"

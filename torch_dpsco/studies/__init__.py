@@ -1,4 +1,4 @@
-"""From a table to a decision: studies, searches, and what is asked of released models: how good and how sure they are."""
+"""From a table to a decision: studies, searches, and how good and how sure released models are."""
 
 from torch_dpsco.studies.conformal import ConformalSets, conformal
 from torch_dpsco.studies.search import PrivateSearch, SearchPlan

@@ -1,9 +1,9 @@
 """A private search: the best of a random, secret number of candidates leaves, at one charge that is paid beforehand.
 
-Records are put into two parts by a draw that looks at no value. One trial is a candidate drawn at random, its fit to the
-first part and its noisy score on the second. A record is in one part, so that the Renyi divergence of a trial is at most
-the larger one of the candidates' and the score's. The number K of trials is drawn by a public law and stays secret, and
-the model with the best score leaves.
+Records are put into two parts by a draw that looks at no value. One trial is a candidate drawn at random, its fit to
+the first part and its noisy score on the second. A record is in one part, so that the Renyi divergence of a trial is at
+most the larger one of the candidates' and the score's. The number K of trials is drawn by a public law and stays
+secret, and the model with the best score leaves.
 
 Source: docs/proofs/search.md; Papernot and Steinke 2022, theorem 2.
 """
@@ -30,7 +30,6 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.coupling.rollback import Refused, attempt
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UnitError
@@ -202,7 +201,8 @@ class PrivateSearch(BaseEstimator):
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns what the winner says of public rows."""
-        return np.asarray(self._winner().predict(X))
+        winner: Any = self._winner()
+        return np.asarray(winner.predict(X))
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """Returns probabilities by the winner, if it has them."""

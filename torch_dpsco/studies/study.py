@@ -40,6 +40,7 @@ from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegres
 from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
 from torch_dpsco.inference import Summary
 from torch_dpsco.preview import Preview
+from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Schema, Table
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.held_out import split
@@ -197,7 +198,11 @@ class Study:
         Raises:
             ValueError: a row has a value that cannot be read, in a column without missing=True.
         """
-        return np.asarray(self.model.predict(self.plan.schema.features(frame)))
+        return self.released().predict(frame)
+
+    def released(self) -> Released:
+        """Returns what may be published of the model, with the schema and the report of the whole study."""
+        return Released.of(self.model, schema=self.plan.schema, card=self.report())
 
     def coefficients(self, level: float = 0.95) -> Summary:
         """Returns estimates and intervals of coefficients, of a study with `intervals=`; see `LinearModel.summary`.
@@ -248,14 +253,19 @@ class Study:
         )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes what may be published into a new folder: model.json, report.html, summary.txt and, of these, pictures.
+        """Writes what may be published into a folder: model.json, report.html, summary.txt and study.svg.
+
+        Args:
+            folder: new, or empty.
 
         Raises:
-            FileExistsError: the folder is there.
+            FileExistsError: something is there.
             ImportError: matplotlib, which draws the pictures, is not installed.
         """
         picture, path = plots.encoded(self.plot(), "svg"), Path(folder)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise FileExistsError(f"folder must be new, or empty (got {os.fspath(folder)!r})")
         (path / "study.svg").write_bytes(picture)
         (path / "summary.txt").write_text(f"{self.summary()}\n", encoding="utf-8")
         self.report().save(path / "report.html")

@@ -6,7 +6,7 @@ leaves, and neither K nor the others. K has a truncated negative binomial law, P
 public default.
 
 Source: docs/proofs/search.md; Papernot and Steinke 2022, theorems 2 and 6.
-Differs from the paper in: K = 0 of the Poisson law is counted as an outcome of its own.
+Here K = 0 of the Poisson law is counted as an outcome of its own.
 """
 
 from __future__ import annotations
