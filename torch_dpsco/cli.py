@@ -217,7 +217,7 @@ def _predict(args: argparse.Namespace) -> Result:
     if model.schema is None:
         raise ValueError(f"model must be one with a schema, as dpsco fit writes it (got {args.model!r})")
     rows = Schema.from_dict(model.schema).features(_there("table", args.table))
-    whole = np.isfinite(rows).all(1)
+    whole = np.asarray(np.isfinite(rows).all(1))
     columns = {"prediction": model.predict(rows[whole])}
     if model.kind in ("probabilities", "softmax"):
         chances = model.predict_proba(rows[whole])
@@ -225,7 +225,7 @@ def _predict(args: argparse.Namespace) -> Result:
     found, text = zip(*(column.tolist() for column in columns.values()), strict=True), io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(columns)
-    lines.writerows(next(found) if known else [""] * len(columns) for known in whole)
+    lines.writerows(next(found) if known else [""] * len(columns) for known in whole.tolist())
     note = "of rows that the model was fitted to, predictions beside their targets are covered by nothing"
     if args.out is None:
         _say(sys.stderr, f"note: {note}")

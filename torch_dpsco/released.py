@@ -163,7 +163,7 @@ class Released:
     # -- predictions -------------------------------------------------------------------------------------------------
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema, as the model does."""
+        """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema."""
         if self.kind == "regressor":
             return self._scores(X)[:, 0]
         scores = self.decision_function(X)
