@@ -250,12 +250,29 @@ def test_a_failure_of_one_part_is_not_added_to_the_losses_of_another():
         assert ledger.epsilon(delta, ZERO_OUT) == max(one.epsilon(delta, ZERO_OUT) for one in alone)
     for epsilon in (0.0, 0.5, 2.0):
         assert ledger.delta(epsilon, ZERO_OUT) == max(one.delta(epsilon, ZERO_OUT) for one in alone)
+    # a part of which Renyi divergences alone are known does not hide what is known of others
+    curve, leaks = RDPCurve((2.0, 8.0, 32.0), (0.02, 0.08, 0.32)), Gaussian(3.0, {ZERO_OUT: 1.0})
+    mixed = Ledger([Parallel({"a": [curve], "b": [leaks, Pure(0.5)]}, "p")])
+    for delta in (1e-6, 1e-3):
+        assert mixed.epsilon(delta, ZERO_OUT) == max(
+            Ledger(part).epsilon(delta, ZERO_OUT) for part in ([curve], [leaks, Pure(0.5)])
+        )
     # a record is in one part of each partition, and in both partitions
     twice = Ledger([Parallel({"a": [fails], "b": [leaks]}, "p"), Parallel({"a": [fails], "b": [leaks]}, "q")])
     assert twice.epsilon(1e-5, ZERO_OUT) == max(
         Ledger(pair).epsilon(1e-5, ZERO_OUT) for pair in ([fails, fails], [fails, leaks], [leaks, leaks])
     )
     assert twice.epsilon(1e-6, ZERO_OUT) == math.inf
+
+
+@pytest.mark.parametrize("one", [RDPCurve((2.0,), (0.1,)), ApproxDP(1.0, 1e-9)])
+@pytest.mark.parametrize(("kind", "adjacency"), [("positional", ADD_REMOVE), ("keyed", REPLACE_ONE)])
+def test_choices_of_parts_need_a_cut_that_holds(one, kind, adjacency):
+    ledger = Ledger([Parallel({"a": [one], "b": [GDP(0.1)]}, "p", kind)])
+    with pytest.raises(AdjacencyError, match="partition 'p'"):
+        ledger.epsilon(1e-5, adjacency)
+    with pytest.raises(AdjacencyError, match="partition 'p'"):
+        ledger.delta(1.0, adjacency)
 
 
 def test_too_many_combinations_fall_back():

@@ -148,11 +148,11 @@ def test_a_model_with_a_schema_reads_tables(tmp_path):
     with pytest.raises(ValueError, match="column 'sex'"):
         read.predict({"age": [20]})
     text = (tmp_path / "m.json").read_text()
-    for broken in (
-        text.replace('"number"', '"code"'),
-        text.replace('"f"', '"m"'),
-        text.replace('"schema": {', '"schema": 3, "x": {'),
+    for old, new, words in (
+        ('"number"', '"code"', "kind of column 'age'"),
+        ('"f"', '"m"', "levels must be"),
+        ('"schema": {', '"schema": 3, "x": {', "'x' must not be in the file"),
     ):
-        (tmp_path / "m.json").write_text(broken)
-        with pytest.raises(ValueError):
+        (tmp_path / "m.json").write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=words):
             Released.load(tmp_path / "m.json")

@@ -190,6 +190,19 @@ def test_the_model_follows_from_the_schema(schema, unit, more, name, least):
         assert found.score.value < (100 if found.score.metric == "absolute_error" else 200**2)
 
 
+def test_a_study_searches_at_one_price():
+    cost = Schema(COLUMNS, **COST)
+    found = made(cost, dp.Budget(8.0, 1e-6), candidates={"small": {}, "large": {"reg": 1e9}}, trials=20.0)
+    assert "the best of 20 trials on average, among small, large" in str(found.plan)
+    assert found.privacy.epsilon <= 8.0
+    assert len(found.model.accountant) == 3  # search, score, sets
+    assert found.model.privacy_.epsilon <= 8.0
+    with pytest.raises((BudgetExceeded, PrivacyError)):
+        found.model.fit(np.zeros((3200, 3)), np.zeros(3200))
+    with pytest.raises(ConditionError, match="a preview is of one model"):
+        found.plan.preview()
+
+
 def test_a_preview_of_a_plan_spends_nothing():
     plan = plan_study(SCHEMA, dp.Budget(1.0, 1e-6), n=N)
     assert plan.preview(epsilons=[1.0]).noise[0] < 1
@@ -216,6 +229,17 @@ def test_a_preview_of_a_plan_spends_nothing():
         (ValueError, "n must be given under add_remove", {"budget": dp.Budget(1.0, 1e-6, ADD_REMOVE)}),
         (UnitError, "n must be the number of examples under replace_one", {"n": N - 1}),
         (TypeError, "speed", {"speed": 1}),
+        (ValueError, "bound_x must be left to the schema", {"candidates": {"a": {"bound_x": 1.0}}}),
+        (ValueError, "candidates must be one or more", {"candidates": {}}),
+        (
+            UnitError,
+            "candidates must be of rows",
+            {
+                "candidates": {"a": {}},
+                "schema": Schema(COLUMNS, **LABELS, **USERS),
+                "budget": dp.Budget(1.0, 1e-6, unit="user"),
+            },
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, more, monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,11 +45,13 @@ from torch_dpsco.schema import Category, Schema, Table
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
+from torch_dpsco.studies.search import PrivateSearch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEAST, _SHOWN = 50, 12  # units in each part; coefficients in a picture
+_UNSET = {"epsilon": 1.0, "delta": 1e-6, "adjacency": ADD_REMOVE, "n": None}  # what a search sets
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class StudyPlan:
         schema: what is public about the table.
         budget: of all of it together.
         n: public number of units, see `LinearModel`.
-        model: unfitted, with all its settings.
+        model: unfitted, with all its settings; or a search among several.
         metric: that the model is scored by, of `score`.
         held: expected number of units in the second part.
         level: of sets or intervals of predictions, see `conformal`; None for none.
@@ -69,18 +71,22 @@ class StudyPlan:
     schema: Schema
     budget: Budget
     n: int
-    model: LinearModel
+    model: LinearModel | PrivateSearch
     metric: str
     held: int
     level: float | None
 
     def __str__(self) -> str:
         about, unit = "about " if self.budget.adjacency == ADD_REMOVE else "", self._unit
-        mechanism = self.model.plan(len(self.schema.names), self.budget.unit).mechanism
+        if isinstance(self.model, PrivateSearch):
+            how = f"the best of {self.model.trials:g} trials on average, among {', '.join(self.model.candidates)}"
+        else:
+            plan = self.model.plan(len(self.schema.names), self.budget.unit)
+            how = f"{type(self.model).__name__} by {plan.mechanism}"
         lines = [
             f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}), for each {unit}",
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
-            f"    {type(self.model).__name__} by {mechanism}, {len(self.schema.names)} features",
+            f"    {how}, {len(self.schema.names)} features",
             f"  held out: {about}{self.held}, the whole budget",
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]
@@ -91,7 +97,8 @@ class StudyPlan:
     @property
     def pays_for_intervals(self) -> bool:
         """Whether a part of the budget is for intervals of coefficients."""
-        return getattr(self.model, "intervals", None) is not None
+        models = self.model.candidates.values() if isinstance(self.model, PrivateSearch) else [self.model]
+        return any(getattr(model, "intervals", None) is not None for model in models)
 
     @property
     def _unit(self) -> str:
@@ -110,7 +117,12 @@ class StudyPlan:
         Args:
             frame: PUBLIC table that looks like the private one, read by the schema; None for public numbers alone.
             options: `epsilons`, `runs`.
+
+        Raises:
+            ConditionError: the plan is to search among several models.
         """
+        if isinstance(self.model, PrivateSearch):
+            raise ConditionError("a preview is of one model: plan a study without candidates for each of them")
         if frame is None:
             return self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
         table = self.schema.read(frame)
@@ -134,14 +146,14 @@ class StudyPlan:
         if self.budget.adjacency != ADD_REMOVE and units != self.n:
             raise UnitError(f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got {self.n})")
         ledger = Accountant(self.budget, ledger_path=ledger_path)
-        model = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
+        model: Any = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
         charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
         positional = self.budget.adjacency != ADD_REMOVE
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
         name, cut = f"{HELD}{secrets.token_hex(16)}", ("positional", False) if positional else ("keyed", True)
         events: dict[str, tuple[Event, ...]] = {
-            "fit": (model.plan(len(self.schema.names), self.budget.unit).event(),),
+            "fit": (self.fit_event(),),
             "held": (
                 score_event(self._shared, self.metric),
                 *(() if self.level is None else (conformal_event(self._shared),)),
@@ -150,20 +162,24 @@ class StudyPlan:
         ledger.declare(Parallel(events, name, *cut), 1)
         with ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model.fit(**_rows(table, ~held))
+        if isinstance(model, PrivateSearch):
+            model = model.best_estimator_
         with ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
             rows = _rows(table, held)
-            found = score(model, metric=self.metric, bound=self._most(self.metric), **rows, **charged)
+            found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), **rows, **charged)
             sets = None
             if self.level is not None:
-                sets = conformal(model, level=self.level, bound=self._most("absolute_error"), **rows, **charged)
-        return Study(self, model, found, sets, ledger.report())
+                sets = conformal(model, level=self.level, bound=_most(self.schema, "absolute_error"), **rows, **charged)
+        report = ledger.report()
+        ledger.close()  # so that others may open its file
+        return Study(self, model, found, sets, report)
 
-    def _most(self, metric: str) -> float | None:
-        """Returns the bound on losses, of a real target."""
-        if self.schema.target_range is None:
-            return None
-        width = self.schema.target_range[1] - self.schema.target_range[0]
-        return width if metric == "absolute_error" else width**2
+    def fit_event(self) -> Event:
+        """Returns what the fit, or the search, charges."""
+        dim = len(self.schema.names)
+        if isinstance(self.model, PrivateSearch):
+            return self.model.plan(dim).event
+        return self.model.plan(dim, self.budget.unit).event()
 
 
 @dataclass(frozen=True)
@@ -282,6 +298,8 @@ def plan_study(
     metric: str | None = None,
     holdout: float = 0.2,
     level: float | None = 0.9,
+    candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    trials: float = 10.0,
     **settings: Any,
 ) -> StudyPlan:
     """Plans a study.
@@ -297,6 +315,9 @@ def plan_study(
         holdout: share of units that are held out, in (0, 1).
         level: in (0, 1), that sets of labels, or intervals of targets, are to cover new units with; None for none, as
             for models without probabilities, and for budgets of a risk, whose epsilon is too small.
+        candidates: name to settings of the model, to search among them at one price (see `PrivateSearch`); None for
+            no search, which leaves all of the budget to one fit.
+        trials: expected number of trials of a search, > 1.
         settings: further public settings of the model, as intervals=0.3 of `LogisticRegression`.
 
     Raises:
@@ -323,22 +344,41 @@ def plan_study(
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
     target = {"epsilon": budget.epsilon, "delta": budget.delta}
     given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
-    if twice := sorted(settings.keys() & {*given, *schema.settings()}):
+    several = {"": {}} if candidates is None else candidates
+    models = {name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()}
+    if not models:
+        raise ValueError("candidates must be one or more settings by name (got none)")
+    fitted: LinearModel | PrivateSearch = next(iter(models.values()))
+    if candidates is not None:
+        if budget.unit == "user":
+            raise UnitError("candidates must be of rows: a search among fits of users is not proved (got unit 'user')")
+        own = {name: one.set_params(**_UNSET) for name, one in models.items()}
+        bound = None if classes else _most(schema, metric)
+        fitted = PrivateSearch(candidates=own, **given, metric=metric, bound=bound, trials=trials)
+    if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
+        level = None
+    elif level is not None:
+        check.open_interval(0.0, 1.0, level=level)
+    plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
+    plan.fit_event()  # raises before anything is spent
+    return plan
+
+
+def _settled(
+    kind: type[LinearModel], schema: Schema, given: Mapping[str, Any], settings: Mapping[str, Any]
+) -> LinearModel:
+    """Returns a model of these settings; raises where they do not go together."""
+    public = schema.settings()
+    if twice := sorted(settings.keys() & {*given, *public}):
         raise ValueError(f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})")
-    fitted = model(**given, **schema.settings(), **settings)
-    whole = [name for name, kind in schema.columns.items() if isinstance(kind, Category) and not kind.baseline]
+    fitted = kind(**given, **public, **settings)
+    whole = [name for name, column in schema.columns.items() if isinstance(column, Category) and not column.baseline]
     if getattr(fitted, "intervals", None) is not None and fitted.fit_intercept and whole:
         raise ValueError(
             f"intervals must be of features that are no function of each other: give column {whole[0]!r} "
             f"Category(..., baseline=True)"
         )
-    fitted.plan(len(schema.names), budget.unit)  # raises before anything is spent
-    score_event(budget, metric)
-    if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
-        level = None
-    elif level is not None:
-        check.open_interval(0.0, 1.0, level=level)
-    return StudyPlan(schema, budget, count, fitted, metric, held, level)
+    return fitted
 
 
 @typed
@@ -375,6 +415,14 @@ def study(
     if show is not None:
         show(str(plan))
     return plan.run(frame, ledger_path=ledger_path)
+
+
+def _most(schema: Schema, metric: str) -> float | None:
+    """Returns the bound on losses, of a real target."""
+    if schema.target_range is None:
+        return None
+    width = schema.target_range[1] - schema.target_range[0]
+    return width if metric == "absolute_error" else width**2
 
 
 def _units(table: Table) -> tuple[int, NDArray[Any]]:

@@ -48,7 +48,7 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.loss_laws import ComposedLaws
+from torch_dpsco.accounting.loss_laws import ComposedLaws, laws_of
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 
@@ -439,7 +439,8 @@ class Ledger:
     def _choices(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> list[Ledger]:
         """Returns what a record may meet, one ledger per choice of a part of each partition; none if sums say as much.
 
-        They do not where something fails: the failure of one part is not to be added to the losses of another.
+        They do not where something fails, whose failure is not to be added to the losses of another part, or where some
+        part has Renyi divergences alone, which are not to be all that is known of another.
         """
         parts: dict[str, list[_Counts]] = {}
         for (partition, _), counts in self.counts(extra, count).items():
@@ -447,7 +448,12 @@ class Ledger:
             known += [counts] if counts not in known else []
         if not 1 < math.prod(map(len, parts.values())) <= _MOST_CHOICES:
             return []
-        if not self.cost(adjacency, 0, extra, count).fails:
+        # PRIVACY: one choice alone does not know how records were cut (test_choices_of_parts_need_a_cut_that_holds)
+        _require_defined(self._kinds_with(extra), adjacency)
+        lawless = any(
+            laws_of(event, adjacency) is None for known in parts.values() for counts in known for event in counts
+        )
+        if not lawless and not self.cost(adjacency, 0, extra, count).fails:
             return []
         return [
             Ledger(Repeat(event, times) for counts in chosen for event, times in counts.items())
