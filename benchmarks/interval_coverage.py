@@ -1,4 +1,4 @@
-"""How often 95 % intervals of private logistic regression hold the truth, and naive ones: six cells.
+"""How often 95 % intervals of private logistic regression hold the truth, and naive ones: six cells; of Ridge: four.
 
     python benchmarks/interval_coverage.py                        # all cells, 1,000 fits each; minutes
     python benchmarks/interval_coverage.py --cells made_1000 adult --fits 100
@@ -6,7 +6,8 @@
 Naive intervals are those of the released coefficients with the standard errors of a fit without privacy. The truth of a
 made table is what made it; that of a real one (see tables.py, `pip install '.[benchmarks]'`) is the fit without
 regularizer to the whole table, from which each fit gets n records drawn with replacement. Fits have the noise of the
-plan and numpy's draws and solver, which is quicker; tests/inference has the coverage of the estimator itself.
+plan and numpy's draws and solver, which is quicker; tests/inference has the coverage of the estimator itself. Ridge is
+the estimator itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import LogisticRegression
+from torch_dpsco.estimators import LogisticRegression, Ridge
 from torch_dpsco.inference import debias
 from torch_dpsco.linear.objective import ObjectivePlan
 
@@ -50,6 +51,13 @@ CELLS = {
     "abortion": Cell("abortion", 5_000, (0, 1, 2, 3), 3.0),
     "votes": Cell("votes", 10_000, (0, 1, 2, 3, 4), 1.0),
     "adult": Cell("adult", 50_000, (0, 1, 4), 0.5),
+}
+
+RIDGES = {
+    "ridge_1000": Cell("made", 1_000, 2, 3.0),
+    "ridge_5000": Cell("made", 5_000, 5, 1.0),
+    "ridge_50000": Cell("made", 50_000, 5, 0.3),
+    "ridge_flights": Cell("flights_delay", 50_000, (38, 40), 1.0),
 }
 
 
@@ -120,19 +128,49 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     return held / done, naive / done, refused
 
 
+def ridge_coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
+    """Returns the same of `Ridge`; a made table has targets of standard deviation 0.3 about their means."""
+    generator = np.random.default_rng(seed)
+    if isinstance(cell.features, int):
+        dim, truth = cell.features, np.append(np.linspace(-0.5, 0.5, cell.features), 0.1)
+    else:
+        table = getattr(table_rows, cell.table)()
+        rows, targets = 2 * table.rows[:, cell.features] - 1, np.clip(table.targets, -2.0, 2.0)
+        rows = np.column_stack([rows, np.ones(len(rows))])
+        dim, truth = rows.shape[1] - 1, np.linalg.lstsq(rows, targets, rcond=None)[0]
+    model = Ridge(epsilon=cell.epsilon, n=cell.n, bound_x=math.sqrt(dim), bound_y=2.0, intervals=0.05)
+    held, naive, refused = np.zeros(dim + 1), np.zeros(dim + 1), 0
+    for _ in range(fits):
+        if isinstance(cell.features, int):
+            part = np.column_stack([generator.uniform(-1, 1, (cell.n, dim)), np.ones(cell.n)])
+            y = part @ truth + generator.normal(0, 0.3, cell.n)
+        else:
+            chosen = generator.integers(0, len(rows), cell.n)
+            part, y = rows[chosen], targets[chosen]
+        try:
+            found = model.fit(part[:, :-1], y).summary()
+        except ConditionError:
+            refused += 1
+            continue
+        held += (found.intervals[:, 0] <= truth) & (truth <= found.intervals[:, 1])
+        naive += np.abs(found.released - truth) <= _Z * found.standard_errors * np.sqrt(1 - found.privacy)
+    done = fits - refused
+    return held / done, naive / done, refused
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line per cell: mean coverage, the least of a coefficient, and the naive mean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--cells", nargs="+", choices=CELLS | RIDGES, default=[*CELLS, *RIDGES])
     parser.add_argument("--fits", type=int, default=1000)
     parser.add_argument("--smoke", action="store_true", help="one cell, a few fits")
     given = parser.parse_args(arguments)
     if given.smoke:
-        given.cells, given.fits = ["made_1000"], 5
+        given.cells, given.fits = ["made_1000", "ridge_1000"], 5
     print("| cell | n | features | epsilon | coverage | least of a coefficient | naive | refused |\n|---|" + "---|" * 7)
     for name in given.cells:
-        cell = CELLS[name]
-        held, naive, refused = coverage(cell, given.fits)
+        cell = (CELLS | RIDGES)[name]
+        held, naive, refused = (coverage if name in CELLS else ridge_coverage)(cell, given.fits)
         print(
             f"| {name} | {cell.n} | {len(held) - 1} | {cell.epsilon:g} | {100 * held.mean():.1f} % | "
             f"{100 * held.min():.1f} % | {100 * naive.mean():.1f} % | {refused} |",

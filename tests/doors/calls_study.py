@@ -59,11 +59,15 @@ def studied(**more: Any) -> dict[str, Any]:
     return {name: make() for name, make in STUDY.items()} | {"n": 400, "holdout": 0.5, "level": 0.5} | more
 
 
+NOISY = {"mechanism": "noisy_gd", "prepare": None}
+
+
 def people() -> dict[str, Any]:
     return {"age": list(range(20, 60)) * 10, "died": ["no", "yes"] * 200}
 
 
 CALLS["studies.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
+CALLS["studies.plan_study[search]"] = lambda: (plan_study, studied(candidates={"one": NOISY}, trials=2.0))
 CALLS["dp.study"] = lambda: (dp.study, studied(frame=people(), show=None, ledger_path=None))
 CALLS["StudyPlan.run"] = lambda: (plan_study(**studied()).run, {"frame": people(), "ledger_path": None})
 TRANSFORMERS: dict[str, dict[str, Any]] = {

@@ -231,6 +231,7 @@ def test_a_preview_of_a_plan_spends_nothing():
         (TypeError, "speed", {"speed": 1}),
         (ValueError, "bound_x must be left to the schema", {"candidates": {"a": {"bound_x": 1.0}}}),
         (ValueError, "candidates must be one or more", {"candidates": {}}),
+        (ValueError, "trials must be given with candidates", {"trials": 5.0}),
         (
             UnitError,
             "candidates must be of rows",

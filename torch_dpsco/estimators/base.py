@@ -43,7 +43,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.inference import Summary
+from torch_dpsco.inference import Debiased, Summary
 from torch_dpsco.linear import (
     LinearFit,
     LinearTask,
@@ -360,9 +360,10 @@ class LinearModel(BaseEstimator):
 
     def _install(self, fitted: LinearFit) -> None:
         self.units_, dim = fitted.units, self.plan_.task.dim
-        vars(self).pop("hessian_", None)
-        if fitted.hessian is not None:
-            self.hessian_ = fitted.hessian.cpu().numpy()
+        for name, released in (("hessian_", fitted.hessian), ("moments_", fitted.moments)):
+            vars(self).pop(name, None)
+            if released is not None:
+                setattr(self, name, released.cpu().numpy())
         center, scale = (values.numpy() for values in self.units_.rows.shift_and_scale)
         answer = fitted.weights.cpu().numpy() * self.units_.spread
         weight = answer[:, :dim] / scale
@@ -414,16 +415,53 @@ class LinearModel(BaseEstimator):
     def summary(self, level: float = 0.95) -> Summary:
         """Returns estimates, standard errors, p-values and intervals of the coefficients for raw features.
 
+        The estimates are `coef_` and `intercept_` without the bias of the regularizer. No budget is spent.
+
         Args:
             level: in (0, 1), of each interval for itself.
 
         Raises:
-            ConditionError: intervals are not proved for this model, were not paid for by its fit, or its Hessian does
-                not stand out of its noise.
+            ConditionError: intervals are not proved for this model, were not paid for by its fit, or what was released
+                does not stand out of its noise.
         """
-        raise ConditionError(
-            f"{type(self).__name__} has no summary: confidence intervals are proved for LogisticRegression(intervals=)"
+        name = type(self).__name__
+        check.open_interval(0.0, 1.0, level=level)
+        if not hasattr(self, "intervals"):
+            raise ConditionError(
+                f"{name} has no summary: confidence intervals are proved for LogisticRegression and Ridge (intervals=)"
+            )
+        if not hasattr(self, "coef_"):
+            raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
+        if not hasattr(self, "hessian_"):
+            raise ConditionError(
+                f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y) spends 0.3 of the same "
+                f"budget on what they need (got a fit without)"
+            )
+        task, dim = self.plan_.task, self.plan_.task.dim
+        given = task.preparation
+        center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
+        # coefficients for raw features, as a linear map of prepared ones, and back
+        to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
+        to_raw[dim:, :dim] = -center / scale
+        released = np.concatenate([np.ravel(self.coef_), np.ravel(self.intercept_)])[: task.width]
+        found, assumed = self._debiased(np.linalg.solve(to_raw, released), torch.from_numpy(vars(self)["hessian_"]))
+        names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
+        return Summary.of(
+            f"{name}, (epsilon={self.epsilon:g}, delta={self.delta:g}), {task.adjacency}",
+            (*map(str, names), "intercept")[: task.width],
+            found,
+            to_raw,
+            released,
+            level,
+            *assumed,
+            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the model",
+            "all settings, and which features are in the model, were chosen without a look at these records",
+            "enough records for a normal law: see docs/inference.md for where the coverage was measured",
         )
+
+    def _debiased(self, prepared: NDArray[np.float64], hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
+        """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
+        raise NotImplementedError
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it

@@ -22,8 +22,8 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_codes
-from torch_dpsco.estimators.protocol import ClassifierMixin, NotFittedError
-from torch_dpsco.inference import Summary, debias
+from torch_dpsco.estimators.protocol import ClassifierMixin
+from torch_dpsco.inference import Debiased, debias
 from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
@@ -191,47 +191,18 @@ class LogisticRegression(BinaryClassifier):
         # measured units clip rows
         return None if self.intervals is not None else super()._measurements(*public)
 
-    def summary(self, level: float = 0.95) -> Summary:
-        """Returns estimates, standard errors, p-values and intervals; see `LinearModel.summary`.
-
-        The estimates are `coef_` and `intercept_` without the bias of the regularizer. No budget is spent.
-        """
-        if not hasattr(self, "coef_"):
-            raise NotFittedError("This LogisticRegression instance is not fitted yet: call fit before")
-        check.open_interval(0.0, 1.0, level=level)
-        if not hasattr(self, "hessian_"):
-            raise ConditionError(
-                "intervals must be paid for by the fit: LogisticRegression(..., intervals=0.3).fit(X, y) spends 0.3 of "
-                "the same budget on the Hessian that they need (got a fit without)"
-            )
+    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
         plan = cast(ObjectivePlan, self.plan_)
-        task = plan.task
-        given, dim = task.preparation, task.dim
-        center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
-        # coefficients for raw features, as a linear map of prepared ones, and back
-        to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
-        to_raw[dim:, :dim] = -center / scale
-        released = np.concatenate([self.coef_[0], self.intercept_])[: task.width]
         found = debias(
-            torch.from_numpy(np.linalg.solve(to_raw, released)),
-            torch.from_numpy(self.hessian_),
+            torch.from_numpy(prepared),
+            hessian,
             reg=plan.reg,
             noise_std=plan.noise_scale,
             output_std=plan.output_scale,
             hessian_std=plan.hessian_scale,
         )
-        names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
-        return Summary.of(
-            f"LogisticRegression, (epsilon={self.epsilon:g}, delta={self.delta:g}), {task.adjacency}",
-            (*map(str, names), "intercept")[: task.width],
-            found,
-            to_raw,
-            released,
-            level,
+        return found, (
             "the log-odds are linear in the features, and records are independent: else standard errors may be small",
-            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the model",
-            "all settings, and which features are in the model, were chosen without a look at these records",
-            "enough records for a normal law: see docs/inference.md for where the coverage was measured",
         )
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:

@@ -6,8 +6,9 @@ targets if they lie far from 0, and divide them by a public scale.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -15,10 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.adjacency import ADD_REMOVE
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
+from torch_dpsco.inference import Debiased, least_squares
 from torch_dpsco.linear import NO_BOUND, PrivatePreparation
+from torch_dpsco.linear.adassp import AdaSSPPlan
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.theory.linear.preparation import NARROW, NARROW_OF_USERS, robust_width
@@ -152,6 +158,13 @@ class Ridge(Regressor):
         mechanism: also "tukey", a deep one among least squares of many parts of the table: bound_x and bound_y may be
             None then, n must be hundreds of times the number of features, and "none" (weights of 0, with a warning)
             may be the answer.
+        intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for the sum of squared targets, which
+            `summary` needs beside X'X and X'y (0.05 is a good one). Then nothing is measured, and the mechanism is
+            AdaSSP. None for no intervals.
+
+    Attributes:
+        hessian_: X'X of prepared rows, with noise; only with `intervals`.
+        moments_: X'y and the sum of squared targets, with noise; likewise.
 
     Example:
         >>> import numpy as np
@@ -163,6 +176,8 @@ class Ridge(Regressor):
     Source:
         docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics; docs/proofs/tukey.md
     """
+
+    intervals: float | None = None
 
     _boundless: ClassVar[str] = ". Without bounds, mechanism='tukey' fits a large table"
 
@@ -183,6 +198,37 @@ class Ridge(Regressor):
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Squared()
+
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+        options = super()._options(prepare, signal, unit)
+        if self.intervals is None:
+            return options
+        share = check.open_interval(0.0, 1.0, intervals=self.intervals)
+        if not self.fit_intercept and self.adjacency == ADD_REMOVE:
+            raise ConditionError("fit_intercept must be True for intervals under add_remove: it counts the records")
+        level = gaussian_mu(self.epsilon, self.delta) if self.delta > 0 else self.epsilon  # refused by the task
+        return options | {"curvature": math.sqrt(share) * level}
+
+    def _measurements(self, *public: Any) -> PrivatePreparation | None:
+        # measured units clip rows and targets
+        return None if self.intervals is not None else super()._measurements(*public)
+
+    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
+        plan = cast(AdaSSPPlan, self.plan_)
+        task, given = plan.task, plan.constants
+        constant = task.preparation.intercept
+        found = least_squares(
+            hessian,
+            torch.from_numpy(vars(self)["moments_"]),
+            float(hessian[-1, -1]) / constant**2 if constant else task.n,
+            gram_std=given.std_xtx_diag,
+            moment_std=given.std_xty,
+            total_std=plan.total_scale,
+        )
+        return found, (
+            "the mean of targets is linear in the features, their variance is one, and records are independent",
+            f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
+        )
 
 
 def _width(name: str, given: float | str, spreads: float, unit: float, prepare: PrivatePreparation | None) -> float:

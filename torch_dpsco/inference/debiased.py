@@ -1,4 +1,4 @@
-"""An estimate without the bias of the regularizer, and its covariance, of a noisy answer and a noisy Hessian.
+"""Estimates without the bias of a regularizer, and their covariances, of what private fits release.
 
 At the answer w of objective perturbation the gradient of the sum of losses is -(reg w + b). One step of Newton's method
 with the released Hessian H takes the known part of it away:
@@ -63,19 +63,60 @@ def debias(
         1.1
     """
     check.nonnegative(reg=reg), check.nonnegative(noise_std=noise_std), check.nonnegative(output_std=output_std)
-    size = len(weights)
-    values, vectors = torch.linalg.eigh(hessian)
-    least, needed = float(values[0]), _CLEAR * check.nonnegative(hessian_std=hessian_std) * math.sqrt(size)
-    if not least > needed:
-        raise ConditionError(
-            f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g}, and "
-            f"{needed:.3g} is needed. Take fewer or less dependent features (leave one level out of each group beside "
-            f"an intercept), a larger epsilon or share of it, more records, or a smaller bound_x"
-        )
-    inverse = (vectors / values) @ vectors.T
+    size, inverse = len(weights), _inverse(hessian, hessian_std)
     shift = inverse @ (reg * weights)
     square, across = inverse @ inverse, inverse @ shift
     of_hessian = hessian_std**2 / 2 * ((shift @ shift) * square + torch.outer(across, across))
     stretch = torch.eye(size, dtype=torch.float64, device=weights.device) + reg * inverse
     noise = noise_std**2 * square + of_hessian + output_std**2 * stretch @ stretch
     return Debiased(weights + shift, inverse, noise)
+
+
+def least_squares(
+    gram: Tensor, moments: Tensor, count: float, *, gram_std: float, moment_std: float, total_std: float
+) -> Debiased:
+    """Returns the solution of noisy normal equations, without a ridge, and its covariances.
+
+    The error is A^-1 (X'e + f - E theta) for noise E of A = X'X and f of X'y. The variance of targets about their means
+    is (y'y - b'A^-1 b + tr(A^-1 N)) / (n - p), N the covariance of f - E theta; at least what the noise of the
+    numerator hides.
+
+    Args:
+        gram: released X'X (p, p), symmetric, float64.
+        moments: released X'y and y'y, (p + 1,).
+        count: number of records, of a noisy count or public.
+        gram_std: >= 0, of the noise on the diagonal of X'X; 1/sqrt(2) of it elsewhere.
+        moment_std: >= 0, of that on X'y.
+        total_std: >= 0, of that on y'y.
+
+    Raises:
+        ConditionError: X'X does not stand out of its noise, or there are not more records than coefficients.
+
+    Source:
+        docs/proofs/inference.md#least-squares
+    """
+    inverse, size = _inverse(gram, gram_std), len(gram)
+    if not count > size:
+        raise ConditionError(f"more records than coefficients are needed for intervals (got about {count:.3g})")
+    theta = inverse @ moments[:size]
+    length, here = float(theta @ theta), gram_std**2 / 2
+    one = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    error = (moment_std**2 + here * length) * one + here * torch.outer(theta, theta)
+    squares = float(moments[size] - moments[:size] @ theta + (inverse * error).sum())
+    hidden = math.sqrt(total_std**2 + 4 * moment_std**2 * length + 2 * here * length**2)
+    sampling = max(squares, hidden) / (count - size) * inverse
+    return Debiased(theta, sampling, inverse @ error @ inverse)
+
+
+def _inverse(hessian: Tensor, std: float) -> Tensor:
+    """Returns the inverse of a noisy matrix; raises ConditionError if it does not stand out of its noise."""
+    values, vectors = torch.linalg.eigh(hessian)
+    least, needed = float(values[0]), _CLEAR * check.nonnegative(hessian_std=std) * math.sqrt(len(hessian))
+    if not least > needed:
+        raise ConditionError(
+            f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g}, and "
+            f"{needed:.3g} is needed. Take fewer or less dependent features (leave one level out of each group beside "
+            f"an intercept), a larger epsilon or share of it, more records, or a smaller bound_x"
+        )
+    inverse: Tensor = (vectors / values) @ vectors.T
+    return inverse

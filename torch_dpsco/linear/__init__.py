@@ -85,7 +85,7 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if isinstance(task.loss, Squared) and task.residual_clip is None:
         if task.pure:
             return "output"
-        return "adassp" if asks_exact(secure) else "boosted_adassp"
+        return "adassp" if asks_exact(secure) or task.curvature else "boosted_adassp"
     if task.curvature:
         return "objective"
     classes, exact = isinstance(task.loss, SoftmaxCrossEntropy), asks_exact(secure)
@@ -189,11 +189,13 @@ class LinearFit(NamedTuple):
             multiplied by the constant of the preparation. They are for rows and targets in these units:
         units: public, or released too.
         hessian: (width, width) of the sum of losses at the weights, with noise, where `LinearTask.curvature` is not 0.
+        moments: (width + 1,) of the squared loss then: X'y and the sum of squared targets, with noise.
     """
 
     weights: Tensor
     units: Units
     hessian: Tensor | None = None
+    moments: Tensor | None = None
 
 
 _RANDOM_ACCESS = ("katyusha", "subgradient")
@@ -287,5 +289,8 @@ def fit_linear(
     else:
         answer = plan.release(plan.solve(records), ledger, source)
     weight, entries = answer[: task.parameters], answer[task.parameters :]
-    hessian = entries.reshape(task.width, task.width) if task.curvature else None
-    return LinearFit(weight.reshape(task.num_scores, task.width), units, hessian)
+    weights, squares = weight.reshape(task.num_scores, task.width), task.width**2
+    if not task.curvature:
+        return LinearFit(weights, units)
+    hessian = entries[:squares].reshape(task.width, task.width)
+    return LinearFit(weights, units, hessian, entries[squares:] if len(entries) > squares else None)

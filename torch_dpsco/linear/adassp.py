@@ -70,9 +70,23 @@ class AdaSSPPlan(LinearPlan):
         level = adassp_mu(self.constants, *_bounds(self.task), adjacency=self.task.adjacency)
         return level * _rounding(self.task, asks_exact(self.secure))
 
+    @property
+    def total_scale(self) -> float:
+        """Std of the noise on the sum of squared targets, which intervals need; 0 for no release.
+
+        Source: docs/proofs/inference.md#least-squares
+        """
+        _, bound_y, _ = _bounds(self.task)
+        # PRIVACY: a record adds up to bound_y^2 (test_no_record_moves_the_sum_of_squares_by_more)
+        moved = bound_y**2 * _rounding(self.task, False)
+        return moved / self.task.curvature * (1 + 1e-15) if self.task.curvature else 0.0
+
     def own_event(self) -> GDP | Gaussian:
         """Returns what the release alone costs."""
         adjacency = self.task.adjacency
+        if self.task.curvature:
+            # PRIVACY: of all four (test_the_sum_of_squares_is_charged_with_the_statistics)
+            return GDP(math.hypot(self.mu, self.task.curvature) * (1 + 2.0**-50), (adjacency,))
         return Gaussian(1.0, {adjacency: self.mu}, exact=True) if self.secure else GDP(self.mu, (adjacency,))
 
     @property
@@ -95,7 +109,10 @@ class AdaSSPPlan(LinearPlan):
         return float(torch.linalg.eigvalsh(gram)[0]), gram, moment
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
-        """Adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`."""
+        """Adds noise to the three statistics, solves: returns the private vector; see `LinearPlan`.
+
+        Where intervals are paid for, noisy X'X, X'y and the sum of squared targets follow.
+        """
         least, gram, moment = self.statistics(solved)
         event = self.own_event()
         given, dim = self.constants, solved.dim
@@ -112,7 +129,12 @@ class AdaSSPPlan(LinearPlan):
         scores = moment.view(-1, dim)
         if len(scores) > 1:
             scores = len(scores) * (scores - scores.mean(0))  # the noise of what adds up to 0 over classes
-        return project((((scores @ vectors) / values) @ vectors.T).flatten(), self.task.radius)
+        answer = project((((scores @ vectors) / values) @ vectors.T).flatten(), self.task.radius)
+        if not self.task.curvature:
+            return answer
+        (total,) = solved.sum(lambda part: (part.total(part.weights * part.targets.square()),))
+        noise = gaussian_vector(1, self.total_scale, generator)
+        return torch.cat([answer, noisy.flatten(), moment, total + noise])
 
 
 def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None) -> AdaSSPPlan:
@@ -132,6 +154,8 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     """
     _require_covered(task)
     epsilon, delta, exact = task.target.epsilon, task.target.delta, asks_exact(secure)
+    if task.curvature and (exact or mode != "tight"):
+        raise ConditionError("secure must be None, and mode 'tight', where intervals are paid for")
     if check.choice(("tight", "paper"), mode=mode) == "tight":
         constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured)
     else:

@@ -39,7 +39,7 @@ from torch_dpsco.linear.objectives.base import Objective, Records
 from torch_dpsco.linear.objectives.parts import PartedRecords
 from torch_dpsco.linear.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
-from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball
+from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped
@@ -59,7 +59,8 @@ class LinearTask:
         loss: of one score, or the softmax cross-entropy.
         preparation: of rows; in private units, where those are measured.
         prepare: what is measured before the fit, within the same budget; None for nothing.
-        curvature: level mu >= 0 of the Hessian at the answer, released after it within the same budget; 0 for none.
+        curvature: level mu >= 0 of what intervals need beside the answer, released within the same budget: a Hessian
+            at it, or of the squared loss the sum of squared targets; 0 for none.
         dim: d >= 1, number of raw features.
         n: public number of records; a reference under add_remove.
         budget: of unit "example"; delta = 0 asks for a pure epsilon. None where the noise is given.
@@ -146,12 +147,12 @@ class LinearTask:
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
         refused = {
-            "loss must be Logistic": not isinstance(self.loss, Logistic),
+            "loss must be Logistic or Squared": not isinstance(self.loss, (Logistic, Squared)),
             "residual_clip must be None (a clipped gradient has another mean)": self.residual_clip is not None,
             "prepare must be None (it clips rows at a measured length)": self.prepare is not None,
             "radius must be inf (a projected answer is no zero of a gradient)": self.radius != math.inf,
             "tilt and attack_radius must be 0": self.tilt != 0 or self.attack_radius > 0,
-            "delta must be > 0 (the Hessian has Gaussian noise)": self.noise_multiplier is None and self.pure,
+            "delta must be > 0 (it has Gaussian noise)": self.noise_multiplier is None and self.pure,
         }
         for words, wrong in refused.items():
             if wrong:
@@ -313,9 +314,9 @@ class LinearPlan(Plan):
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", self.task.budget)
         object.__setattr__(self, "adjacency", self.task.adjacency)
-        if self.task.curvature and self.mechanism != "objective":
-            # its Hessian would be paid for and not released
-            raise ConditionError(f"mechanism must be 'objective' where intervals are paid for (got {self.mechanism!r})")
+        wanted = "adassp" if isinstance(self.task.loss, Squared) else "objective"
+        if self.task.curvature and self.mechanism != wanted:  # what is paid for would not be released
+            raise ConditionError(f"mechanism must be {wanted!r} where intervals are paid for (got {self.mechanism!r})")
         super().__post_init__()
 
     @property

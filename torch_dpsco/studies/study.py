@@ -299,7 +299,7 @@ def plan_study(
     holdout: float = 0.2,
     level: float | None = 0.9,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
-    trials: float = 10.0,
+    trials: float | None = None,
     **settings: Any,
 ) -> StudyPlan:
     """Plans a study.
@@ -317,7 +317,7 @@ def plan_study(
             for models without probabilities, and for budgets of a risk, whose epsilon is too small.
         candidates: name to settings of the model, to search among them at one price (see `PrivateSearch`); None for
             no search, which leaves all of the budget to one fit.
-        trials: expected number of trials of a search, > 1.
+        trials: expected number of trials of a search, > 1; None for 10. Only with candidates.
         settings: further public settings of the model, as intervals=0.3 of `LogisticRegression`.
 
     Raises:
@@ -344,6 +344,8 @@ def plan_study(
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
     target = {"epsilon": budget.epsilon, "delta": budget.delta}
     given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
+    if candidates is None and trials is not None:
+        raise ValueError(f"trials must be given with candidates only (got {trials})")
     several = {"": {}} if candidates is None else candidates
     models = {name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()}
     if not models:
@@ -354,7 +356,8 @@ def plan_study(
             raise UnitError("candidates must be of rows: a search among fits of users is not proved (got unit 'user')")
         own = {name: one.set_params(**_UNSET) for name, one in models.items()}
         bound = None if classes else _most(schema, metric)
-        fitted = PrivateSearch(candidates=own, **given, metric=metric, bound=bound, trials=trials)
+        average = 10.0 if trials is None else trials
+        fitted = PrivateSearch(candidates=own, **given, metric=metric, bound=bound, trials=average)
     if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
         level = None
     elif level is not None:
