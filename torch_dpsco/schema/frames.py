@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from torch_dpsco.schema.columns import Category, Number, Ordered
 
+_ARROW = ("int", "uint", "float", "double", "halffloat")  # types of numbers, of which missing ones become NaN
+
 
 def opened(frame: Any, wanted: list[str] | None) -> Any:
     """Returns a table; that of a path with these columns alone, or all of them."""
@@ -32,11 +34,13 @@ def opened(frame: Any, wanted: list[str] | None) -> Any:
         if path.endswith(".parquet"):
             present = parquet.read_schema(path).names
             return parquet.read_table(path, columns=None if wanted is None else [n for n in wanted if n in present])
+        # PRIVACY: else one record could become many (test_a_record_of_many_lines_stays_one)
+        lines = csv.ParseOptions(newlines_in_values=True)
         with open(path, "rb") as file:
-            head = csv.open_csv(file).schema.names
+            head = csv.open_csv(file, parse_options=lines).schema.names
         # PRIVACY: text, since types would be guessed from values (test_no_value_of_a_file_decides_how_others_are_read)
         text = csv.ConvertOptions(column_types=dict.fromkeys(head, pyarrow.string()))
-        return csv.read_csv(path, convert_options=text)
+        return csv.read_csv(path, parse_options=lines, convert_options=text)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         # PRIVACY: pyarrow quotes the row (test_no_row_of_a_broken_file_is_quoted)
         raise ValueError(f"frame must be a valid {path.rpartition('.')[2]} file (got {path!r})") from None
@@ -79,6 +83,8 @@ def coded(kind: Number | Category | Ordered, column: Any, width: int) -> NDArray
     dtype = getattr(column, "dtype", None)
     if isinstance(kind, Number) and isinstance(dtype, np.dtype) and dtype.kind in "biuf":
         return kind.code_all(np.asarray(column))
+    if isinstance(kind, Number) and kind_of(column).startswith(_ARROW) and hasattr(column, "to_numpy"):
+        return kind.code_all(column.to_numpy(zero_copy_only=False))
     known: dict[Any, list[float]] = {}
     rows = []
     for value in values(column):

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
+from torch_dpsco import _validate as check
+from torch_dpsco.errors import UnitError
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.schema.columns import key
 
@@ -30,17 +32,27 @@ class Table:
         """Returns all of it, for `model.fit(**table.arguments())`."""
         return {"X": self.X, "y": self.y, **({} if self.groups is None else {"groups": self.groups})}
 
-    def dataset(self, loss: Loss) -> TensorDataset:
+    def dataset(self, loss: Loss, *, unit: str = "example") -> TensorDataset:
         """Returns rows and targets as a loss of `torch_dpsco.losses` takes them, for `optimizer.loader`.
 
         Labels are -1 and +1 (the second one), or 0..K-1; null records have inputs of NaN and the target 0, or 1.
 
         Args:
             loss: of targets like those of the schema.
+            unit: "user" where the schema keeps several rows of a unit, for `optimizer.loader(dataset,
+                users=table.groups)` of an optimizer that protects users.
 
         Raises:
+            UnitError: the table is of users and unit is not, or the reverse.
             ValueError: the loss is of other targets.
         """
+        check.choice(("example", "user"), unit=unit)
+        if (unit == "user") != (self.groups is not None):
+            # PRIVACY: rows without their ids would be protected one by one (test_rows_of_users_are_not_taken_for_units)
+            raise UnitError(
+                f"unit must be 'user' where the schema keeps several rows of a unit, with loader(dataset, "
+                f"users=table.groups), and only there (got {unit!r})"
+            )
         self.schema.require_targets(loss)
         rows, dtype = self.X.copy(), torch.get_default_dtype()
         if self.schema.labels is None:
