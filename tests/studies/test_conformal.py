@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, UnitError
 from torch_dpsco.mechanisms.exponential import score_law, score_slack
-from torch_dpsco.studies import conformal as module
 from torch_dpsco.studies.conformal import ConformalSets, conformal
+
+module = import_module("torch_dpsco.studies.conformal")  # the package has the function of this name
 
 UNIT, DRAWS = 2**20, 2**53
 PAGE = Path(__file__).parents[2] / "docs" / "conformal.md"

@@ -276,6 +276,6 @@ def test_what_makes_no_sense_is_refused_by_name(name: str) -> None:
 def test_the_page_on_tuning_runs() -> None:
     text, names = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8"), dict[str, Any]()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "docs/tuning.md", "exec"), names)
