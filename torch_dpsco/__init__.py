@@ -95,13 +95,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from torch_dpsco.studies.one_call import study
     from torch_dpsco.studies.scores import score
-    from torch_dpsco.studies.study import study
 else:  # or type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> object:
         if name in ("score", "study"):  # on first use: they import scikit-learn, as estimators do
-            return getattr(import_module(f"torch_dpsco.studies.{'scores' if name == 'score' else name}"), name)
+            return getattr(import_module(f"torch_dpsco.studies.{'scores' if name == 'score' else 'one_call'}"), name)
         for place in (errors, sampling):
             if hasattr(place, name):
                 raise AttributeError(f"dp.{name} is now dp.{place.__name__.rpartition('.')[2]}.{name}")

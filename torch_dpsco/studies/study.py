@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +142,7 @@ class StudyPlan:
             ValueError: the table is not that of the schema; nothing was spent.
         """
         table = self.schema.read(frame)
-        units, places = _units(table)
+        units, places = units_of(table)
         if self.budget.adjacency != ADD_REMOVE and units != self.n:
             raise UnitError(f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got {self.n})")
         ledger = Accountant(self.budget, ledger_path=ledger_path)
@@ -384,42 +384,6 @@ def _settled(
     return fitted
 
 
-@typed
-def study(
-    frame: Any,
-    schema: Schema,
-    budget: Budget,
-    *,
-    n: int | None = None,
-    show: Callable[[str], Any] | None = print,
-    ledger_path: str | None = None,
-    **settings: Any,
-) -> Study:
-    """Plans a study, shows the plan, and carries it out.
-
-    Args:
-        frame: the private table, as `Schema.read` takes it.
-        schema: what is public about it.
-        budget: of all of it together.
-        n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
-        show: what is called with the plan in words before anything is spent; None for nothing.
-        ledger_path: of the ledger file; None keeps the ledger in memory.
-        settings: see `plan_study`.
-
-    Guarantee:
-        The budget, for all that the study holds together, predictions for public rows included. Running time is not
-        covered. Source: docs/proofs/accounting.md#parts-of-a-partition.
-    """
-    if n is None:
-        if budget.adjacency == ADD_REMOVE:
-            raise ValueError("n must be given under add_remove, where the number of units is private (got None)")
-        n = _units(schema.read(frame))[0]
-    plan = plan_study(schema, budget, n=n, **settings)
-    if show is not None:
-        show(str(plan))
-    return plan.run(frame, ledger_path=ledger_path)
-
-
 def _most(schema: Schema, metric: str) -> float | None:
     """Returns the bound on losses, of a real target."""
     if schema.target_range is None:
@@ -428,7 +392,7 @@ def _most(schema: Schema, metric: str) -> float | None:
     return width if metric == "absolute_error" else width**2
 
 
-def _units(table: Table) -> tuple[int, NDArray[Any]]:
+def units_of(table: Table) -> tuple[int, NDArray[Any]]:
     """Returns the number of units, and the place of each row's unit among them."""
     if table.groups is None:
         return len(table.X), np.arange(len(table.X))

@@ -1,0 +1,48 @@
+"""A study in one call: its plan is shown, and then carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.adjacency import ADD_REMOVE
+from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.schema import Schema
+from torch_dpsco.studies.study import Study, plan_study, units_of
+
+
+@typed
+def study(
+    frame: Any,
+    schema: Schema,
+    budget: Budget,
+    *,
+    n: int | None = None,
+    show: Callable[[str], Any] | None = print,
+    ledger_path: str | None = None,
+    **settings: Any,
+) -> Study:
+    """Plans a study, shows the plan, and carries it out.
+
+    Args:
+        frame: the private table, as `Schema.read` takes it.
+        schema: what is public about it.
+        budget: of all of it together.
+        n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
+        show: what is called with the plan in words before anything is spent; None for nothing.
+        ledger_path: of the ledger file; None keeps the ledger in memory.
+        settings: see `plan_study`.
+
+    Guarantee:
+        The budget, for all that the study holds together, predictions for public rows included. Running time is not
+        covered. Source: docs/proofs/accounting.md#parts-of-a-partition.
+    """
+    if n is None:
+        if budget.adjacency == ADD_REMOVE:
+            raise ValueError("n must be given under add_remove, where the number of units is private (got None)")
+        n = units_of(schema.read(frame))[0]
+    plan = plan_study(schema, budget, n=n, **settings)
+    if show is not None:
+        show(str(plan))
+    return plan.run(frame, ledger_path=ledger_path)
