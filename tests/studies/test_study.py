@@ -19,7 +19,9 @@ from torch_dpsco.estimators import LinearSVC, LogisticRegression
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.schema import Category, Number, Schema
 from torch_dpsco.studies import study as module
-from torch_dpsco.studies.study import Study, plan_study, split, study
+from torch_dpsco.studies.held_out import split
+from torch_dpsco.studies.one_call import study
+from torch_dpsco.studies.study import Study, plan_study
 
 N = 4000
 COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"])}
