@@ -427,9 +427,7 @@ class LinearModel(BaseEstimator):
         name = type(self).__name__
         check.open_interval(0.0, 1.0, level=level)
         if not hasattr(self, "intervals"):
-            raise ConditionError(
-                f"{name} has no summary: confidence intervals are proved for LogisticRegression and Ridge (intervals=)"
-            )
+            raise self._without_intervals()
         if not hasattr(self, "coef_"):
             raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
         if not hasattr(self, "hessian_"):
@@ -461,7 +459,13 @@ class LinearModel(BaseEstimator):
 
     def _debiased(self, prepared: NDArray[np.float64], hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
         """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
-        raise NotImplementedError
+        raise self._without_intervals()
+
+    def _without_intervals(self) -> ConditionError:
+        return ConditionError(
+            f"{type(self).__name__} has no summary: confidence intervals are proved for LogisticRegression and Ridge "
+            f"(intervals=)"
+        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it
